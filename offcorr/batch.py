@@ -1,0 +1,250 @@
+"""``Batch``: the one place where shapes are checked; ``Tokens``: the clean, padded view that stations see."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from einops import repeat
+from torch import Tensor
+
+from offcorr.kernels.scans import Rows
+from offcorr.shapes import Pair, PerToken, TokenMask
+
+LOG_LIMIT = 20.0
+"""Log-ratios (nats) are clamped to +-LOG_LIMIT, token by token and again before ``exp``."""
+
+_PER_TOKEN = (
+    "mask",
+    "old_logp",
+    "rollout_logp",
+    "entropy",
+    "sum_sq_probs",
+    "rollout_version",
+    "turn_ids",
+)
+_PER_SEQUENCE = ("rewards", "group_ids")
+_EITHER = ("advantages",)
+_INTEGER = ("group_ids", "rollout_version", "turn_ids", "cu_seqlens")
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Log-probs of sampled tokens under up to three policies, and what goes with them.
+
+    Padded: B sequences, T positions.  ``Batch.packed`` takes N tokens of S sequences end to end instead.
+    Everything but ``logp`` is treated as a constant.
+
+    Args:
+        logp: [B, T] log-probs (nats) under the weights being trained; carries the gradient.
+        advantages: [B] or [B, T] (packed: [S] or [N]; where S = N, per sequence).
+        mask: [B, T] bool or 0/1; the valid tokens. What lies elsewhere, NaN included, is never looked at.
+        old_logp: [B, T] log-probs under the weights that sampled, in the trainer's precision.
+            None: ``logp`` detached, every staleness ratio is 1.
+        rollout_logp: [B, T] what the engine reported; NaN on a valid token: the engine could not score it.
+        rewards: [B], for methods that look at the reward's sign.
+        group_ids: [B] int, the prompt each sequence belongs to.
+        entropy, sum_sq_probs: [B, T] of the trainer's next-token distribution (nats; sum of squared probabilities).
+        rollout_version: [B, T] int, the weights' version each token was sampled with.
+        trainer_version: the version being trained.
+        turn_ids: [B, T] int; None: each contiguous run of the mask is a turn.
+
+    Raises:
+        TypeError: a field is not a tensor, or of the wrong kind of dtype.
+        ValueError: a shape, device or mask value does not fit; the message says what came and what was wanted.
+
+    >>> import torch
+    >>> batch = Batch(logp=torch.zeros(4, 128), advantages=torch.ones(4), mask=torch.ones(4, 128).bool())
+    >>> Batch(logp=torch.zeros(4, 128), advantages=torch.ones(3), mask=torch.ones(4, 128).bool())
+    Traceback (most recent call last):
+    ValueError: advantages has shape (3,), expected (4,) or (4, 128) to go with logp (4, 128)
+    """
+
+    logp: Tensor
+    advantages: Tensor
+    mask: Tensor
+    old_logp: Tensor | None = None
+    rollout_logp: Tensor | None = None
+    rewards: Tensor | None = None
+    group_ids: Tensor | None = None
+    entropy: Tensor | None = None
+    sum_sq_probs: Tensor | None = None
+    rollout_version: Tensor | None = None
+    trainer_version: int | None = None
+    turn_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @classmethod
+    def packed(cls, *, logp: Tensor, cu_seqlens: Tensor, **fields: Any) -> Batch:
+        """N tokens of S sequences end to end: [N] for [B, T], [S] for [B], ``cu_seqlens`` [S + 1] from 0 to N.
+
+        >>> import torch
+        >>> batch = Batch.packed(logp=torch.zeros(5), advantages=torch.ones(2), mask=torch.ones(5).bool(),
+        ...                      cu_seqlens=torch.tensor([0, 2, 5]))
+        >>> batch.padded().logp.shape
+        torch.Size([2, 3])
+        """
+        return cls(logp=logp, cu_seqlens=cu_seqlens, **fields)
+
+    def __post_init__(self) -> None:
+        for name, value in self._tensors().items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+            if name != "mask" and value.is_floating_point() == (name in _INTEGER):
+                wanted = "integers" if name in _INTEGER else "floating point"
+                raise TypeError(f"{name} has dtype {value.dtype}, expected {wanted}")
+            if value.device != self.logp.device:
+                raise ValueError(f"{name} is on {value.device}, expected {self.logp.device}, where logp is")
+        dims = 2 if self.cu_seqlens is None else 1
+        if self.logp.ndim != dims:
+            wanted = "(B, T)" if dims == 2 else "(N,), as cu_seqlens is given"
+            raise ValueError(f"logp has shape {tuple(self.logp.shape)}, expected {wanted}")
+        if self.cu_seqlens is not None:
+            self._check_cu_seqlens(self.cu_seqlens)
+        tokens, sequences = tuple(self.logp.shape), (self.sequences,)
+        for name, value in self._tensors().items():
+            allowed = (
+                (tokens,)
+                if name in _PER_TOKEN
+                else (sequences,)
+                if name in _PER_SEQUENCE
+                else (sequences, tokens)
+                if name in _EITHER
+                else ()
+            )
+            if allowed and tuple(value.shape) not in allowed:
+                wanted = " or ".join(map(str, allowed))
+                raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {wanted} to go with logp {tokens}")
+        if self.mask.dtype != torch.bool and not self.mask.is_cuda:
+            self.check_mask_values()
+
+    @property
+    def sequences(self) -> int:
+        return self.logp.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    def check_mask_values(self) -> None:
+        """Raise if a mask that is not bool holds anything but 0 and 1 (on a GPU this costs a synchronisation)."""
+        odd = self.mask[(self.mask != 0) & (self.mask != 1)]
+        if odd.numel():
+            raise ValueError(f"mask holds {odd.flatten()[0].item()!r}, expected bool or only 0 and 1")
+
+    def rows(self, index: Tensor | slice) -> Batch:
+        """The sequences that ``index`` picks (padded batches)."""
+        if self.cu_seqlens is not None:
+            raise ValueError("rows() picks from a padded batch; this one is packed (cu_seqlens is given)")
+        return dataclasses.replace(self, **{name: value[index] for name, value in self._tensors().items()})
+
+    def padded(self) -> Batch:
+        """The same batch, padded; itself if it already is.  Differentiable in ``logp``."""
+        if self.cu_seqlens is None:
+            return self
+        index, inside = self._token_index(self.cu_seqlens)
+
+        def pad(name: str, value: Tensor) -> Tensor:
+            if name in _PER_SEQUENCE or (name in _EITHER and value.shape[0] == self.sequences):
+                return value
+            spread = value[index] if value.numel() else value.new_zeros(index.shape)
+            return spread.bool() & inside if name == "mask" else spread
+
+        present = self._tensors()
+        fields: dict[str, Any] = {name: pad(name, present[name]) for name in present if name != "cu_seqlens"}
+        return dataclasses.replace(self, cu_seqlens=None, **fields)
+
+    def repack(self, padded: Tensor) -> Tensor:
+        """A [B, T] result in the layout of ``logp``."""
+        if self.cu_seqlens is None:
+            return padded
+        _, inside = self._token_index(self.cu_seqlens)
+        return padded[inside]
+
+    def _tensors(self) -> dict[str, Any]:
+        fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return {name: value for name, value in fields if value is not None and name != "trainer_version"}
+
+    def _check_cu_seqlens(self, ends: Tensor) -> None:
+        if ends.ndim != 1 or ends.shape[0] < 1:
+            raise ValueError(f"cu_seqlens has shape {tuple(ends.shape)}, expected (S + 1,)")
+        lengths = ends.diff()
+        if ends[0] != 0 or ends[-1] != self.logp.shape[0] or (lengths < 0).any():
+            raise ValueError(
+                f"cu_seqlens goes from {int(ends[0])} to {int(ends[-1])}, expected to rise "
+                f"from 0 to {self.logp.shape[0]}, the number of tokens in logp"
+            )
+
+    def _token_index(self, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each padded position lies in the packed row, and whether it lies inside its sequence."""
+        lengths = ends.diff()
+        width = int(lengths.max()) if lengths.numel() else 0
+        place = torch.arange(width, device=ends.device)
+        inside = place < repeat(lengths, "s -> s 1")
+        return torch.where(inside, repeat(ends[:-1], "s -> s 1") + place, 0), inside
+
+
+class LogRatio(NamedTuple):
+    """Two policies compared, token by token (nats); 0 where there is nothing to compare."""
+
+    clamped: PerToken
+    raw: PerToken  # unclamped: what a veto and an effective sample size look at
+    anchor_logp: PerToken  # the policy compared against
+    compared: TokenMask  # both log-probs are numbers
+
+
+class Tokens:
+    """A batch as the stations see it: padded, in float32 or float64, selected before any arithmetic.
+
+    Where a token is masked, or has a log-prob or advantage that is not finite, every log-ratio is 0 and the
+    advantage is 0, so garbage reaches neither a value nor a gradient.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        batch = batch.padded()
+        self.dtype = torch.promote_types(batch.logp.dtype, torch.float32)
+        self.batch = batch
+        mask = batch.mask.bool()
+
+        advantages = batch.advantages.detach().to(self.dtype)
+        if advantages.ndim == 1:
+            advantages = repeat(advantages, "b -> b t", t=mask.shape[1])
+        old_logp = batch.logp if batch.old_logp is None else batch.old_logp
+        finite = batch.logp.detach().isfinite() & old_logp.detach().isfinite() & advantages.isfinite()
+        self.trainable: TokenMask = mask & finite
+        self.nonfinite: TokenMask = mask & ~finite
+
+        self.logp = self._select(batch.logp)
+        self.old_logp = self._select(old_logp.detach())
+        self.advantages = self._select(advantages)
+        self.scored: TokenMask = torch.zeros_like(mask)
+        self.rollout_logp = self.old_logp
+        if batch.rollout_logp is not None:
+            reported = batch.rollout_logp.detach()
+            self.scored = self.trainable & reported.isfinite()
+            self.rollout_logp = torch.where(self.scored, reported.to(self.dtype), self.old_logp)
+
+        self.rows = Rows(mask, batch.turn_ids, self.dtype)
+        self._log_ratios: dict[Pair, LogRatio] = {}
+
+    @property
+    def mask(self) -> TokenMask:
+        return self.rows.mask
+
+    def log_ratio(self, of: Pair) -> LogRatio:
+        """The two policies that ``of`` names, compared; detached."""
+        if of not in self._log_ratios:
+            ours = self.old_logp if of == "engine" else self.logp.detach()
+            theirs = self.old_logp if of == "staleness" else self.rollout_logp
+            compared = self.trainable if of == "staleness" else self.scored
+            raw = ours - theirs
+            self._log_ratios[of] = LogRatio(raw.clamp(-LOG_LIMIT, LOG_LIMIT), raw, theirs, compared)
+        return self._log_ratios[of]
+
+    @property
+    def reward(self) -> PerToken | None:
+        """[B, T], the sequence's reward at each of its tokens."""
+        if self.batch.rewards is None:
+            return None
+        return repeat(self.batch.rewards.detach().to(self.dtype), "b -> b t", t=self.mask.shape[1])
+
+    def _select(self, values: Tensor) -> PerToken:
+        return torch.where(self.trainable, values.to(self.dtype), 0)

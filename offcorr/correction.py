@@ -1,0 +1,350 @@
+"""``Correction``: ratio -> weight -> rejection -> gate -> aggregation, as one object."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offcorr import metrics as metering
+from offcorr.aggregate import check_aggregate, check_denominator, row_weights, total
+from offcorr.batch import LOG_LIMIT, Batch, Tokens
+from offcorr.gates import Clip, Gate
+from offcorr.metrics import Metrics
+from offcorr.multipliers import Multiplied
+from offcorr.ratios import Ratio, Token
+from offcorr.rejections import Rejection
+from offcorr.shapes import PerToken, Scalar, TokenMask
+from offcorr.station import Station, apply
+from offcorr.weights import Weight
+
+
+class Output(NamedTuple):
+    """What a correction gives.
+
+    loss: scalar, differentiable in ``batch.logp``.
+    coefficient: dL/dlogp, the shape of ``logp``, detached, float32 (float64 for float64 input).
+    metrics: accumulators on the device.
+    """
+
+    loss: Scalar
+    coefficient: Tensor
+    metrics: Metrics
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """What batch-coupled stations need to know of the global batch, station by station; merges."""
+
+    parts: Mapping[str, Any]
+
+    def merge(self, other: Statistics) -> Statistics:
+        return Statistics({name: part.merge(other.parts[name]) for name, part in self.parts.items()})
+
+
+class Terms(NamedTuple):
+    """Per-token quantities before aggregation, each [B, T]."""
+
+    surrogate: PerToken
+    derivative: PerToken  # of the surrogate with respect to the token's own log-prob
+    weight: PerToken  # detached, 0 where not kept
+    kept: TokenMask
+    vetoed: TokenMask
+    truncated: TokenMask
+    held_back: PerToken  # share of ratio * A that the gate held back
+
+
+@dataclass(frozen=True)
+class Correction:
+    """An off-policy correction.  loss = - sum m * M * w * f(ratio, A) / Z.
+
+    Args:
+        ratio: how far apart two policies are; None: no ratio (only with a gate that uses none).
+        gate: how the update is held back.
+        weight: detached factors, one or a tuple of them, or None.
+        reject: 0/1 multipliers, one or a tuple of them (AND), or None.
+        aggregate: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum" or "seq-mean-token-sum-norm".
+        max_length: the constant length of "seq-mean-token-sum-norm"; None: the padded width, with a warning.
+        count_rejected: what was rejected stays in the denominator.
+        strict: raise on NaN or infinity in ``logp``, ``old_logp`` or ``advantages`` (costs a synchronisation)
+            instead of setting loss and gradient to 0 there.
+
+    Raises:
+        ValueError: a station is not of its kind, or two of them count the same mismatch twice.
+
+    >>> import torch, offcorr
+    >>> loss_fn = Correction(ratio=offcorr.ratios.Prefix(), gate=offcorr.gates.Clip(0.2, 0.28))
+    >>> logp = torch.zeros(1, 2, requires_grad=True)
+    >>> out = loss_fn(Batch(logp=logp, advantages=torch.ones(1), mask=torch.ones(1, 2).bool()))
+    >>> out.loss.backward(); logp.grad
+    tensor([[-0.5000, -0.5000]])
+    """
+
+    ratio: Ratio | None = Token()
+    gate: Gate = Clip()
+    weight: Weight | tuple[Weight, ...] | None = None
+    reject: Rejection | tuple[Rejection, ...] | None = None
+    aggregate: str = "token-mean"
+    max_length: int | None = None
+    count_rejected: bool = True
+    strict: bool = False
+    method: str = field(default="custom", compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("ratio", Ratio),
+            ("gate", Gate),
+            ("weight", Weight),
+            ("reject", Rejection),
+        ):
+            for station in _as_tuple(getattr(self, name)):
+                if not isinstance(station, kind):
+                    raise ValueError(f"{name} is {station!r}, expected one of offcorr.{_MODULE[name]}")
+        if not isinstance(self.gate, Gate):
+            raise ValueError("gate is None, expected one of offcorr.gates; offcorr.gates.Plain() holds nothing back")
+        if self.ratio is None and self.gate.uses_ratio:
+            raise ValueError(f"ratio is None, but gate {self.gate!r} needs one, for instance offcorr.ratios.Token()")
+        if self.ratio is not None and self.ratio.of == "engine" and not self.gate.detached:
+            raise ValueError(
+                f"ratio {self.ratio!r} does not depend on logp, so gate {self.gate!r} would have no gradient; "
+                "use gates.Detached() or a weight"
+            )
+        check_aggregate(self.aggregate, self.max_length)
+        self._refuse_double_counting()
+
+    # -- what it needs, for adapters ---------------------------------------------------------------------------
+
+    @property
+    def stations(self) -> dict[str, Station]:
+        """Every station by its place: "ratio", "gate", "weight.0", "reject.0" ..."""
+        places: dict[str, Station] = {} if self.ratio is None else {"ratio": self.ratio}
+        places["gate"] = self.gate
+        places |= {f"weight.{i}": station for i, station in enumerate(_as_tuple(self.weight))}
+        places |= {f"reject.{i}": station for i, station in enumerate(_as_tuple(self.reject))}
+        return places
+
+    @property
+    def compares(self) -> frozenset[str]:
+        """Which pairs of policies its stations compare."""
+        return frozenset(of for s in self.stations.values() if (of := getattr(s, "of", None)) is not None)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The optional ``Batch`` fields it cannot do without, and ``old_logp`` where its ratio is 1 without."""
+        asked = frozenset().union(*(s.asks_for for s in self.stations.values()))
+        needs = {"rewards"} if "reward" in asked else set()
+        needs |= {"group_ids"} & asked
+        needs |= {"rollout_logp"} if self.compares & {"engine", "total"} else set()
+        needs |= {"old_logp"} if self.ratio is not None and self.ratio.of == "staleness" else set()
+        return frozenset(needs)
+
+    # -- the loss ----------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        batch: Batch,
+        denominator: float | Tensor | None = None,
+        statistics: Statistics | None = None,
+    ) -> Output:
+        """Loss, coefficient and metrics of a batch.
+
+        Args:
+            denominator: Z; tokens (token-mean) or sequences (seq-mean-*) of the global batch. None: this batch's own.
+            statistics: merged ``self.statistics(...)`` of the global batch, for methods that have any.
+        """
+        if denominator is not None:
+            if not self.count_rejected:
+                raise ValueError(
+                    f"denominator is {denominator!r} together with count_rejected=False; an explicit denominator cannot "
+                    "count what is kept, use one of the two"
+                )
+            check_denominator(denominator)
+        with torch.no_grad():
+            tokens = self._tokens(batch)
+            resolved = self.resolve(statistics or self._statistics(tokens))
+            terms = resolved.terms(tokens)
+            z, scale = self._scale(tokens, terms.kept, denominator)
+            scale = scale[:, None] * terms.weight / z
+            loss, coefficient = -scale * terms.surrogate, -scale * terms.derivative
+            finite = loss.isfinite() & coefficient.isfinite() & tokens.trainable
+            nonfinite = tokens.mask & ~finite
+            loss, coefficient = (torch.where(finite, x, 0) for x in (loss, coefficient))
+            if self.strict and nonfinite.any():
+                row, place = nonfinite.nonzero()[0].tolist()
+                raise ValueError(
+                    f"{int(nonfinite.sum())} valid tokens gave no finite number to train on, the first at sequence "
+                    f"{row}, position {place}: logp {float(batch.padded().logp[row, place]):g}"
+                )
+            data = {**metering.mismatch(tokens).data} | metering.loss_metrics(
+                tokens,
+                held_back=terms.held_back,
+                weight=terms.weight,
+                kept=terms.kept,
+                vetoed=terms.vetoed,
+                truncated=terms.truncated,
+                coefficient=coefficient,
+                nonfinite=nonfinite,
+            )
+            coefficient = batch.repack(coefficient)
+        return Output(_Attach.apply(batch.logp, loss.sum(), coefficient), coefficient, Metrics(data))
+
+    def statistics(self, batch: Batch) -> Statistics | None:
+        """What batch-coupled stations need of this batch; merge over micro-batches and ranks.  None: nothing."""
+        with torch.no_grad():
+            return self._statistics(self._tokens(batch))
+
+    def resolve(self, statistics: Statistics | None) -> Correction:
+        """The same correction with every batch-coupled station replaced by what ``statistics`` makes of it."""
+        if statistics is None:
+            return self
+        known: dict[str, Any] = {
+            p: s.resolve(statistics.parts[p]) if p in statistics.parts else s for p, s in self.stations.items()
+        }
+        return dataclasses.replace(
+            self,
+            ratio=known.get("ratio"),
+            gate=known["gate"],
+            weight=tuple(s for place, s in known.items() if place.startswith("weight")),
+            reject=tuple(s for place, s in known.items() if place.startswith("reject")),
+        )
+
+    def terms(self, tokens: Tokens) -> Terms:
+        """The pipeline, token by token.  With grad enabled the surrogate is differentiable, clamps straight-through."""
+        weight, kept = torch.ones_like(tokens.logp), torch.ones_like(tokens.mask)
+        vetoed, truncated = torch.zeros_like(kept), torch.zeros_like(kept)
+        with torch.no_grad():
+            for station in (*_as_tuple(self.weight), *_as_tuple(self.reject)):
+                one: Multiplied = station(tokens)
+                weight = weight * one.weight
+                kept = kept & one.kept
+                truncated = truncated | one.truncated
+                if station.drops_as == "vetoed":
+                    vetoed = vetoed | ~one.kept
+
+        of = self.ratio.of if self.ratio else "staleness"
+        pair = tokens.log_ratio(of)
+        log_ratio, slope = torch.zeros_like(pair.clamped), torch.ones_like(pair.clamped)
+        if self.ratio is not None:
+            with torch.no_grad():
+                log_ratio, slope = self.ratio(tokens)
+                log_ratio = log_ratio.clamp(-LOG_LIMIT, self.gate.log_limit)
+                if self.gate.detached:
+                    slope = torch.ones_like(slope)
+        ratio = log_ratio.exp() * slope
+        if torch.is_grad_enabled() and not self.gate.detached:
+            log_ratio = log_ratio + slope * (tokens.logp - tokens.logp.detach())
+        inputs = {
+            "log_ratio": log_ratio,
+            "raw_log_ratio": pair.raw,
+            "logp": tokens.logp,
+            "anchor_logp": pair.anchor_logp,
+            "advantage": tokens.advantages,
+            "position": tokens.rows.position,
+            "reward": tokens.reward,
+        }
+        surrogate, derivative = apply(self.gate.surrogate, inputs, self.gate.params)
+        derivative = derivative * slope
+        full = ratio * tokens.advantages.abs()
+        held_back = torch.where(full > 0, 1 - derivative.abs() / full, 0).clamp(0, 1)
+        return Terms(surrogate, derivative, weight, kept, vetoed, truncated, held_back)
+
+    # -- configuration -----------------------------------------------------------------------------------------
+
+    def to_config(self) -> dict[str, Any]:
+        """Plain data that ``offcorr.from_config`` makes the same correction of."""
+        if self.method != "custom":
+            return {"method": self.method} | {name: _plain(value) for name, value in self.options.items()}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del fields["method"], fields["options"]
+        return {"method": "custom"} | {name: _plain(value) for name, value in fields.items()}
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _tokens(self, batch: Batch) -> Tokens:
+        for name in self.needs - {"old_logp"}:
+            if getattr(batch, name) is None:
+                users = [repr(s) for s in self.stations.values() if _asks(s, name)]
+                hint = (
+                    "; pass rollout_logp=old_logp to say that engine and trainer agree"
+                    if name == "rollout_logp"
+                    else ""
+                )
+                raise ValueError(f"{name} is None, but {', '.join(users)} of {self.method!r} needs it{hint}")
+        if self.strict and batch.mask.dtype != torch.bool:
+            batch.check_mask_values()
+        return Tokens(batch)
+
+    def _statistics(self, tokens: Tokens) -> Statistics | None:
+        parts = {p: s.statistics(tokens) for p, s in self.stations.items() if s.statistics is not None}
+        return Statistics(parts) if parts else None
+
+    def _scale(
+        self, tokens: Tokens, kept: TokenMask, denominator: float | Tensor | None
+    ) -> tuple[Scalar | float, Tensor]:
+        """Z, and the weight of each row."""
+        count, sequences = tokens.rows.count, torch.as_tensor(len(tokens.mask))
+        if not self.count_rejected:
+            count = (tokens.mask & kept).sum(1).to(tokens.dtype)
+            sequences = (count > 0).sum()
+        rows = row_weights(self.aggregate, count, self.max_length, tokens.mask.shape[1])
+        if denominator is not None:
+            return denominator, rows
+        return total(self.aggregate, count, sequences), rows
+
+    def _refuse_double_counting(self) -> None:
+        """Each of the two mismatches may multiply the gradient once: the total ratio is both of them."""
+        counted: dict[str, str] = {}
+        multiplying = [("ratio", self.ratio)] if self.ratio is not None and self.gate.uses_ratio else []
+        for place, station in multiplying + [("weight", s) for s in _as_tuple(self.weight)]:
+            label = f"{place} {station!r}"
+            for mismatch in ("staleness", "engine") if station.of == "total" else (station.of,):
+                if mismatch in counted:
+                    raise ValueError(
+                        f"{counted[mismatch]} and {label} both count the {mismatch} ratio; "
+                        "drop one, or compare different policies (of=)"
+                    )
+                counted[mismatch] = label
+
+
+_MODULE = {"ratio": "ratios", "gate": "gates", "weight": "weights", "reject": "rejections"}
+
+
+def _as_tuple(stations: Any) -> tuple[Any, ...]:
+    if stations is None:
+        return ()
+    return tuple(stations) if isinstance(stations, tuple | list) else (stations,)
+
+
+def _asks(station: Any, field_name: str) -> bool:
+    if field_name == "rollout_logp":
+        return getattr(station, "of", None) in ("engine", "total")
+    return {"rewards": "reward"}.get(field_name, field_name) in station.asks_for
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Station):
+        return value.to_config()
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value
+
+
+class _Attach(torch.autograd.Function):
+    """A scalar whose gradient with respect to ``logp`` is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, logp: Tensor, loss: Tensor, coefficient: Tensor) -> Tensor:
+        ctx.save_for_backward(coefficient)
+        ctx.dtype = logp.dtype
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
+        (coefficient,) = ctx.saved_tensors
+        limits = torch.finfo(ctx.dtype)
+        return (incoming * coefficient).clamp(limits.min, limits.max).to(ctx.dtype), None, None

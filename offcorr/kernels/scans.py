@@ -1,0 +1,146 @@
+"""Spans: how a per-token quantity is carried over a turn, a prefix or a sequence.
+
+Every span takes ``x`` [B, T], already 0 where the mask is, and a ``Rows``, and gives [B, T].  Masked tokens
+are skipped: they enter no sum, no extremum and no count.  What a span writes under the mask is of no consequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from einops import repeat
+from torch import Tensor
+
+from offcorr.shapes import PerSequence, PerToken, TokenIndex, TokenMask
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The geometry of a padded batch: which tokens are valid, and the counts of them that spans need."""
+
+    mask: TokenMask
+    turn_ids: TokenIndex | None
+    dtype: torch.dtype
+
+    @cached_property
+    def position(self) -> PerToken:
+        """1-based count of valid tokens up to and including t."""
+        return self.mask.cumsum(1).to(self.dtype)
+
+    @cached_property
+    def count(self) -> PerSequence:
+        """Valid tokens of each sequence."""
+        return self.mask.sum(1).to(self.dtype)
+
+    @cached_property
+    def turn(self) -> TokenIndex:
+        """Turn numbers, dense over the batch, from 1; 0 under the mask."""
+        if self.turn_ids is None:
+            starts = self.mask & ~torch.nn.functional.pad(self.mask, (1, 0))[:, :-1]
+            number = starts.flatten().cumsum(0)
+        else:
+            row = repeat(
+                torch.arange(len(self.mask), device=self.mask.device),
+                "b -> b t",
+                t=self.mask.shape[1],
+            )
+            named = torch.stack([row.flatten(), self.turn_ids.flatten()], 1)
+            number = torch.unique(named, dim=0, return_inverse=True)[1] + 1
+        return torch.where(self.mask, number.view_as(self.mask), 0)
+
+
+def over_row(per_sequence: PerSequence, rows: Rows) -> PerToken:
+    return repeat(per_sequence, "b -> b t", t=rows.mask.shape[1])
+
+
+def token(x: PerToken, rows: Rows) -> PerToken:
+    """The token's own."""
+    return x
+
+
+def sequence(x: PerToken, rows: Rows) -> PerToken:
+    """Sum over the sequence: the logarithm of a product."""
+    return over_row(x.sum(1), rows)
+
+
+def geometric(x: PerToken, rows: Rows) -> PerToken:
+    """Mean over the sequence: the logarithm of a product's T-th root."""
+    return over_row(x.sum(1) / rows.count.clamp(min=1), rows)
+
+
+def turn(x: PerToken, rows: Rows) -> PerToken:
+    """Mean over the turn."""
+    ids = rows.turn.flatten()
+    turns = x.new_zeros(x.numel() + 1)
+    total = turns.index_add(0, ids, x.flatten())
+    count = turns.index_add(0, ids, rows.mask.flatten().to(x.dtype))
+    return (total / count.clamp(min=1))[ids].view_as(x)
+
+
+def prefix(x: PerToken, rows: Rows) -> PerToken:
+    """Running sum, the token included."""
+    return x.cumsum(1)
+
+
+def prefix_geometric(x: PerToken, rows: Rows) -> PerToken:
+    """Running mean, the token included."""
+    return x.cumsum(1) / rows.position.clamp(min=1)
+
+
+def min_prefix(x: PerToken, rows: Rows) -> PerToken:
+    """Smallest of the tokens before (0 for the first), plus the token's own."""
+    return _minimum_before(x, rows) + x
+
+
+def bounded_min_prefix(x: PerToken, rows: Rows) -> PerToken:
+    """As ``min_prefix``, with the minimum never above 0."""
+    return _minimum_before(x, rows).clamp(max=0) + x
+
+
+def sequence_max(x: PerToken, rows: Rows) -> PerToken:
+    """Largest over the sequence; 0 for a sequence with no valid token."""
+    if not x.shape[1]:
+        return x
+    largest = torch.where(rows.mask, x, -torch.inf).amax(1)
+    return over_row(torch.where(rows.count > 0, largest, 0), rows)
+
+
+def sequence_min(x: PerToken, rows: Rows) -> PerToken:
+    """Smallest over the sequence; 0 for a sequence with no valid token."""
+    return -sequence_max(-x, rows)
+
+
+def log_mean_exp(x: PerToken, rows: Rows) -> PerToken:
+    """Logarithm of the mean of exp(x), accurate for tiny x and safe for large."""
+    largest = sequence_max(x, rows)
+    below = torch.where(rows.mask, torch.expm1(x - largest), 0).sum(1) / rows.count.clamp(min=1)
+    return largest + over_row(torch.log1p(below), rows)
+
+
+def _minimum_before(x: PerToken, rows: Rows) -> PerToken:
+    if not x.shape[1]:
+        return x
+    seen = torch.where(rows.mask, x, torch.inf).cummin(1).values
+    before = torch.cat([torch.full_like(x[:, :1], torch.inf), seen[:, :-1]], 1)
+    return torch.where(before.isinf(), 0, before)
+
+
+SPANS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
+    f.__name__: f
+    for f in (
+        token,
+        sequence,
+        geometric,
+        turn,
+        prefix,
+        prefix_geometric,
+        min_prefix,
+        bounded_min_prefix,
+        sequence_max,
+        sequence_min,
+        log_mean_exp,
+    )
+}

@@ -1,0 +1,1 @@
+"""One file a method: its composition, multiplier, source and an example.  A file dropped in here is found."""

@@ -1,0 +1,33 @@
+"""REINFORCE: the policy gradient, uncorrected.
+
+dL/dlogp_t = -A_t / Z
+"""
+
+from __future__ import annotations
+
+from offcorr import gates
+from offcorr.correction import Correction
+from offcorr.registry import register
+
+
+@register(
+    "reinforce",
+    multiplier="1",
+    paper="Williams 1992",
+    provenance="textbook",
+)
+def reinforce() -> Correction:
+    """A log pi, token-mean: dL/dlogp_t = -A_t / Z.
+
+    >>> import torch, offcorr
+    >>> old = torch.full((1, 3), -2.0)
+    >>> moved = old + torch.tensor([0.5, -0.5, 1.0])
+    >>> batch = offcorr.Batch(logp=moved, old_logp=old, advantages=torch.ones(1), mask=old < 0)
+    >>> -3 * offcorr.get("reinforce")(batch).coefficient  # the multipliers
+    tensor([[1., 1., 1.]])
+    """
+    return Correction(
+        ratio=None,
+        gate=gates.Plain(),
+        aggregate="token-mean",
+    )

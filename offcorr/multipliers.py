@@ -1,0 +1,68 @@
+"""What weights and rejections share: a detached multiplier and a kept flag."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from offcorr.batch import Tokens
+from offcorr.kernels.scans import SPANS
+from offcorr.ratios import own
+from offcorr.shapes import Pair, PerToken, TokenMask
+from offcorr.station import Station, apply
+
+
+class Multiplied(NamedTuple):
+    """What a weight or a rejection did, each [B, T]."""
+
+    weight: PerToken  # 0 where not kept
+    kept: TokenMask
+    truncated: TokenMask  # kept, but at another value than the ratio's own
+
+
+class Multiplier(Station, kind="multiplier"):
+    """Measure of a token -> span -> rule.  The rule gives (multiplier, kept)."""
+
+    POINTWISE: ClassVar[tuple[str, ...]] = ("measure", "rule")
+    measure: ClassVar[Any] = staticmethod(own)
+    rule: ClassVar[Any]
+
+    value_limit: ClassVar[float] = math.inf
+    """The span's value is clamped to +-value_limit before the rule."""
+    drops_as: ClassVar[str] = "rejected"
+    """The metric that counts the tokens this station drops."""
+
+    of: Pair
+    span: ClassVar[Any]
+    """Which of ``kernels.scans.SPANS`` carries the measure."""
+
+    def pair(self, tokens: Tokens) -> Pair:
+        """Which policies are compared in this batch."""
+        return self.of
+
+    def __call__(self, tokens: Tokens) -> Multiplied:
+        inputs = self.inputs(tokens)
+        weight, kept = apply(self.rule, inputs, self.params)
+        weight = torch.where(kept & tokens.mask, weight, 0)
+        return Multiplied(weight, kept | ~tokens.mask, self.truncated(weight, kept & tokens.mask, inputs["value"]))
+
+    def inputs(self, tokens: Tokens) -> dict[str, Any]:
+        """What the rule sees, each [B, T]; ``value`` is the measure carried over the span."""
+        pair = tokens.log_ratio(self.pair(tokens))
+        inputs = {
+            "log_ratio": pair.clamped,
+            "raw_log_ratio": pair.raw,
+            "logp": tokens.logp.detach(),
+            "anchor_logp": pair.anchor_logp,
+            "advantage": tokens.advantages,
+            "position": tokens.rows.position,
+            "reward": tokens.reward,
+        }
+        measured = torch.where(tokens.mask, apply(self.measure, inputs, self.params), 0)
+        value = SPANS[self.span](measured, tokens.rows)
+        return inputs | {"value": value.clamp(-self.value_limit, self.value_limit)}
+
+    def truncated(self, weight: PerToken, kept: TokenMask, value: PerToken) -> TokenMask:
+        return torch.zeros_like(kept)

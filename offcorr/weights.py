@@ -1,0 +1,231 @@
+"""Weights: what the engine's mismatch costs.  Detached, never part of the gradient's path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from offcorr import ops
+from offcorr.batch import LOG_LIMIT, Tokens
+from offcorr.multipliers import Multiplied, Multiplier
+from offcorr.shapes import Pair, PerToken, TokenMask
+from offcorr.station import check_choice, check_number, check_order, check_pair
+
+Level = Literal["token", "turn", "prefix", "geometric", "sequence"]
+
+
+class Bounds(NamedTuple):
+    low: float
+    high: float
+
+
+def clamp(value: Any, p: Any) -> Any:
+    return ops.minimum(ops.maximum(ops.exp(value), p.low), p.high), value == value
+
+
+def band(value: Any, p: Any) -> Any:
+    ratio = ops.exp(value)
+    return ratio, (ratio >= p.low) & (ratio <= p.high)
+
+
+class Weight(Multiplier, kind="weight"):
+    """A detached factor on the token's gradient."""
+
+
+class _Bounded(Weight):
+    """A ratio at some level, bounded; every form of it is a ``Bound`` under another name."""
+
+    value_limit: ClassVar[float] = LOG_LIMIT
+    level: Level
+
+    @property
+    def bound(self) -> Bound:
+        raise TypeError(f"{type(self).__name__} says no bound")
+
+    @property
+    def span(self) -> str:  # type: ignore[override]
+        return self.level
+
+    @property
+    def rule(self) -> Any:  # type: ignore[override]
+        return clamp if self.bound.outside == "clamp" else band
+
+    @property
+    def params(self) -> Bounds:
+        bound = self.bound
+        return Bounds(bound.low or 0.0, ops.UNBOUNDED if bound.high is None else bound.high)
+
+    def truncated(self, weight: PerToken, kept: TokenMask, value: PerToken) -> TokenMask:
+        return kept & (weight != value.exp())
+
+
+@dataclass(frozen=True)
+class Bound(_Bounded):
+    """The ratio, clamped to [low, high] or zeroed outside.
+
+    Args:
+        low, high: absolute bounds on the ratio; None: no bound.
+        outside: "clamp", or "zero", which drops the token.
+        level: token, sequence (product), geometric (its T-th root), turn (geometric over the turn) or
+            prefix (running product).
+        of: which two policies.
+
+    Raises:
+        ValueError: a bound below 0, low > high, or an unknown level or pair.
+
+    >>> Bound(0.5, 5.0, outside="zero").level
+    'token'
+    """
+
+    low: float | None = None
+    high: float | None = None
+    outside: Literal["clamp", "zero"] = "clamp"
+    level: Level = "token"
+    of: Pair = "engine"
+
+    def __post_init__(self) -> None:
+        check_number(self, "low", low=0, optional=True)
+        check_number(self, "high", low=0, optional=True)
+        if self.low is not None and self.high is not None:
+            check_order(self, "low", "high")
+        check_choice(self, "outside", ("clamp", "zero"))
+        check_choice(self, "level", get_args(Level))
+        check_pair(self)
+
+    @property
+    def bound(self) -> Bound:
+        return self
+
+
+@dataclass(frozen=True)
+class Truncate(_Bounded):
+    """min(ratio, cap): truncated importance sampling.  ``cap`` None: the bare ratio.  Levels as in ``Bound``."""
+
+    cap: float | None = 2.0
+    level: Level = "token"
+    of: Pair = "engine"
+
+    def __post_init__(self) -> None:
+        check_number(self, "cap", low=0, optional=True)
+        self.bound  # noqa: B018  (checks level and of)
+
+    @property
+    def bound(self) -> Bound:
+        return Bound(high=self.cap, level=self.level, of=self.of)
+
+
+@dataclass(frozen=True)
+class Band(_Bounded):
+    """The ratio where low <= ratio <= high, else 0: masked importance sampling.  Levels as in ``Bound``."""
+
+    low: float | None = 0.5
+    high: float | None = 5.0
+    level: Level = "token"
+    of: Pair = "engine"
+
+    def __post_init__(self) -> None:
+        self.bound  # noqa: B018  (checks every field)
+
+    @property
+    def bound(self) -> Bound:
+        return Bound(self.low, self.high, "zero", self.level, self.of)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightSums:
+    """Sum and number of bounded weights, in all or for each group; merges by addition."""
+
+    groups: Tensor  # [G] ids; one group 0 for the whole batch
+    total: Tensor  # [G]
+    count: Tensor  # [G]
+
+    def merge(self, other: WeightSums) -> WeightSums:
+        groups, place = torch.unique(torch.cat([self.groups, other.groups]), return_inverse=True)
+        zeros = self.total.new_zeros(len(groups))
+        return WeightSums(
+            groups,
+            zeros.index_add(0, place, torch.cat([self.total, other.total])),
+            zeros.index_add(0, place, torch.cat([self.count, other.count])),
+        )
+
+    def scale(self, group: Tensor) -> Tensor:
+        """1 / mean weight of each ``group`` [B]; 1 where the mean is too small to divide by."""
+        if not len(self.groups):
+            return self.total.new_ones(len(group))
+        mean = self.total / self.count.clamp(min=1)
+        scale = torch.where(mean > 1e-8, 1 / mean.clamp(min=1e-8), 1)
+        place = torch.searchsorted(self.groups, group).clamp(max=len(self.groups) - 1)
+        return torch.where(self.groups[place] == group, scale[place], 1)
+
+
+@dataclass(frozen=True)
+class SelfNormalise(Weight):
+    """``inner`` divided by its mean over the global batch, or over each prompt group, after bounding.
+
+    The mean is over valid tokens at token, turn and prefix level, over sequences that have a valid token at sequence
+    and geometric level; skipped where it is <= 1e-8.  A statistic of the whole batch: under accumulation or on several
+    ranks, merge ``loss_fn.statistics(batch)`` first.
+
+    Args:
+        inner: the weight to normalise.
+        over: "batch" or "group" (needs ``Batch.group_ids``).
+    """
+
+    inner: Any = Truncate()
+    over: Literal["batch", "group"] = "batch"
+
+    POINTWISE: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, _Bounded):
+            raise ValueError(f"SelfNormalise: inner is {self.inner!r}, expected a weight such as Truncate(2.0)")
+        check_choice(self, "over", ("batch", "group"))
+
+    @property
+    def of(self) -> Pair:  # type: ignore[override]
+        return self.inner.of  # type: ignore[no-any-return]
+
+    @property
+    def asks_for(self) -> frozenset[str]:
+        return frozenset({"group_ids"} if self.over == "group" else ())
+
+    def statistics(self, tokens: Tokens) -> WeightSums:
+        weight = self.inner(tokens).weight
+        if self.inner.level in ("sequence", "geometric"):
+            present = tokens.rows.count > 0
+            last = torch.where(tokens.rows.position == tokens.rows.count[:, None], tokens.mask, False)
+            total, count = torch.where(last, weight, 0).sum(1), present.to(weight.dtype)
+        else:
+            total, count = weight.sum(1), tokens.rows.count
+        group = self.group(tokens)
+        groups, place = torch.unique(group, return_inverse=True)
+        zeros = weight.new_zeros(len(groups))
+        return WeightSums(groups, zeros.index_add(0, place, total), zeros.index_add(0, place, count))
+
+    def resolve(self, statistics: WeightSums) -> Multiplier:
+        """The same weight with the mean known."""
+        return _Normalised(self, statistics)
+
+    def group(self, tokens: Tokens) -> Tensor:
+        if self.over == "batch":
+            return torch.zeros(len(tokens.mask), dtype=torch.long, device=tokens.mask.device)
+        assert tokens.batch.group_ids is not None  # asks_for said so
+        return tokens.batch.group_ids
+
+
+class _Normalised(Weight):
+    """A SelfNormalise whose mean is known."""
+
+    POINTWISE: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, weight: SelfNormalise, sums: WeightSums) -> None:
+        self.weight, self.sums = weight, sums
+        self.of = weight.of
+
+    def __call__(self, tokens: Tokens) -> Multiplied:
+        inner = self.weight.inner(tokens)
+        scale = self.sums.scale(self.weight.group(tokens))
+        return inner._replace(weight=inner.weight * scale[:, None])

@@ -1,0 +1,70 @@
+"""Every pointwise part of every station, as it stands, runs under Triton's interpreter and agrees with torch.
+
+Needs TRITON_INTERPRET=1 before triton is imported, so these tests run in a process of their own (see the Makefile).
+"""
+
+import importlib.util
+import os
+import textwrap
+
+import pytest
+import torch
+
+from offcorr.kernels.rebind import for_triton
+from offcorr.station import Station, apply, arguments
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
+
+import offcorr  # noqa: E402, F401  (registers the stations)
+
+ARGUMENTS = {
+    "K1": {"low": 0.9, "high": 1.2},
+    "K2": {"bound": 0.1},
+    "K3": {"bound": 0.1},
+    "BinaryKL": {"bound": 0.1},
+}
+
+
+def parts():
+    for (kind, name), cls in sorted(Station._registry.items()):
+        station = cls(**ARGUMENTS.get(cls.__name__, {}))
+        for part in station.POINTWISE:
+            yield pytest.param(station, getattr(station, part), id=f"{kind}-{name}-{part}")
+
+
+def kernel_calling(pointwise, outputs, folder):
+    """A kernel from a file (Triton reads sources) that loads the arguments by name and stores each output."""
+    names = [name for name in arguments(pointwise) if name != "p"]
+    loads = "\n".join(f"    {name} = tl.load(inputs + {i} * n + lanes)" for i, name in enumerate(names))
+    results = ", ".join(f"out{i}" for i in range(outputs))
+    stores = "\n".join(f"    tl.store(result + {i} * n + lanes, out{i} + 0.0)" for i in range(outputs))
+    source = (
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
+        "def kernel(inputs, result, p, n: tl.constexpr):\n    lanes = tl.arange(0, n)\n"
+        f"{loads}\n    {results} = pointwise({', '.join(arguments(pointwise))})\n{stores}\n"
+    )
+    path = folder / "generated.py"
+    path.write_text(textwrap.dedent(source))
+    spec = importlib.util.spec_from_file_location("generated", path)
+    module = importlib.util.module_from_spec(spec)
+    module.pointwise = for_triton(pointwise)
+    spec.loader.exec_module(module)
+    return module.kernel, names
+
+
+@pytest.mark.parametrize("station, pointwise", parts())
+def test_same_source_same_numbers(station, pointwise, tmp_path):
+    n = 64
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda scale: torch.randn(n, generator=generator) * scale  # noqa: E731
+    inputs = {name: draw(0.4) for name in ("log_ratio", "raw_log_ratio", "value", "advantage", "reward")}
+    inputs |= {"logp": -draw(1).abs() - 1e-3, "anchor_logp": -draw(1).abs() - 1e-3}
+    inputs["position"] = torch.arange(1, n + 1).float()
+
+    expected = apply(pointwise, inputs, station.params)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    kernel, names = kernel_calling(pointwise, len(expected), tmp_path)
+    result = torch.full((len(expected), n), torch.nan)
+    kernel[(1,)](torch.stack([inputs[name] for name in names]), result, station.params or (0.0,), n)
+    for got, want in zip(result, expected, strict=True):
+        torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-6)
