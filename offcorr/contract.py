@@ -24,7 +24,7 @@ from offcorr.registry import catalogue, from_config, get
 
 Build = Callable[..., Correction]
 
-TOLERANCE = dict(rtol=1e-9, atol=1e-12)
+RTOL, ATOL = 1e-9, 1e-12
 """Checks run in float64."""
 
 
@@ -96,7 +96,7 @@ def blind_under_the_mask(loss_fn: Correction) -> None:
     batch = example()
     clean = loss_fn(_per_token_advantages(batch))
     for junk in (math.nan, math.inf, -1e30, 7.0):
-        dirty = {
+        dirty: dict[str, Any] = {
             name: torch.where(batch.mask, getattr(batch, name), junk) for name in ("logp", "old_logp", "rollout_logp")
         }
         advantages = torch.where(batch.mask, batch.advantages[:, None], junk)
@@ -264,13 +264,13 @@ def _same(out: Output, expected: Output, what: str) -> None:
 
 
 def _close(got: Tensor, wanted: Tensor, what: str) -> None:
-    torch.testing.assert_close(got, wanted, **TOLERANCE, msg=lambda detail: f"{what}: {detail}")
+    torch.testing.assert_close(got, wanted, rtol=RTOL, atol=ATOL, msg=lambda detail: f"{what}: {detail}")
 
 
 def _close_dicts(got: dict[str, float], wanted: dict[str, float], what: str) -> None:
     assert got.keys() == wanted.keys(), f"{what}: {sorted(got.keys() ^ wanted.keys())} on one side only"
     for name, value in wanted.items():
-        assert math.isclose(got[name], value, rel_tol=1e-9, abs_tol=1e-12), f"{what}: {name} {got[name]} != {value}"
+        assert math.isclose(got[name], value, rel_tol=RTOL, abs_tol=ATOL), f"{what}: {name} {got[name]} != {value}"
 
 
 def _finite(out: Output, what: str) -> None:

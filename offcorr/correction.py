@@ -160,8 +160,8 @@ class Correction:
         if denominator is not None:
             if not self.count_rejected:
                 raise ValueError(
-                    f"denominator is {denominator!r} together with count_rejected=False; an explicit denominator cannot "
-                    "count what is kept, use one of the two"
+                    f"denominator is {denominator!r} together with count_rejected=False; an explicit denominator "
+                    "cannot count what is kept, use one of the two"
                 )
             check_denominator(denominator)
         with torch.no_grad():
@@ -235,19 +235,20 @@ class Correction:
                 log_ratio = log_ratio.clamp(-LOG_LIMIT, self.gate.log_limit)
                 if self.gate.detached:
                     slope = torch.ones_like(slope)
-        ratio = log_ratio.exp() * slope
+        ratio, value = log_ratio.exp() * slope, log_ratio
         if torch.is_grad_enabled() and not self.gate.detached:
             log_ratio = log_ratio + slope * (tokens.logp - tokens.logp.detach())
         inputs = {
             "log_ratio": log_ratio,
             "raw_log_ratio": pair.raw,
+            "value": value,  # log_ratio as a constant
             "logp": tokens.logp,
             "anchor_logp": pair.anchor_logp,
             "advantage": tokens.advantages,
             "position": tokens.rows.position,
             "reward": tokens.reward,
         }
-        surrogate, derivative = apply(self.gate.surrogate, inputs, self.gate.params)
+        surrogate, derivative = apply(self.gate.surrogate, self.gate.inputs(tokens, inputs), self.gate.params)
         derivative = derivative * slope
         full = ratio * tokens.advantages.abs()
         held_back = torch.where(full > 0, 1 - derivative.abs() / full, 0).clamp(0, 1)

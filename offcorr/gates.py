@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from offcorr import ops
-from offcorr.batch import LOG_LIMIT
+from offcorr.batch import LOG_LIMIT, Tokens
 from offcorr.station import Station, check_number, check_order
 
 
@@ -24,6 +24,10 @@ class Gate(Station, kind="gate"):
     log_limit: ClassVar[float] = LOG_LIMIT
     """The ratio's logarithm is limited to this before ``exp``, straight-through."""
     uses_ratio: ClassVar[bool] = True
+
+    def inputs(self, tokens: Tokens, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the surrogate sees, each [B, T]; a gate that knows something of the global batch puts it in here."""
+        return inputs
 
 
 def plain(logp: Any, advantage: Any) -> Any:

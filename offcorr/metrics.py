@@ -251,7 +251,7 @@ class Metrics:
         if result.get("offcorr/loss/nonfinite"):
             warnings.warn(
                 f"{result['offcorr/loss/nonfinite']:.0f} valid tokens gave no finite number to train on (NaN or "
-                "infinity in logp, old_logp or advantages); their loss and gradient were set to 0. strict=True raises instead",
+                "infinity in logp, old_logp or advantages); their loss and gradient were set to 0. strict=True raises",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -124,9 +124,9 @@ def get(name: str, **options: Any) -> Correction:
     >>> import offcorr
     >>> offcorr.get("dapo", eps_high=0.3).gate
     Clip(eps_low=0.2, eps_high=0.3, dual_clip=None)
-    >>> offcorr.get("dappo")
+    >>> offcorr.get("minprop")
     Traceback (most recent call last):
-    ValueError: unknown method 'dappo', did you mean 'dapo'? offcorr.available() lists them
+    ValueError: unknown method 'minprop', did you mean 'minpro'? offcorr.available() lists them
     """
     return _method(name)(**options)
 
@@ -143,8 +143,9 @@ def from_config(config: Mapping[str, Any]) -> Correction:
         raise ValueError(f"config is {config!r}, expected a mapping with a 'method'")
     options = dict(config)
     name = options.pop("method")
+    _discover()  # some stations live in the file of the one method that uses them
     if name != "custom":
-        return get(name, **options)
+        return resolve(name, **options)
     allowed = [f.name for f in dataclasses.fields(Correction) if f.name not in ("method", "options")]
     for option in options:
         if option not in allowed:
@@ -166,7 +167,7 @@ def resolve(spec: str, **options: Any) -> Correction:
             raise ValueError(f"{spec} is a finished Correction, expected no options, got {sorted(options)}")
         return found
     name = next((m.name for m in catalogue() if m.build is found), None)
-    return _METHODS[name](**options) if name else Method(symbol, found)(**options)
+    return _METHODS[name](**options) if name else Method(spec, found)(**options)
 
 
 def _load_symbol(path: str, symbol: str) -> Any:

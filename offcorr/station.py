@@ -16,7 +16,7 @@ INPUTS = frozenset(
     {
         "log_ratio",  # the station's own two policies, this token, clamped
         "raw_log_ratio",  # the same, unclamped
-        "value",  # what the station's span made of its measure
+        "value",  # what the station's span made of its measure; for a gate, the ratio's logarithm as a constant
         "logp",
         "anchor_logp",  # the policy compared against
         "advantage",

@@ -11,7 +11,7 @@ from torch import Tensor
 from offcorr import ops
 from offcorr.batch import LOG_LIMIT, Tokens
 from offcorr.multipliers import Multiplied, Multiplier
-from offcorr.shapes import Pair, PerToken, TokenMask
+from offcorr.shapes import Pair, PerSequence, PerToken, TokenMask
 from offcorr.station import check_choice, check_number, check_order, check_pair
 
 Level = Literal["token", "turn", "prefix", "geometric", "sequence"]
@@ -135,30 +135,33 @@ class Band(_Bounded):
 
 
 @dataclass(frozen=True, eq=False)
-class WeightSums:
-    """Sum and number of bounded weights, in all or for each group; merges by addition."""
+class GroupSums:
+    """Sum and number of something, for each group of sequences; merges by addition."""
 
-    groups: Tensor  # [G] ids; one group 0 for the whole batch
+    groups: Tensor  # [G] ids, ascending
     total: Tensor  # [G]
     count: Tensor  # [G]
 
-    def merge(self, other: WeightSums) -> WeightSums:
-        groups, place = torch.unique(torch.cat([self.groups, other.groups]), return_inverse=True)
-        zeros = self.total.new_zeros(len(groups))
-        return WeightSums(
-            groups,
-            zeros.index_add(0, place, torch.cat([self.total, other.total])),
-            zeros.index_add(0, place, torch.cat([self.count, other.count])),
+    @classmethod
+    def of(cls, group: Tensor, total: PerSequence, count: PerSequence) -> GroupSums:
+        """Of what each sequence adds to its ``group`` [B]."""
+        groups, place = torch.unique(group, return_inverse=True)
+        zeros = total.new_zeros(len(groups))
+        return cls(groups, zeros.index_add(0, place, total), zeros.index_add(0, place, count.to(zeros.dtype)))
+
+    def merge(self, other: GroupSums) -> GroupSums:
+        return GroupSums.of(
+            torch.cat([self.groups, other.groups]),
+            torch.cat([self.total, other.total]),
+            torch.cat([self.count, other.count]),
         )
 
-    def scale(self, group: Tensor) -> Tensor:
-        """1 / mean weight of each ``group`` [B]; 1 where the mean is too small to divide by."""
+    def mean(self, group: Tensor) -> PerSequence:
+        """[B], the mean of each ``group``; 0 for a group that nothing was counted in."""
         if not len(self.groups):
-            return self.total.new_ones(len(group))
-        mean = self.total / self.count.clamp(min=1)
-        scale = torch.where(mean > 1e-8, 1 / mean.clamp(min=1e-8), 1)
+            return self.total.new_zeros(len(group))
         place = torch.searchsorted(self.groups, group).clamp(max=len(self.groups) - 1)
-        return torch.where(self.groups[place] == group, scale[place], 1)
+        return torch.where(self.groups[place] == group, self.total[place] / self.count[place].clamp(min=1), 0)
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,7 @@ class SelfNormalise(Weight):
     def asks_for(self) -> frozenset[str]:
         return frozenset({"group_ids"} if self.over == "group" else ())
 
-    def statistics(self, tokens: Tokens) -> WeightSums:
+    def statistics(self, tokens: Tokens) -> GroupSums:
         weight = self.inner(tokens).weight
         if self.inner.level in ("sequence", "geometric"):
             present = tokens.rows.count > 0
@@ -200,12 +203,9 @@ class SelfNormalise(Weight):
             total, count = torch.where(last, weight, 0).sum(1), present.to(weight.dtype)
         else:
             total, count = weight.sum(1), tokens.rows.count
-        group = self.group(tokens)
-        groups, place = torch.unique(group, return_inverse=True)
-        zeros = weight.new_zeros(len(groups))
-        return WeightSums(groups, zeros.index_add(0, place, total), zeros.index_add(0, place, count))
+        return GroupSums.of(self.group(tokens), total, count)
 
-    def resolve(self, statistics: WeightSums) -> Multiplier:
+    def resolve(self, statistics: GroupSums) -> Multiplier:
         """The same weight with the mean known."""
         return _Normalised(self, statistics)
 
@@ -221,11 +221,12 @@ class _Normalised(Weight):
 
     POINTWISE: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, weight: SelfNormalise, sums: WeightSums) -> None:
+    def __init__(self, weight: SelfNormalise, sums: GroupSums) -> None:
         self.weight, self.sums = weight, sums
         self.of = weight.of
 
     def __call__(self, tokens: Tokens) -> Multiplied:
         inner = self.weight.inner(tokens)
-        scale = self.sums.scale(self.weight.group(tokens))
+        mean = self.sums.mean(self.weight.group(tokens))
+        scale = torch.where(mean > 1e-8, 1 / mean.clamp(min=1e-8), 1)
         return inner._replace(weight=inner.weight * scale[:, None])

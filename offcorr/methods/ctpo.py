@@ -2,7 +2,8 @@
 
 dL/dlogp_t = -c_t A_t / Z, c_t = the prefix ratio where it is inside [exp(-log_low t^power), exp(log_high t^power)] or
 recovering, else 0; for A < 0 it is 0 above exp(log_dual t^power) too.  t is the 1-based count of valid tokens, and the
-log-ratio is capped at 10.  The authors' script adds seq_tis at cap 5: ``weight=weights.Truncate(5.0, level="sequence")``.
+log-ratio is capped at 10.  The authors' script adds seq_tis at cap 5:
+``weight=weights.Truncate(5.0, level="sequence")``.
 """
 
 from __future__ import annotations

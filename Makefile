@@ -1,0 +1,109 @@
+# `make demo` and `make test` set everything up themselves; nothing else has to be typed.
+
+# constraints.txt needs Python 3.11 or later (the library itself runs on 3.10).
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := recipes,triton,deepspeed,dev
+TRL_MIN := 1.9.2
+
+# One thread a process: the tests run several processes, and small matrices gain nothing from more.
+export OMP_NUM_THREADS ?= 1
+# accelerate, torchrun and ninja are called by name.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export TOKENIZERS_PARALLELISM ?= false
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+# DeepSpeed's compiled operators are not used here and need a CUDA compiler.
+export DS_BUILD_OPS := 0
+
+PYTEST := $(BIN)/python -m pytest
+CORE := $(wildcard offcorr/[a-z]*.py) offcorr/methods
+KERNEL_TESTS := $(wildcard tests/kernels)
+TRL_TESTS := $(wildcard tests/trl tests/test_rollout*.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv .venv-trl-min demo demo-short test test-all test-fast test-doc test-kernels test-trl-min \
+        lint format docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z.][a-z.-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+# ---------------------------------------------------------------- environments
+
+# install(folder, constraints, further requirements): torch first and pinned, then the rest around it.
+define install
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet -c $(2) torch hatchling editables
+	$(1)/bin/python -m pip install --quiet -c $(2) --no-build-isolation --editable ".[$(EXTRAS)]" $(3)
+endef
+
+.venv: $(VENV)/installed  ## the environment everything below runs in (done once, pinned by constraints.txt)
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(call install,$(VENV),constraints.txt)
+	@touch $@
+
+.venv-trl-min: .venv-trl-min/installed
+
+# The oldest supported TRL, the same versions otherwise. It imports requests without asking for it.
+.venv-trl-min/installed: pyproject.toml constraints.txt
+	@mkdir -p .venv-trl-min
+	sed 's/^trl==.*/trl==$(TRL_MIN)/' constraints.txt > .venv-trl-min/constraints.txt
+	$(call install,.venv-trl-min,.venv-trl-min/constraints.txt,requests)
+	@touch $@
+
+# ------------------------------------------------------------------------- run
+
+demo: .venv  ## train at lag 16 with an int8 sampler: TRL's loss, MinPRO and CTPO side by side
+	$(BIN)/python recipes/demo.py
+
+demo-short: .venv  ## the same, cut short
+	$(BIN)/python recipes/demo.py --short
+
+# ----------------------------------------------------------------------- tests
+
+test: test-doc test-kernels test-fast  ## the fast tests: at most ten minutes on two cores
+
+test-doc: .venv
+	$(PYTEST) -q --doctest-modules $(CORE) --doctest-glob='*.md' $(wildcard README.md docs/*.md)
+
+# In a process of its own: triton reads the variable once, when it is imported.
+test-kernels: .venv
+ifneq ($(KERNEL_TESTS),)
+	TRITON_INTERPRET=1 $(PYTEST) -q -m "not slow" $(KERNEL_TESTS)
+endif
+
+test-fast: .venv
+	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --ignore=tests/kernels --durations=10
+
+test-all: test-doc test-trl-min  ## everything: the slow tests and the oldest TRL too
+ifneq ($(KERNEL_TESTS),)
+	TRITON_INTERPRET=1 $(PYTEST) -q $(KERNEL_TESTS)
+endif
+	$(PYTEST) -q -n $(WORKERS) --dist loadfile --ignore=tests/kernels --durations=10
+
+test-trl-min: .venv-trl-min  ## the TRL and rollout tests on the oldest supported TRL
+ifneq ($(TRL_TESTS),)
+	.venv-trl-min/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" $(TRL_TESTS)
+endif
+
+# -------------------------------------------------------------------- upkeep
+
+lint: .venv  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv  ## let ruff format and sort imports
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: .venv  ## write the generated tables anew
+	$(BIN)/python -m offcorr.cli docs
+
+clean:  ## remove environments, builds and caches
+	rm -rf .venv .venv-trl-min build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

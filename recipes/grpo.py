@@ -1,0 +1,264 @@
+"""GRPO with an off-policy correction, on any model and any verifiable task.
+
+    accelerate launch recipes/grpo.py                                           # small embedded model, on-policy
+    accelerate launch recipes/grpo.py --config recipes/configs/minpro.yaml      # stale, quantised sampler and MinPRO
+    accelerate launch recipes/grpo.py --loss_type ctpo --lag 16 --precision int8
+    accelerate launch recipes/grpo.py --model Qwen/Qwen3-0.6B --task openai/gsm8k --bf16 true --max_completion_length 512
+
+Every option of TRL's GRPOConfig is a flag here, and a key of the YAML file; a flag wins over the file.  Read from top
+to bottom; to adapt it to your own model, start at ``Arguments`` and ``load_task``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
+from trl import TrlParser
+
+import offcorr.rollout
+from offcorr import embedded
+from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
+
+
+@dataclass
+class Arguments(GRPOConfig):
+    """What this recipe adds to GRPOConfig, and defaults that suit the embedded model.
+
+    line 2 of the swap is a pair of options that GRPOConfig has already:
+    ``--loss_type minpro --loss_kwargs '{"eps_high": 0.28}'``.
+    """
+
+    model: str = field(default="embedded", metadata={"help": "embedded, a local folder, or any hub name"})
+    task: str = field(
+        default="embedded",
+        metadata={"help": "embedded, a reasoning-gym name, a hub dataset such as openai/gsm8k, or a .jsonl file"},
+    )
+    lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})
+    precision: str = field(default="fp32", metadata={"help": "the sampler's: fp32, bf16, fp16, int8, fp8_e4m3, fp8_e5m2"})
+    train_size: int = field(default=4096, metadata={"help": "examples to train on"})
+    eval_size: int = field(default=256, metadata={"help": "held-out examples, one sample each, at temperature 1"})
+
+    # 32 prompts x 8 samples a generation, four optimizer updates on each.
+    output_dir: str = field(default="runs/grpo")
+    max_steps: int = field(default=160)
+    learning_rate: float = field(default=3e-4)
+    lr_scheduler_type: str = field(default="constant")
+    adam_beta2: float = field(default=0.99)
+    per_device_train_batch_size: int = field(default=64)
+    per_device_eval_batch_size: int = field(default=256)
+    num_generations: int = field(default=8)
+    num_generations_eval: int = field(default=1)
+    steps_per_generation: int = field(default=4)
+    max_completion_length: int = field(default=embedded.MAX_COMPLETION)
+    logging_steps: float = field(default=4)
+    eval_strategy: str = field(default="steps")
+    eval_steps: float = field(default=20)
+    eval_on_start: bool = field(default=True)
+    save_strategy: str = field(default="no")
+    report_to: str = field(default="none")
+    gradient_checkpointing: bool = field(default=False)
+    bf16: bool = field(default=False)
+
+
+# -- the task ------------------------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """Datasets with a ``prompt`` column, and a TRL reward function that sees the other columns."""
+
+    train: datasets.Dataset
+    test: datasets.Dataset
+    reward: Callable[..., list[float]]
+
+
+def load_task(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> Task:
+    def as_prompt(question: str) -> Any:
+        """A chat message where the model knows what a chat is, else the bare question."""
+        return [{"role": "user", "content": question}] if tokenizer.chat_template else question + "\n"
+
+    if args.task == "embedded":
+        return Task(
+            embedded.dataset(args.train_size, seed=args.seed, split="train"),
+            embedded.dataset(args.eval_size, seed=0, split="test"),
+            embedded.reward,
+        )
+    if args.task.endswith(".jsonl"):
+        rows = datasets.load_dataset("json", data_files=args.task, split="train").shuffle(seed=args.seed)
+        split = rows.train_test_split(test_size=min(args.eval_size, len(rows) // 2), seed=args.seed)
+        return math_task(split["train"], split["test"], args, as_prompt)
+    if "/" in args.task:
+        rows = datasets.load_dataset(args.task, "main" if args.task == "openai/gsm8k" else None)
+        return math_task(rows["train"], rows["test"], args, as_prompt)
+    return reasoning_gym_task(args, as_prompt)
+
+
+def math_task(train: datasets.Dataset, test: datasets.Dataset, args: Arguments, as_prompt: Callable) -> Task:
+    """``question`` and ``answer`` columns; the last number or boxed expression is checked with math-verify."""
+    from math_verify import parse, verify
+
+    def prepare(rows: datasets.Dataset, size: int) -> datasets.Dataset:
+        rows = rows.select(range(min(size, len(rows))))
+        return rows.map(
+            lambda row: {"prompt": as_prompt(row["question"]), "answer": row["answer"].split("####")[-1].strip()},
+            remove_columns=rows.column_names,
+        )
+
+    def reward(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+        # The timeouts of math-verify are signals, which only the main thread may set.
+        gold = [parse(wanted, parsing_timeout=None) for wanted in answer]
+        said = [parse(text_of(completion), parsing_timeout=None) for completion in completions]
+        return [float(verify(g, s, timeout_seconds=None)) for g, s in zip(gold, said, strict=True)]
+
+    return Task(prepare(train, args.train_size), prepare(test, args.eval_size), reward)
+
+
+def reasoning_gym_task(args: Arguments, as_prompt: Callable) -> Task:
+    """Any generator of reasoning-gym, scored by its own scorer."""
+    import reasoning_gym
+    from reasoning_gym.utils import extract_answer
+
+    sources = {
+        "train": reasoning_gym.create_dataset(args.task, size=args.train_size, seed=args.seed),
+        "test": reasoning_gym.create_dataset(args.task, size=args.eval_size, seed=args.seed + 1_000_003),
+    }
+
+    def rows(split: str) -> datasets.Dataset:
+        return datasets.Dataset.from_list(
+            [{"prompt": as_prompt(e["question"]), "split": split, "entry": i} for i, e in enumerate(sources[split])]
+        )
+
+    def reward(completions: list[Any], split: list[str], entry: list[int], **kwargs: Any) -> list[float]:
+        texts = [text_of(completion) for completion in completions]
+        answers = [extract_answer(text) or text.strip() for text in texts]
+        return [sources[s].score_answer(a, sources[s][e]) for a, s, e in zip(answers, split, entry, strict=True)]
+
+    return Task(rows("train"), rows("test"), reward)
+
+
+def text_of(completion: Any) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+# -- the run -------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    (args,) = TrlParser(Arguments).parse_args_and_config()
+    path = embedded.model_path(seed=args.seed) if args.model == "embedded" else args.model
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    task = load_task(args, tokenizer)
+
+    # Real off-policy data: old weights, low precision, and a record of both.  With vLLM, TRL's own path samples.
+    sampler = None if args.use_vllm else offcorr.rollout.OffPolicy(lag=args.lag, precision=args.precision)
+    history = History(Path(args.output_dir))
+    trainer = GRPOTrainer(
+        model=path,
+        args=args,
+        reward_funcs=task.reward,
+        train_dataset=task.train,
+        eval_dataset=task.test,
+        processing_class=tokenizer,
+        rollout_func=sampler,
+        callbacks=[history],
+    )
+    trainer.remove_callback(ProgressCallback)
+    if trainer.accelerator.is_main_process and not args.disable_tqdm:
+        trainer.add_callback(Bar)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.evaluate()
+
+    if trainer.accelerator.is_main_process:
+        summarise(history.logs, title=f"{args.loss_type} at lag {args.lag}, {args.precision} sampler")
+        print(f"history: {history.file}\npicture: {plot(history.logs, history.file.with_suffix('.png'))}")
+
+
+class Bar(ProgressCallback):
+    """The progress bar, without a line for every log."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class History(TrainerCallback):
+    """Everything logged, in one JSON file that is whole at any moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "history.json"
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self.logs = [dict(entry) for entry in state.log_history]
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        half_written = self.file.with_suffix(".tmp")
+        half_written.write_text(json.dumps(self.logs))
+        half_written.replace(self.file)
+
+
+# -- what came of it -----------------------------------------------------------------------------------------
+
+
+def series(logs: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of one logged quantity."""
+    found = [(entry["step"], entry[name]) for entry in logs if name in entry]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def accuracy(logs: list[dict[str, float]]) -> dict[str, float]:
+    """Held-out sampled accuracy (mean reward) at start, peak and end."""
+    _, values = series(logs, "eval_reward")
+    return {"start": values[0], "peak": max(values), "end": values[-1]} if values else {}
+
+
+def means(logs: list[dict[str, float]], names: tuple[str, ...]) -> dict[str, float]:
+    """Mean over the run of each logged quantity that there is."""
+    return {name: sum(values) / len(values) for name in names if (values := series(logs, name)[1])}
+
+
+MISMATCH = ("offcorr/staleness/abs_mean", "offcorr/engine/abs_mean", "offcorr/staleness/ess_seq", "offcorr/engine/ess_seq")
+DID = ("offcorr/loss/clipped", "offcorr/loss/truncated", "offcorr/loss/rejected", "offcorr/loss/coefficient_zero")
+
+
+def summarise(logs: list[dict[str, float]], title: str) -> None:
+    table = Table(title=title, show_header=False)
+    for name, value in accuracy(logs).items():
+        table.add_row(f"held-out sampled accuracy, {name}", f"{value:.3f}")
+    for name, value in means(logs, MISMATCH + DID).items():
+        table.add_row(f"{name}, mean over the run", f"{value:.4f}")
+    Console().print(table)
+
+
+def plot(logs: list[dict[str, float]], file: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4), constrained_layout=True)
+    panels = (
+        ("reward", ("eval_reward", "reward"), "mean"),
+        ("mismatch between the policies", MISMATCH[:2], "mean |log-ratio|, nats"),
+        ("what the correction did", DID, "share of tokens"),
+    )
+    for axis, (title, names, label) in zip(axes, panels, strict=True):
+        for name in names:
+            steps, values = series(logs, name)
+            axis.plot(steps, values, label=name.removeprefix("offcorr/"), marker="o" if name == "eval_reward" else "")
+        axis.set(title=title, xlabel="optimizer update", ylabel=label)
+        axis.legend()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+    return file
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Small wrong edits, each with the test that must notice it.  Fails if one survives.
+
+    python tests/mutate.py [WORD ...]      # only the mutations whose description holds a word
+
+Works on a copy; the checkout is not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.progress import track
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Mutation(NamedTuple):
+    what: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+    """A pytest node, or a node and ``-k`` words after a space."""
+
+
+CONTRACT, ORACLE, PITFALLS = "tests/test_contract.py", "tests/test_oracle.py", "tests/test_pitfalls.py"
+METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/test_rollout_trl.py", "tests/trl/test_trainer.py"
+GOLDEN = f"{ORACLE}::test_golden_table"
+SCANS, CORRECTION, BATCH = "offcorr/kernels/scans.py", "offcorr/correction.py", "offcorr/batch.py"
+
+MUTATIONS = [
+    Mutation("sequence taken as geometric", SCANS, "over_row(x.sum(1), rows)", "over_row(x.mean(1), rows)", GOLDEN),
+    Mutation(
+        "geometric over the padded width", SCANS, "x.sum(1) / rows.count.clamp(min=1), rows", "x.mean(1), rows", GOLDEN
+    ),
+    Mutation(
+        "masked token in the running minimum",
+        SCANS,
+        "seen = torch.where(rows.mask, x, torch.inf).cummin(1)",
+        "seen = x.cummin(1)",
+        f"{GOLDEN} minpro",
+    ),
+    Mutation("running minimum includes the token", SCANS, "seen[:, :-1]], 1)", "seen[:, 1:]], 1)", f"{GOLDEN} minpro"),
+    Mutation(
+        "off-by-one position", SCANS, "self.mask.cumsum(1).to", "(self.mask.cumsum(1) + 1).to", f"{PITFALLS} ctpo"
+    ),
+    Mutation(
+        "tool tokens counted in positions",
+        SCANS,
+        "self.mask.cumsum(1).to",
+        "torch.ones_like(self.mask).cumsum(1).to",
+        f"{PITFALLS} tool_tokens",
+    ),
+    Mutation(
+        "turns run across tool spans",
+        SCANS,
+        "starts.flatten().cumsum(0)",
+        "starts[:, :1].expand_as(starts).flatten().cumsum(0)",
+        f"{ORACLE} free",
+    ),
+    Mutation("sign of the coefficient", CORRECTION, "-scale * terms.derivative", "scale * terms.derivative", GOLDEN),
+    Mutation(
+        "clamp cuts the gradient",
+        CORRECTION,
+        "derivative = derivative * slope",
+        "derivative = derivative * slope * (pair.raw.abs() < LOG_LIMIT)",
+        f"{PITFALLS} clamped",
+    ),
+    Mutation(
+        "kept count in the denominator",
+        CORRECTION,
+        "if not self.count_rejected:\n            count",
+        "if True:\n            count",
+        f"{PITFALLS} denominator",
+    ),
+    Mutation(
+        "empty sequences left out of the mean",
+        CORRECTION,
+        "torch.as_tensor(len(tokens.mask))",
+        "(count > 0).sum()",
+        f"{ORACLE} random",
+    ),
+    Mutation(
+        "CTPO's ratio not capped",
+        CORRECTION,
+        "clamp(-LOG_LIMIT, self.gate.log_limit)",
+        "clamp(-LOG_LIMIT, LOG_LIMIT)",
+        f"{ORACLE} random and ctpo",
+    ),
+    Mutation(
+        "rejections combined by OR",
+        CORRECTION,
+        "kept = kept & one.kept",
+        "kept = kept | one.kept",
+        f"{PITFALLS} rejected",
+    ),
+    Mutation(
+        "a ratio counted twice goes through",
+        CORRECTION,
+        "        self._refuse_double_counting()\n",
+        "",
+        "tests/test_batch.py twice",
+    ),
+    Mutation(
+        "backward forgets the incoming gradient",
+        CORRECTION,
+        "(incoming * coefficient)",
+        "coefficient",
+        f"{CONTRACT} gradient and ppo",
+    ),
+    Mutation(
+        "gradient overflows the input's dtype",
+        CORRECTION,
+        ".clamp(limits.min, limits.max).to",
+        ".to",
+        f"{CONTRACT} low_precision and token_is",
+    ),
+    Mutation(
+        "engine ratio from the current weights",
+        BATCH,
+        'self.old_logp if of == "engine" else',
+        'self.logp.detach() if of == "engine" else',
+        f"{GOLDEN} tis",
+    ),
+    Mutation(
+        "unscored tokens scored",
+        BATCH,
+        "self.scored = self.trainable & reported.isfinite()",
+        "self.scored = self.trainable",
+        f"{GOLDEN} tis",
+    ),
+    Mutation(
+        "packed rows shifted",
+        BATCH,
+        '"s -> s 1") + place, 0)',
+        '"s -> s 1") + place + 1, 0)',
+        f"{CONTRACT} packed and dapo",
+    ),
+    Mutation(
+        "veto sees clamped ratios of the wrong side",
+        "offcorr/rejections.py",
+        'span: ClassVar[Any] = "sequence_min"',
+        'span: ClassVar[Any] = "sequence_max"',
+        f"{ORACLE} random and veto",
+    ),
+    Mutation(
+        "OPSM keeps the wrong sign",
+        "offcorr/rejections.py",
+        "(advantage >= 0) | (-value",
+        "(advantage <= 0) | (-value",
+        f"{ORACLE} random and opsm",
+    ),
+    Mutation(
+        "dual clip the wrong way",
+        "offcorr/gates.py",
+        "ops.maximum(surrogate, p.dual * advantage)",
+        "ops.minimum(surrogate, p.dual * advantage)",
+        f"{ORACLE} random and ppo",
+    ),
+    Mutation(
+        "SAPO's temperatures swapped",
+        "offcorr/gates.py",
+        "zeros_like(ratio) + p.positive, p.negative",
+        "zeros_like(ratio) + p.negative, p.positive",
+        f"{GOLDEN} sapo",
+    ),
+    Mutation(
+        "weight outside the band clamped, not dropped",
+        "offcorr/weights.py",
+        "return ratio, (ratio >= p.low) & (ratio <= p.high)",
+        "return ratio, ratio == ratio",
+        f"{GOLDEN} icepop",
+    ),
+    Mutation(
+        "self-normalised by the count alone",
+        "offcorr/weights.py",
+        "self.total[place] / self.count[place].clamp(min=1)",
+        "self.total[place]",
+        f"{METRICS} mean_one",
+    ),
+    Mutation(
+        "ESS of clamped weights",
+        "offcorr/metrics.py",
+        "total = torch.where(seen, d, 0).sum(1)",
+        "total = torch.where(seen, d, 0).sum(1).clamp(-20, 20)",
+        f"{PITFALLS} ess",
+    ),
+    Mutation(
+        "maxima merged by adding",
+        "offcorr/metrics.py",
+        "return torch.maximum(a, b)",
+        "return a + b",
+        f"{CONTRACT} splitting and tis",
+    ),
+    Mutation(
+        "mismatch measured over padding",
+        "offcorr/metrics.py",
+        "d, seen = pair.raw.double(), pair.compared",
+        "d, seen = pair.raw.double(), torch.ones_like(pair.compared)",
+        f"{METRICS} series",
+    ),
+    Mutation(
+        "on-policy gradient halved",
+        "offcorr/gates.py",
+        "return advantage * logp, advantage",
+        "return advantage * logp, advantage / 2",
+        f"{CONTRACT} reinforce",
+    ),
+]
+
+
+def survives(mutation: Mutation) -> str | None:
+    """Why the mutation was not caught, or None if it was."""
+    source = (ROOT / mutation.file).read_text()
+    if source.count(mutation.right) < 1:
+        return f"{mutation.file} no longer holds {mutation.right!r}: write the mutation anew"
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for part in ("offcorr", "tests", "pyproject.toml"):
+            take = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+            take(ROOT / part, copy / part)
+        passed = _test(copy, mutation) if "--trust" not in sys.argv else 0
+        if passed != 0:
+            return f"{mutation.test} does not pass without it"
+        (copy / mutation.file).write_text(source.replace(mutation.right, mutation.wrong, 1))
+        code = _test(copy, mutation)
+    return None if code == 1 else f"{mutation.test} ended with {code}, expected failures (1)"
+
+
+def _test(copy: Path, mutation: Mutation) -> int:
+    node, _, words = mutation.test.partition(" ")
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", node]
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*command, *(["-k", words] if words else [])], cwd=copy, env=environment, capture_output=True, text=True
+    )
+    return run.returncode
+
+
+def main() -> int:
+    words = [word for word in sys.argv[1:] if not word.startswith("-")]
+    chosen = [m for m in MUTATIONS if not words or any(word in m.what for word in words)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        verdicts = list(track(pool.map(survives, chosen), total=len(chosen), description="mutations"))
+    alive = [(m.what, why) for m, why in zip(chosen, verdicts, strict=True) if why]
+    for what, why in alive:
+        print(f"SURVIVED  {what}: {why}")
+    print(f"{len(chosen) - len(alive)} of {len(chosen)} mutations caught")
+    return int(bool(alive))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

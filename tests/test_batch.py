@@ -1,0 +1,191 @@
+"""Bad input is refused at the door: the message names the field, what came and what was wanted."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import offcorr
+from offcorr import Batch, gates, ratios, rejections, weights
+
+LOGP = torch.zeros(4, 128)
+GOOD = {"logp": LOGP, "advantages": torch.ones(4), "mask": torch.ones(4, 128, dtype=torch.bool)}
+
+
+@pytest.mark.parametrize(
+    "fields, error, message",
+    [
+        ({"advantages": torch.ones(3)}, ValueError, "advantages has shape (3,), expected (4,) or (4, 128)"),
+        ({"advantages": torch.ones(4, 1)}, ValueError, "advantages has shape (4, 1), expected (4,) or (4, 128)"),
+        ({"mask": torch.ones(1, 128)}, ValueError, "mask has shape (1, 128), expected (4, 128)"),
+        ({"old_logp": torch.ones(4)}, ValueError, "old_logp has shape (4,), expected (4, 128)"),
+        ({"rewards": LOGP}, ValueError, "rewards has shape (4, 128), expected (4,)"),
+        ({"logp": torch.zeros(4)}, ValueError, "logp has shape (4,), expected (B, T)"),
+        ({"logp": [0.0]}, TypeError, "logp is a list, expected a torch.Tensor"),
+        ({"logp": LOGP.long()}, TypeError, "logp has dtype torch.int64, expected floating point"),
+        ({"group_ids": torch.ones(4)}, TypeError, "group_ids has dtype torch.float32, expected integers"),
+        ({"mask": 2 * torch.ones(4, 128)}, ValueError, "mask holds 2.0, expected bool or only 0 and 1"),
+        ({"mask": math.nan * LOGP}, ValueError, "mask holds nan"),
+        ({"old_logp": LOGP.to("meta")}, ValueError, "old_logp is on meta, expected cpu"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "logp has shape (4, 128), expected (N,)"),
+    ],
+)
+def test_refused(fields, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        Batch(**GOOD | fields)
+
+
+@pytest.mark.parametrize(
+    "ends, message",
+    [
+        ([0, 3], "cu_seqlens goes from 0 to 3, expected to rise from 0 to 5"),
+        ([1, 5], "cu_seqlens goes from 1 to 5"),
+        ([0, 4, 2, 5], "expected to rise"),
+    ],
+)
+def test_refused_packed(ends, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Batch.packed(
+            logp=torch.zeros(5),
+            advantages=torch.ones(len(ends) - 1),
+            mask=torch.ones(5),
+            cu_seqlens=torch.tensor(ends),
+        )
+
+
+def test_packed_per_token_advantages():
+    ends = torch.tensor([0, 2, 5])
+    logp = torch.zeros(5, requires_grad=True)
+    batch = Batch.packed(logp=logp, advantages=torch.arange(5.0), mask=torch.ones(5), cu_seqlens=ends)
+    out = offcorr.get("reinforce")(batch)
+    torch.testing.assert_close(out.coefficient, -torch.arange(5.0) / 5)
+    out.loss.backward()
+    torch.testing.assert_close(logp.grad, out.coefficient)
+
+
+def test_masks_of_numbers_are_masks():
+    mask = (torch.rand(4, 128, generator=torch.Generator().manual_seed(0)) > 0.5).float()
+    numbers, flags = (offcorr.get("ppo")(Batch(**GOOD | {"mask": m})) for m in (mask, mask.bool()))
+    assert torch.equal(numbers.coefficient, flags.coefficient)
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: offcorr.get("minpo"), "unknown method 'minpo', did you mean 'minpro'?"),
+        (lambda: offcorr.get("minpro", eps_hi=0.2), "minpro has no option 'eps_hi', did you mean 'eps_high'?"),
+        (lambda: offcorr.get("ppo", eps_low=-0.1), "eps_low is -0.1, expected a finite number >= 0"),
+        (lambda: offcorr.get("ppo", eps_low="0.2"), "eps_low is '0.2', expected a finite number"),
+        (lambda: offcorr.get("ppo", eps_low=math.nan), "eps_low is nan, expected a finite number"),
+        (lambda: offcorr.get("icepop", low=6.0), "low = 6.0 is above high = 5.0"),
+        (lambda: offcorr.get("ppo", dual_clip=0.5), "dual_clip is 0.5, expected a finite number >= 1 or None"),
+        (lambda: offcorr.get("ppo", aggregate="token_mean"), "did you mean 'token-mean'"),
+        (lambda: offcorr.get("ppo", max_length=8), "divides by no constant length"),
+        (lambda: weights.Truncate(2.0, level="word"), "level is 'word', expected one of"),
+        (lambda: weights.Truncate(2.0, of="engin"), "of is 'engin', did you mean 'engine'"),
+        (lambda: weights.SelfNormalise(rejections.Veto()), "inner is Veto"),
+        (lambda: rejections.Veto(0.0), "threshold is 0.0, expected a finite number > 0"),
+        (lambda: offcorr.Correction(ratio=None), "ratio is None, but gate Clip"),
+        (lambda: offcorr.Correction(gate=None), "gate is None"),
+        (lambda: offcorr.Correction(weight=rejections.Veto()), "weight is Veto"),
+        (lambda: offcorr.Correction(ratio=ratios.Token(of="engine")), "would have no gradient"),
+        (lambda: offcorr.from_config({"eps_low": 0.2}), "expected a mapping with a 'method'"),
+        (
+            lambda: offcorr.from_config({"method": "ppo", "weight": {"name": "trunc"}}),
+            "unknown weight 'trunc', did you",
+        ),
+        (lambda: offcorr.from_config({"method": "ppo", "weight": {"name": "truncate", "kap": 2}}), "no option 'kap'"),
+        (lambda: offcorr.from_config({"method": "custom", "gait": "clip"}), "no option 'gait', did you mean 'gate'"),
+        (lambda: offcorr.resolve("nowhere.py:Loss"), "nowhere.py is not a file"),
+    ],
+)
+def test_refused_configuration(build, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: offcorr.Correction(ratio=ratios.Token(of="total"), weight=weights.Truncate(2.0)),
+        lambda: offcorr.Correction(ratio=ratios.Token(), weight=weights.Truncate(2.0, of="total")),
+        lambda: offcorr.get("ppo", weight=(weights.Truncate(2.0), weights.Band(0.5, 2.0, level="sequence"))),
+    ],
+)
+def test_a_ratio_counted_twice_is_refused_naming_both(build):
+    with pytest.raises(ValueError, match=r"(Token|Truncate)\(.*and weight (Truncate|Band)\(.*both count the"):
+        build()
+
+
+def test_what_is_missing_is_named():
+    batch = Batch(**GOOD)
+    with pytest.raises(
+        ValueError, match=r"rollout_logp is None, but Truncate\(.* of 'tis' needs it; pass rollout_logp=old"
+    ):
+        offcorr.get("tis")(batch)
+    grouped = offcorr.get("tis", weight=weights.SelfNormalise(weights.Truncate(2.0), over="group"))
+    with pytest.raises(ValueError, match="group_ids is None"):
+        grouped(Batch(**GOOD, rollout_logp=LOGP))
+
+
+@pytest.mark.parametrize("denominator", [0, -1, math.nan, math.inf, torch.tensor(0.0)])
+def test_denominator(denominator):
+    with pytest.raises(ValueError, match="expected a positive number"):
+        offcorr.get("ppo")(Batch(**GOOD), denominator=denominator)
+
+
+def test_denominator_or_kept_count_not_both():
+    with pytest.raises(ValueError, match="count_rejected=False"):
+        offcorr.get("ppo", count_rejected=False)(Batch(**GOOD), denominator=8)
+
+
+def test_strict_raises_where_it_says():
+    logp = LOGP.clone()
+    logp[2, 5] = math.nan
+    with pytest.raises(ValueError, match="1 valid tokens gave no finite number.*sequence 2, position 5: logp nan"):
+        offcorr.get("ppo", strict=True)(Batch(**GOOD | {"logp": logp}))
+
+
+def test_nonfinite_is_dropped_counted_and_warned_about():
+    logp = LOGP.clone()
+    logp[2, 5] = math.nan
+    out = offcorr.get("ppo")(Batch(**GOOD | {"logp": logp}))
+    assert out.coefficient[2, 5] == 0 and out.coefficient[2, 6] != 0 and out.loss.isfinite()
+    with pytest.warns(RuntimeWarning, match="1 valid tokens gave no finite number"):
+        assert out.metrics.compute()["offcorr/loss/nonfinite"] == 1
+
+
+def test_constant_length_warns_without_one():
+    with pytest.warns(UserWarning, match="padded width, 128 here"):
+        offcorr.get("ppo", aggregate="seq-mean-token-sum-norm")(Batch(**GOOD))
+
+
+def test_a_name_is_taken_once():
+    with pytest.raises(ValueError, match="a method named 'ppo' exists already"):
+
+        @offcorr.register("ppo")
+        def mine() -> offcorr.Correction:
+            return offcorr.Correction()
+
+    with pytest.raises(ValueError, match="a gate named 'clip' exists already"):
+        type("Clip", (gates.Gate,), {})
+
+
+def test_pointwise_parts_ask_for_known_inputs():
+    with pytest.raises(TypeError, match=r"Odd.surrogate asks for \['colour'\]"):
+        type("Odd", (gates.Gate,), {"surrogate": staticmethod(lambda colour: colour)})
+
+
+def test_a_loss_from_a_file(tmp_path):
+    (tmp_path / "my_file.py").write_text(
+        "import offcorr\n\n"
+        "def MyLoss(eps: float = 0.1):\n"
+        "    return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))\n"
+    )
+    loss_fn = offcorr.resolve(f"{tmp_path}/my_file.py:MyLoss", eps=0.3, aggregate="seq-mean-token-mean")
+    assert loss_fn.gate.eps_high == 0.3 and loss_fn.aggregate == "seq-mean-token-mean"
+    assert offcorr.from_config(loss_fn.to_config()) == loss_fn
+    with pytest.raises(ValueError, match="defines no 'MyLos', did you mean 'MyLoss'"):
+        offcorr.resolve(f"{tmp_path}/my_file.py:MyLos")
+    assert offcorr.resolve("offcorr:dapo", eps_high=0.3) == offcorr.get("dapo", eps_high=0.3)

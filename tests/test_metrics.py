@@ -1,0 +1,144 @@
+"""Metrics against their formulas in plain numpy, and what merging and packing must not change."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import offcorr
+from offcorr import Batch, Metrics, contract, gates, ratios, rejections, weights
+from offcorr.metrics import KINDS, Histogram, LogSumExp
+
+
+def valid_log_ratios(batch, ours, theirs):
+    """Per sequence, the log-ratios of its valid, scored tokens."""
+    d = (getattr(batch, ours) - getattr(batch, theirs)).numpy()
+    return [row[mask & np.isfinite(row)] for row, mask in zip(d, batch.mask.numpy(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "series, ours, theirs", [("engine", "old_logp", "rollout_logp"), ("staleness", "logp", "old_logp")]
+)
+def test_mismatch_series(series, ours, theirs):
+    batch = contract.example(seed=3)
+    rows = [row for row in valid_log_ratios(batch, ours, theirs) if len(row)]
+    d, total = np.concatenate(rows), np.array([row.sum() for row in rows])
+    mean = np.array([row.mean() for row in rows])
+    expected = {
+        "abs_mean": np.abs(d).mean(),
+        "abs_max": np.abs(d).max(),
+        "k1": -d.mean(),
+        "k3": (np.exp(d) - 1 - d).mean(),
+        "ratio_mean": np.exp(d).mean(),
+        "ratio_mean_seq": np.exp(total).mean(),
+        "chi2_token": np.exp(2 * d).mean() - 1,
+        "chi2_seq": np.exp(2 * total).mean() - 1,
+        "ess_token": np.exp(d).sum() ** 2 / (len(d) * np.exp(2 * d).sum()),
+        "ess_seq": np.exp(total).sum() ** 2 / (len(total) * np.exp(2 * total).sum()),
+        "ppl_ratio": np.exp(-mean).mean(),
+    }
+    got = offcorr.metrics.measure(batch).compute()
+    for name, value in expected.items():
+        assert got[f"offcorr/{series}/{name}"] == pytest.approx(value, rel=1e-10), name
+    p99 = np.quantile(np.abs(d), 0.99, method="inverted_cdf")
+    assert p99 <= got[f"offcorr/{series}/abs_p99"] <= p99 * 10 ** (9 / 62)
+
+
+def test_first_token_is_the_first_valid_one():
+    zeros = torch.zeros(2, 3)
+    batch = Batch(
+        logp=zeros,
+        old_logp=zeros,
+        rollout_logp=torch.tensor([[9.0, 0.5, 0.0], [0.1, 9.0, 9.0]]),
+        advantages=torch.ones(2),
+        mask=torch.tensor([[0, 1, 1], [1, 0, 1]]),
+    )
+    assert offcorr.metrics.measure(batch).compute()["offcorr/engine/first_token"] == pytest.approx(0.3)
+
+
+def test_what_the_correction_did():
+    """One sequence of four tokens: a truncated weight, a clipped ratio, a damped one, an untouched one."""
+    zeros = torch.zeros(1, 4)
+    batch = Batch(
+        logp=torch.tensor([[0.0, 1.0, 0.0, 0.0]]),
+        old_logp=zeros,
+        rollout_logp=torch.tensor([[-1.0, 0.0, 0.0, math.nan]]),
+        advantages=torch.ones(1),
+        mask=torch.ones(1, 4),
+    )
+    got = offcorr.get("tis", cap=2.0)(batch).metrics.compute()
+    wanted = {"truncated": 0.25, "clipped": 0.25, "coefficient_zero": 0.25, "kept": 1, "rejected": 0, "unscored": 1}
+    assert {name: got[f"offcorr/loss/{name}"] for name in wanted} == pytest.approx(wanted)
+    assert got["offcorr/loss/weight_mean"] == pytest.approx((2 + 1 + 1 + 1) / 4)
+    assert got["offcorr/engine/ratio_mean"] == pytest.approx((math.e + 1 + 1) / 3)  # raw, beside the applied 2
+    vetoed = offcorr.get("veto", threshold=3.0)(batch).metrics.compute()
+    assert vetoed["offcorr/loss/vetoed"] == vetoed["offcorr/loss/rejected"] == 1
+
+
+def test_soft_gates_report_how_much_they_held_back():
+    batch = Batch(
+        logp=torch.full((1, 1), 1.0), old_logp=torch.zeros(1, 1), advantages=torch.ones(1), mask=torch.ones(1, 1)
+    )
+    ratio, p = math.e, 1 / (1 + math.exp(-(math.e - 1)))
+    held = offcorr.get("sapo")(batch).metrics.compute()["offcorr/loss/clipped"]
+    assert held == pytest.approx(1 - 4 * p * (1 - p) * ratio / ratio)
+
+
+def test_ess_sees_what_a_clamp_would_hide():
+    """One sequence with weight e^60 among 8: the effective share is 1/8, not what a clamped ratio gives."""
+    rollout = torch.zeros(8, 4)
+    rollout[0] = -15
+    batch = Batch(
+        logp=torch.zeros(8, 4),
+        old_logp=torch.zeros(8, 4),
+        rollout_logp=rollout,
+        advantages=torch.ones(8),
+        mask=torch.ones(8, 4),
+    )
+    assert offcorr.metrics.measure(batch).compute()["offcorr/engine/ess_seq"] == pytest.approx(1 / 8, rel=1e-6)
+
+
+def test_pack_and_ranks():
+    parts = [offcorr.get("tis")(contract.example(seed)).metrics for seed in range(3)]
+    merged = parts[0].merge(parts[1]).merge(parts[2]).compute()
+    stacked = torch.stack([part.pack() for part in parts])
+    assert stacked.ndim == 2 and parts[0].unpack(stacked[0]).compute() == pytest.approx(parts[0].compute())
+    assert parts[0].all_reduce(lambda vector: stacked).compute() == pytest.approx(merged)
+
+
+def test_merging_with_nothing_seen_changes_nothing():
+    some = LogSumExp.of(torch.tensor([-1000.0, -1001.0]), torch.tensor([True, True]))
+    none = LogSumExp.of(torch.tensor([5.0]), torch.tensor([False]))
+    for merged in (LogSumExp().merge(some, none), LogSumExp().merge(none, some)):
+        assert LogSumExp().read(merged.tolist()) == pytest.approx(LogSumExp().read(some.tolist()))
+    assert LogSumExp().read(LogSumExp().merge(none, none).tolist()) is None
+
+
+def test_every_metric_says_what_it_is():
+    for name, metric in KINDS.items():
+        assert metric.formula and name.endswith(metric.name)
+    assert Histogram.size == 64
+
+
+def test_empty_metrics():
+    assert Metrics().compute() == {}
+    batch = contract.example()
+    nothing = offcorr.get("tis")(Batch(**{**vars(batch), "mask": torch.zeros_like(batch.mask)}))
+    assert all(math.isfinite(value) for value in nothing.metrics.compute().values())
+
+
+def test_self_normalised_weights_have_mean_one():
+    batch = contract.example()
+    for inner in (weights.Truncate(2.0), weights.Truncate(2.0, level="prefix")):
+        loss_fn = offcorr.Correction(ratio=ratios.Token(), gate=gates.Clip(), weight=weights.SelfNormalise(inner))
+        assert loss_fn(batch).metrics.compute()["offcorr/loss/weight_mean"] == pytest.approx(1)
+
+
+def test_needs_and_compares():
+    assert offcorr.get("tis").needs == {"rollout_logp", "old_logp"}
+    assert offcorr.get("reinforce").needs == frozenset()
+    assert offcorr.get("seq_tis").compares == {"staleness", "engine"}
+    assert offcorr.get("opsm").needs == {"old_logp"}  # total where rollout_logp is given, else staleness
+    loss_fn = offcorr.Correction(reject=(rejections.K2(0.1), rejections.DPPO()))
+    assert loss_fn.compares == {"staleness", "engine", "total"}
