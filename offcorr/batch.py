@@ -187,6 +187,7 @@ class LogRatio(NamedTuple):
 
     clamped: PerToken
     raw: PerToken  # unclamped: what a veto and an effective sample size look at
+    logp: PerToken  # the policy compared
     anchor_logp: PerToken  # the policy compared against
     compared: TokenMask  # both log-probs are numbers
 
@@ -236,7 +237,7 @@ class Tokens:
             theirs = self.old_logp if of == "staleness" else self.rollout_logp
             compared = self.trainable if of == "staleness" else self.scored
             raw = ours - theirs
-            self._log_ratios[of] = LogRatio(raw.clamp(-LOG_LIMIT, LOG_LIMIT), raw, theirs, compared)
+            self._log_ratios[of] = LogRatio(raw.clamp(-LOG_LIMIT, LOG_LIMIT), raw, ours, theirs, compared)
         return self._log_ratios[of]
 
     @property

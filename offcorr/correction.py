@@ -291,7 +291,7 @@ class Correction:
         count, sequences = tokens.rows.count, torch.as_tensor(len(tokens.mask))
         if not self.count_rejected:
             count = (tokens.mask & kept).sum(1).to(tokens.dtype)
-            sequences = (count > 0).sum()
+            sequences = ((count > 0) | (tokens.rows.count == 0)).sum()
         rows = row_weights(self.aggregate, count, self.max_length, tokens.mask.shape[1])
         if denominator is not None:
             return denominator, rows

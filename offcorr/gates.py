@@ -153,8 +153,8 @@ class Temperatures(NamedTuple):
 def soft(log_ratio: Any, advantage: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
     tau = ops.where(advantage > 0, ops.zeros_like(ratio) + p.positive, p.negative)
-    half = ops.sigmoid(tau * (ratio - 1))
-    return 4 / tau * half * advantage, 4 * half * (1 - half) * ratio * advantage
+    above, below = ops.sigmoid(tau * (ratio - 1)), ops.sigmoid(tau * (1 - ratio))
+    return 4 / tau * above * advantage, 4 * above * below * ratio * advantage
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Multiplier(Station, kind="multiplier"):
         inputs = {
             "log_ratio": pair.clamped,
             "raw_log_ratio": pair.raw,
-            "logp": tokens.logp.detach(),
+            "logp": pair.logp,
             "anchor_logp": pair.anchor_logp,
             "advantage": tokens.advantages,
             "position": tokens.rows.position,

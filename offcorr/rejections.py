@@ -259,7 +259,7 @@ class BinaryKL(Rejection):
     """Keep tokens whose Bernoulli KLs (this token or another), both ways round, are <= ``bound`` (AReaL's KPop)."""
 
     bound: float
-    of: Pair = "total"
+    of: Pair = "engine"
 
     span: ClassVar[Any] = "token"
     rule: ClassVar[Any] = staticmethod(both_bernoulli_kls)

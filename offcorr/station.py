@@ -17,7 +17,7 @@ INPUTS = frozenset(
         "log_ratio",  # the station's own two policies, this token, clamped
         "raw_log_ratio",  # the same, unclamped
         "value",  # what the station's span made of its measure; for a gate, the ratio's logarithm as a constant
-        "logp",
+        "logp",  # the policy compared; for a gate always the one being trained
         "anchor_logp",  # the policy compared against
         "advantage",
         "position",  # 1-based count of valid tokens

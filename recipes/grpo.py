@@ -12,12 +12,15 @@ to bottom; to adapt it to your own model, start at ``Arguments`` and ``load_task
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
@@ -66,6 +69,8 @@ class Arguments(GRPOConfig):
     report_to: str = field(default="none")
     gradient_checkpointing: bool = field(default=False)
     bf16: bool = field(default=False)
+    dataloader_pin_memory: bool = field(default=torch.cuda.is_available())
+    use_cpu: bool = field(default=not torch.cuda.is_available())
 
 
 # -- the task ------------------------------------------------------------------------------------------------
@@ -151,6 +156,13 @@ def text_of(completion: Any) -> str:
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is experimental in TRL, and wanted here
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and not torch.cuda.is_available():
+        # On a CPU DeepSpeed would compile its shared-memory collectives at every first start; gloo does without.
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     (args,) = TrlParser(Arguments).parse_args_and_config()
     path = embedded.model_path(seed=args.seed) if args.model == "embedded" else args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
