@@ -3,7 +3,7 @@
     accelerate launch recipes/grpo.py                                           # small embedded model, on-policy
     accelerate launch recipes/grpo.py --config recipes/configs/minpro.yaml      # stale, quantised sampler and MinPRO
     accelerate launch recipes/grpo.py --loss_type ctpo --lag 16 --precision int8
-    accelerate launch recipes/grpo.py --model Qwen/Qwen3-0.6B --task openai/gsm8k --bf16 true --max_completion_length 512
+    accelerate launch recipes/grpo.py --config recipes/configs/gsm8k.yaml      # a hub model and data set, on a GPU
 
 Every option of TRL's GRPOConfig is a flag here, and a key of the YAML file; a flag wins over the file.  Read from top
 to bottom; to adapt it to your own model, start at ``Arguments`` and ``load_task``.
@@ -45,7 +45,7 @@ class Arguments(GRPOConfig):
         metadata={"help": "embedded, a reasoning-gym name, a hub dataset such as openai/gsm8k, or a .jsonl file"},
     )
     lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})
-    precision: str = field(default="fp32", metadata={"help": "the sampler's: fp32, bf16, fp16, int8, fp8_e4m3, fp8_e5m2"})
+    precision: str = field(default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, fp8_e4m3 ..."})
     train_size: int = field(default=4096, metadata={"help": "examples to train on"})
     eval_size: int = field(default=256, metadata={"help": "held-out examples, one sample each, at temperature 1"})
 
@@ -236,7 +236,7 @@ def means(logs: list[dict[str, float]], names: tuple[str, ...]) -> dict[str, flo
     return {name: sum(values) / len(values) for name in names if (values := series(logs, name)[1])}
 
 
-MISMATCH = ("offcorr/staleness/abs_mean", "offcorr/engine/abs_mean", "offcorr/staleness/ess_seq", "offcorr/engine/ess_seq")
+MISMATCH = tuple(f"offcorr/{series}/{name}" for name in ("abs_mean", "ess_seq") for series in ("staleness", "engine"))
 DID = ("offcorr/loss/clipped", "offcorr/loss/truncated", "offcorr/loss/rejected", "offcorr/loss/coefficient_zero")
 
 

@@ -19,7 +19,8 @@ def launch(folder, *flags, config=None, steps=12):
     """`accelerate launch recipes/grpo.py`; the logged history."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{config or 'one_process'}.yaml")]
-    fixed = ["--output_dir", str(folder), "--max_steps", str(steps), "--eval_steps", str(steps), "--disable_tqdm", "true"]
+    fixed = ["--output_dir", str(folder), "--disable_tqdm", "true"]
+    fixed += ["--max_steps", str(steps), "--eval_steps", str(steps)]
     run = subprocess.run(
         [*launcher, str(ROOT / "recipes" / "grpo.py"), *fixed, *flags],
         cwd=ROOT,
@@ -68,9 +69,8 @@ def test_questions_of_a_file(tmp_path):
     rows = [{"question": f"{a}+{b}=", "answer": f"Add.\n#### {a + b}"} for a in range(1, 9) for b in range(1, 9)]
     file = tmp_path / "sums.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    history = launch(
-        tmp_path / "out", "--task", str(file), "--model", embedded.model_path(progress=False), "--eval_size", "16", steps=2
-    )
+    model = embedded.model_path(progress=False)
+    history = launch(tmp_path / "out", "--task", str(file), "--model", model, "--eval_size", "16", steps=2)
     assert all(0 <= entry["eval_reward"] <= 1 for entry in history if "eval_reward" in entry)
 
 

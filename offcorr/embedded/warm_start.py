@@ -1,0 +1,201 @@
+"""The model: a small Qwen3 with a character tokenizer, warm-started by SFT and kept in the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import task
+from .cache import cached_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the warm-started weights, beside the seed."""
+
+    hidden_size: int = 64
+    intermediate_size: int = 192
+    layers: int = 2
+    heads: int = 4
+    steps: int = 900
+    batch_size: int = 32
+    learning_rate: float = 6e-3
+    warmup_steps: int = 40
+    weight_decay: float = 0.01
+    pool_size: int = 8192
+    error_rate: float = 0.12
+    filler_rate: float = 0.25
+    version: int = 1
+    """Raise it when the code that reads these settings changes what comes out."""
+
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits that change with any setting."""
+        settings = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(settings.encode()).hexdigest()[:12]
+
+
+def model_path(seed: int = 0, progress: bool = True, recipe: Recipe | None = None) -> str:
+    """Folder of the warm-started model and its tokenizer, for `from_pretrained`.
+
+    The first call for a seed trains it (about a minute on one core) and keeps it in the user's
+    cache; `OFFCORR_CACHE` moves the cache. A folder that was damaged is built again.
+    """
+    recipe = recipe or Recipe()
+
+    def build(folder: Path) -> None:
+        model = train(recipe, seed, progress)
+        with _no_shard_bar():
+            model.save_pretrained(folder)
+        save_tokenizer(folder)
+
+    return str(cached_folder(f"embedded-{recipe.fingerprint()}-seed{seed}", build))
+
+
+def train(recipe: Recipe, seed: int, progress: bool = False) -> Qwen3ForCausalLM:
+    """Supervised training on demonstrations with mistakes; on one machine, bitwise by seed."""
+    rng = Random(f"warm start {seed}")
+    tokenizer = build_tokenizer()
+    ids = tokenizer.get_vocab()
+    prompts = list(task.items(recipe.pool_size, seed, "train"))
+    with _one_thread():
+        model = build_model(recipe, tokenizer, seed)
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=recipe.learning_rate,
+            betas=(0.9, 0.98),
+            weight_decay=recipe.weight_decay,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: _schedule(recipe, n))
+        model.train()
+        for _ in _progress(recipe.steps, enabled=progress):
+            rows = []
+            for terms in rng.choices(prompts, k=recipe.batch_size):
+                working = task.render_working(terms, rng, recipe.error_rate, recipe.filler_rate)
+                rows.append((task.render_prompt(terms), working))
+            input_ids, labels = collate(rows, ids)
+            logits = model(input_ids=input_ids[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+    return model.eval()
+
+
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """An untrained Qwen3 of the recipe's size; the global random state is left as it was."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        head_dim=recipe.hidden_size // recipe.heads,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character of the task, and the three special ones."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {text: i for i, text in enumerate([PAD, EOS, UNKNOWN, *task.ALPHABET])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=task.MAX_PROMPT + task.MAX_COMPLETION,
+    )
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save the tokenizer so that transformers 4 reads it too: 5 writes a class name that 4 does not know."""
+    build_tokenizer().save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(settings, indent=2))
+
+
+def collate(rows: list[tuple[str, str]], ids: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded token ids [B, T], and labels with -100 on prompts and padding."""
+    width = max(len(prompt) + len(working) for prompt, working in rows) + 1
+    input_ids = torch.full((len(rows), width), ids[PAD])
+    labels = torch.full((len(rows), width), -100)
+    for i, (prompt, working) in enumerate(rows):
+        tokens = torch.tensor([ids[c] for c in prompt + working] + [ids[EOS]])
+        input_ids[i, : len(tokens)] = tokens
+        labels[i, len(prompt) : len(tokens)] = tokens[len(prompt) :]
+    return input_ids, labels
+
+
+def _schedule(recipe: Recipe, step: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    if step < recipe.warmup_steps:
+        return (step + 1) / recipe.warmup_steps
+    done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A sum split over threads is rounded differently from run to run: use one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _no_shard_bar() -> Iterator[None]:
+    """transformers draws a progress bar for saving a file of half a megabyte."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _progress(steps: int, enabled: bool) -> Iterator[int]:
+    from rich.progress import track
+
+    yield from track(range(steps), description="warm-starting the embedded model", disable=not enabled)
