@@ -1,6 +1,6 @@
 """offcorr: off-policy correction for reinforcement learning of language models."""
 
-from offcorr import contract, gates, metrics, ratios, rejections, weights
+from offcorr import contract, controllers, gates, metrics, ratios, rejections, weights
 from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.metrics import Metrics
@@ -16,6 +16,7 @@ __all__ = [
     "Statistics",
     "available",
     "contract",
+    "controllers",
     "from_config",
     "gates",
     "get",

@@ -74,9 +74,9 @@ class BalancedClip(Gate):
 
     From [low_start, high_start], first the lower bound and then the upper one is raised by its step to its maximum,
     while  sum of min(r, c_high) A over A >= 0  is below  target * sum of max(r, c_low) |A| over A < 0.
-    r is the token's staleness ratio.  A token clipped at c_low still counts, with c_low |A|, so raising c_low never lowers
-    the blame: where the first bounds miss the target, c_low ends at its maximum.  Resolving reads two short vectors
-    from the device.
+    r is the token's staleness ratio.  A token clipped at c_low still counts, with c_low |A|, so raising c_low never
+    lowers the blame: where the first bounds miss the target, c_low ends at its maximum.  Resolving reads two short
+    vectors from the device.
 
     Args:
         target: praise / blame; the paper's rho_0 is a share, praise / (praise + blame): .5 there is 1 here.

@@ -14,6 +14,7 @@ from offcorr import metrics as metering
 from offcorr.aggregate import check_aggregate, check_denominator, row_weights, total
 from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.gates import Clip, Gate
+from offcorr.kernels import correction as fused_correction
 from offcorr.metrics import Metrics
 from offcorr.multipliers import Multiplied
 from offcorr.ratios import Ratio, Token
@@ -165,33 +166,10 @@ class Correction:
                 )
             check_denominator(denominator)
         with torch.no_grad():
-            tokens = self._tokens(batch)
-            resolved = self.resolve(statistics or self._statistics(tokens))
-            terms = resolved.terms(tokens)
-            z, scale = self._scale(tokens, terms.kept, denominator)
-            scale = scale[:, None] * terms.weight / z
-            loss, coefficient = -scale * terms.surrogate, -scale * terms.derivative
-            finite = loss.isfinite() & coefficient.isfinite() & tokens.trainable
-            nonfinite = tokens.mask & ~finite
-            loss, coefficient = (torch.where(finite, x, 0) for x in (loss, coefficient))
-            if self.strict and nonfinite.any():
-                row, place = nonfinite.nonzero()[0].tolist()
-                raise ValueError(
-                    f"{int(nonfinite.sum())} valid tokens gave no finite number to train on, the first at sequence "
-                    f"{row}, position {place}: logp {float(batch.padded().logp[row, place]):g}"
-                )
-            data = {**metering.mismatch(tokens).data} | metering.loss_metrics(
-                tokens,
-                held_back=terms.held_back,
-                weight=terms.weight,
-                kept=terms.kept,
-                vetoed=terms.vetoed,
-                truncated=terms.truncated,
-                coefficient=coefficient,
-                nonfinite=nonfinite,
-            )
-            coefficient = batch.repack(coefficient)
-        return Output(_Attach.apply(batch.logp, loss.sum(), coefficient), coefficient, Metrics(data))
+            self._check_fields(batch)
+            fused = fused_correction.run(self, batch, denominator, statistics)
+            loss, coefficient, data = fused or self._reference(batch, denominator, statistics)
+        return Output(_Attach.apply(batch.logp, loss, coefficient), coefficient, Metrics(data))
 
     def statistics(self, batch: Batch) -> Statistics | None:
         """What batch-coupled stations need of this batch; merge over micro-batches and ranks.  None: nothing."""
@@ -266,7 +244,42 @@ class Correction:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
+    def _reference(
+        self, batch: Batch, denominator: float | Tensor | None, statistics: Statistics | None
+    ) -> tuple[Scalar, Tensor, dict[str, Tensor]]:
+        """Loss, coefficient and metrics by torch: the definition."""
+        tokens = Tokens(batch)
+        resolved = self.resolve(statistics or self._statistics(tokens))
+        terms = resolved.terms(tokens)
+        z, scale = self._scale(tokens, terms.kept, denominator)
+        scale = scale[:, None] * terms.weight / z
+        loss, coefficient = -scale * terms.surrogate, -scale * terms.derivative
+        finite = loss.isfinite() & coefficient.isfinite() & tokens.trainable
+        nonfinite = tokens.mask & ~finite
+        loss, coefficient = (torch.where(finite, x, 0) for x in (loss, coefficient))
+        if self.strict and nonfinite.any():
+            row, place = nonfinite.nonzero()[0].tolist()
+            raise ValueError(
+                f"{int(nonfinite.sum())} valid tokens gave no finite number to train on, the first at sequence "
+                f"{row}, position {place}: logp {float(batch.padded().logp[row, place]):g}"
+            )
+        data = {**metering.mismatch(tokens).data} | metering.loss_metrics(
+            tokens,
+            held_back=terms.held_back,
+            weight=terms.weight,
+            kept=terms.kept,
+            vetoed=terms.vetoed,
+            truncated=terms.truncated,
+            coefficient=coefficient,
+            nonfinite=nonfinite,
+        )
+        return loss.sum(), batch.repack(coefficient), data
+
     def _tokens(self, batch: Batch) -> Tokens:
+        self._check_fields(batch)
+        return Tokens(batch)
+
+    def _check_fields(self, batch: Batch) -> None:
         for name in self.needs - {"old_logp"}:
             if getattr(batch, name) is None:
                 users = [repr(s) for s in self.stations.values() if _asks(s, name)]
@@ -278,7 +291,6 @@ class Correction:
                 raise ValueError(f"{name} is None, but {', '.join(users)} of {self.method!r} needs it{hint}")
         if self.strict and batch.mask.dtype != torch.bool:
             batch.check_mask_values()
-        return Tokens(batch)
 
     def _statistics(self, tokens: Tokens) -> Statistics | None:
         parts = {p: s.statistics(tokens) for p, s in self.stations.items() if s.statistics is not None}

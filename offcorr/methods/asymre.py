@@ -1,0 +1,110 @@
+"""AsymRE: REINFORCE with a baseline shifted below the mean reward, so that praise outweighs blame.
+
+dL/dlogp_t = -(R - V - delta_v) / Z; R is the sequence's reward, V the mean reward of its prompt group, delta_v < 0.
+``advantages`` are not looked at.  V is over the global batch: where a group is split over micro-batches or ranks,
+merge ``loss_fn.statistics(batch)`` first.  In a group of one V is the reward itself (Trinity-RFT takes a baseline of 0
+there).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from einops import repeat
+
+from offcorr import gates
+from offcorr.batch import Tokens
+from offcorr.correction import Correction
+from offcorr.registry import register
+from offcorr.station import check_number
+from offcorr.weights import GroupSums
+
+
+class Shift(NamedTuple):
+    delta_v: float
+
+
+def shifted(logp: Any, reward: Any, p: Any) -> Any:
+    gradient = reward - p.delta_v
+    return gradient * logp, gradient
+
+
+class _Rewarded(gates.Gate):
+    """(reward - delta_v) log pi."""
+
+    delta_v: float
+
+    surrogate: ClassVar[Any] = staticmethod(shifted)
+    detached: ClassVar = True
+    uses_ratio: ClassVar = False
+
+    @property
+    def asks_for(self) -> frozenset[str]:
+        return super().asks_for | {"group_ids"}
+
+    @property
+    def params(self) -> Shift:
+        return Shift(self.delta_v)
+
+
+@dataclass(frozen=True)
+class Asymmetric(_Rewarded):
+    """(R - V - delta_v) log pi, V the prompt group's mean reward; needs ``Batch.rewards`` and ``Batch.group_ids``.
+
+    Args:
+        delta_v: how far the baseline is moved; below 0 it is moved down.
+    """
+
+    delta_v: float = -0.1
+
+    def __post_init__(self) -> None:
+        check_number(self, "delta_v")
+
+    def statistics(self, tokens: Tokens) -> GroupSums:
+        batch = tokens.batch
+        assert batch.group_ids is not None and batch.rewards is not None  # asks_for said so
+        rewards = batch.rewards.detach().to(tokens.dtype)
+        return GroupSums.of(batch.group_ids, rewards, torch.ones_like(rewards))
+
+    def resolve(self, statistics: GroupSums) -> gates.Gate:
+        """The same gate with every group's mean reward known."""
+        return _Centred(self.delta_v, statistics)
+
+
+@dataclass(frozen=True)
+class _Centred(_Rewarded):
+    """An Asymmetric whose baselines are known."""
+
+    delta_v: float
+    sums: GroupSums = field(repr=False)
+
+    def inputs(self, tokens: Tokens, inputs: dict[str, Any]) -> dict[str, Any]:
+        assert tokens.batch.group_ids is not None  # asks_for said so
+        baseline = repeat(self.sums.mean(tokens.batch.group_ids), "b -> b 1")
+        return inputs | {"reward": inputs["reward"] - baseline}
+
+
+@register(
+    "asymre",
+    multiplier="(R - V - delta_v) / A",
+    paper="2506.20520",
+    provenance="Trinity-RFT's code",
+    on_policy=False,
+    notes="needs rewards and group_ids, does not look at advantages; delta_v = -.1 is Trinity-RFT's",
+)
+def asymre(delta_v: float = -0.1) -> Correction:
+    """(R - V - delta_v) log pi.
+
+    >>> import torch, offcorr
+    >>> logp = torch.full((2, 3), -2.0)
+    >>> batch = offcorr.Batch(
+    ...     logp=logp, advantages=torch.ones(2), mask=logp < 0,
+    ...     rewards=torch.tensor([1.0, 0.0]), group_ids=torch.tensor([7, 7]),
+    ... )
+    >>> -6 * offcorr.get("asymre")(batch).coefficient  # R - V - delta_v
+    tensor([[ 0.6000,  0.6000,  0.6000],
+            [-0.4000, -0.4000, -0.4000]])
+    """
+    return Correction(ratio=None, gate=Asymmetric(delta_v), aggregate="token-mean")

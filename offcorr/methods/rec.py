@@ -1,0 +1,117 @@
+"""REC: REINFORCE with clipping as a mask, with or without the importance ratio.
+
+dL/dlogp_t = -M_t r_t A_t / Z, or -M_t A_t / Z with ``weighted=False``, both detached.  With L = 1 - eps_low and
+U = 1 + eps_high, M keeps
+
+    one-side:  r <= U for A >= 0, r >= L for A < 0          (weighted, it has the gradient of PPO)
+    two-side:  L <= r <= U
+    ring:      two-side, or far out while coming back:  A > 0 and r <= 1 - eps_low_prime,
+               A <= 0 and r >= 1 + eps_high_prime
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from offcorr import gates, ops, ratios, rejections
+from offcorr.correction import Correction
+from offcorr.registry import register
+from offcorr.shapes import Pair
+from offcorr.station import check_choice, check_number, check_pair
+
+Mode = Literal["one-side", "two-side", "ring"]
+
+
+class Edges(NamedTuple):
+    low: float
+    high: float
+    far_low: float
+    far_high: float
+
+
+def one_side(value: Any, advantage: Any, p: Any) -> Any:
+    ratio = ops.exp(value)
+    kept = ((advantage >= 0) & (ratio <= p.high)) | ((advantage < 0) & (ratio >= p.low))
+    return ops.zeros_like(value) + 1, kept
+
+
+def two_side(value: Any, p: Any) -> Any:
+    ratio = ops.exp(value)
+    return ops.zeros_like(value) + 1, (ratio >= p.low) & (ratio <= p.high)
+
+
+def ring(value: Any, advantage: Any, p: Any) -> Any:
+    ratio = ops.exp(value)
+    near = (ratio >= p.low) & (ratio <= p.high)
+    returning = ((advantage > 0) & (ratio <= p.far_low)) | ((advantage <= 0) & (ratio >= p.far_high))
+    return ops.zeros_like(value) + 1, near | returning
+
+
+RULES = {"one-side": one_side, "two-side": two_side, "ring": ring}
+
+
+@dataclass(frozen=True)
+class REC(rejections.Rejection):
+    """Keep the tokens whose ratio lies within a clip's bounds, as a mask (2509.24203; see ``methods/rec.py``).
+
+    Args:
+        mode: "one-side", "two-side" or "ring".
+        eps_low, eps_high: distances from 1.
+        eps_low_prime, eps_high_prime: distances from 1 of the ring's outer parts.
+    """
+
+    mode: Mode = "one-side"
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    eps_low_prime: float = 0.6
+    eps_high_prime: float = 2.0
+    of: Pair = "staleness"
+
+    span: ClassVar[Any] = "token"
+
+    def __post_init__(self) -> None:
+        check_choice(self, "mode", RULES)
+        for field in ("eps_low", "eps_high", "eps_low_prime", "eps_high_prime"):
+            check_number(self, field, low=0)
+        check_pair(self)
+
+    @property
+    def rule(self) -> Any:  # type: ignore[override]
+        return RULES[self.mode]
+
+    @property
+    def params(self) -> Edges:
+        return Edges(1 - self.eps_low, 1 + self.eps_high, 1 - self.eps_low_prime, 1 + self.eps_high_prime)
+
+
+@register(
+    "rec",
+    multiplier="r or 1, masked one-side, two-side or in a ring",
+    paper="2509.24203",
+    provenance="official code",
+    notes="the mask is a rejection, so reject= replaces it; weighted=False is the paper's NoIS",
+)
+def rec(
+    mode: Mode = "one-side",
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    eps_low_prime: float = 0.6,
+    eps_high_prime: float = 2.0,
+    weighted: bool = True,
+) -> Correction:
+    """sg(r) A log pi, or A log pi, under a mask.
+
+    >>> import torch, offcorr
+    >>> old = torch.full((1, 3), -2.0)
+    >>> moved = old + torch.tensor([0.5, -0.5, 1.0])
+    >>> batch = offcorr.Batch(logp=moved, old_logp=old, advantages=torch.ones(1), mask=old < 0)
+    >>> -3 * offcorr.get("rec")(batch).coefficient  # the multipliers
+    tensor([[0.0000, 0.6065, 0.0000]])
+    """
+    return Correction(
+        ratio=ratios.Token(),
+        gate=gates.Detached() if weighted else gates.Plain(),
+        reject=REC(mode, eps_low, eps_high, eps_low_prime, eps_high_prime),
+        aggregate="token-mean",
+    )

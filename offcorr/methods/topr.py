@@ -1,0 +1,57 @@
+"""TOPR: full gradient on what was rewarded, tapered importance sampling on what was not.
+
+dL/dlogp_t = -c_t A_t / Z, c = 1 where the *reward* is above 0, else min(ratio, 1), detached.  The ratio is the
+sequence's, or the token's with ``level="token"``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from offcorr import gates, ops, ratios
+from offcorr.correction import Correction
+from offcorr.registry import register
+
+
+def tapered(log_ratio: Any, logp: Any, advantage: Any, reward: Any) -> Any:
+    at_most_one = ops.minimum(ops.exp(log_ratio), 1.0)
+    gradient = ops.where(reward > 0, 1.0, at_most_one) * advantage
+    return gradient * logp, gradient
+
+
+@dataclass(frozen=True)
+class Tapered(gates.Gate):
+    """A log pi where the reward is above 0, sg(min(ratio, 1)) A log pi elsewhere; needs ``Batch.rewards``."""
+
+    surrogate: ClassVar[Any] = staticmethod(tapered)
+    detached: ClassVar = True
+
+
+@register(
+    "topr",
+    multiplier="1 where reward > 0, else min(ratio, 1)",
+    paper="2503.14286",
+    provenance="paper text",
+    notes="keyed on the sign of the reward, not of the advantage; needs rewards",
+)
+def topr(level: Literal["sequence", "token"] = "sequence") -> Correction:
+    """A log pi where the reward is above 0, else sg(min(ratio, 1)) A log pi.
+
+    >>> import torch, offcorr
+    >>> old = torch.full((1, 3), -2.0)
+    >>> moved = old + torch.tensor([0.5, -0.5, 1.0])
+    >>> batch = offcorr.Batch(
+    ...     logp=moved, old_logp=old, advantages=torch.ones(1), mask=old < 0,
+    ...     rewards=-torch.ones(1),
+    ... )
+    >>> -1 * offcorr.get("topr", level="token")(batch).coefficient  # the multipliers
+    tensor([[1.0000, 0.6065, 1.0000]])
+    """
+    if level not in ("sequence", "token"):
+        raise ValueError(f"topr: level is {level!r}, expected 'sequence' or 'token'")
+    return Correction(
+        ratio=ratios.Sequence() if level == "sequence" else ratios.Token(),
+        gate=Tapered(),
+        aggregate="seq-mean-token-sum",
+    )
