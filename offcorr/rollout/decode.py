@@ -1,0 +1,235 @@
+"""Sampling from a causal language model, with the log-probs that the sampling itself saw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+# Tokens between two looks at who has finished: each look waits for the device.
+_CHECK_EVERY = 4
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What is done to the logits before a token is drawn: temperature, then top-k, then top-p.
+
+    `top_k` 0 and `top_p` 1 switch those two off.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}, expected > 0 (greedy: top_k=1)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, expected 0 < top_p <= 1")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}, expected 0 (off) or more")
+
+    def logp(self, logits: Tensor) -> Tensor:
+        """Log-probs (nats, float32) of the distribution that is sampled from; [..., V] -> [..., V].
+
+        Renormalised over what top-k and top-p keep, -inf elsewhere: vLLM's `processed_logprobs`,
+        the mode in which TRL runs vLLM.
+        """
+        logits = logits.float() / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            smallest_kept = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
+        if self.top_p < 1:
+            ordered, order = logits.sort(dim=-1, descending=True)
+            p = ordered.softmax(dim=-1)
+            # Dropped once the likelier tokens before it already hold top_p: the first always stays.
+            dropped = p.cumsum(dim=-1) - p >= self.top_p
+            logits = logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
+        return logits.log_softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Completions, EOS included where it was sampled, and the log-prob (nats) of each token."""
+
+    completion_ids: list[list[int]]
+    logp: list[list[float]]
+
+
+@torch.inference_mode()
+def decode(
+    model: nn.Module,
+    prompt_ids: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int],
+    sampling: Sampling | None = None,
+    generator: torch.Generator | None = None,
+) -> Decoded:
+    """Sample one completion for each prompt, token by token through the KV cache.
+
+    The log-probs are those of the very distributions the tokens were drawn from (`Sampling.logp`),
+    as an engine reports them; nothing is computed in a second pass.  Equal prompts are prefilled
+    once.  Prompts are padded on the left, positions count real tokens only, finished rows leave the
+    batch.  `generator` lives on the model's device; None draws from torch's global one.
+
+    ValueError: an empty prompt.  FloatingPointError: the model's logits are not finite.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+    if not all(len(ids) for ids in prompt_ids):
+        raise ValueError("prompt_ids holds an empty prompt; a decode needs at least one token")
+    sampling = sampling or Sampling()
+    device = next(model.parameters()).device
+    unique = list(dict.fromkeys(map(tuple, prompt_ids)))
+    row_of = {prompt: row for row, prompt in enumerate(unique)}
+    rows = torch.tensor([row_of[tuple(ids)] for ids in prompt_ids], device=device)
+    batch, width = len(prompt_ids), max(map(len, unique))
+    ids = torch.zeros(len(unique), width, dtype=torch.long)
+    real = torch.zeros(len(unique), width + max_new_tokens, dtype=torch.long)
+    real[:, width:] = 1
+    for row, prompt in enumerate(unique):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        real[row, width - len(prompt) : width] = 1
+    ids, real = ids.to(device), real.to(device)
+    padded = len(set(map(len, unique))) > 1
+
+    def step(tokens: Tensor, positions: Tensor, seen: int) -> Tensor:
+        output = model(
+            input_ids=tokens,
+            attention_mask=real[:, :seen] if padded else None,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    cache = _roomy_cache(model, max_new_tokens)
+    with torch.autocast(device.type, enabled=False):
+        prompt_positions = (real[:, :width].cumsum(dim=-1) - 1).clamp_min_(0)
+        logits = step(ids, prompt_positions, width)
+        if batch > len(unique):
+            logits = logits[rows]
+            cache.batch_select_indices(rows)
+        real, position = real[rows], prompt_positions[rows, -1:]
+        eos = torch.tensor(list(eos_token_ids), device=device)
+        tokens = torch.zeros(batch, max_new_tokens, dtype=torch.long, device=device)
+        logps = torch.zeros(batch, max_new_tokens, device=device)
+        running = torch.arange(batch, device=device)  # rows of the result still being written
+        finished = torch.zeros(batch, dtype=torch.bool, device=device)
+        for t in range(max_new_tokens):
+            logp = sampling.logp(logits)
+            chosen = _draw(logp, generator)
+            tokens[running, t] = chosen[:, 0]
+            logps[running, t] = logp.gather(-1, chosen)[:, 0]
+            finished |= torch.isin(chosen[:, 0], eos)
+            if t + 1 == max_new_tokens:
+                break
+            if t % _CHECK_EVERY == _CHECK_EVERY - 1:
+                going = (~finished).nonzero()[:, 0]
+                if not len(going):
+                    break
+                # Leaving costs a copy of the cache: worth it for a quarter of the batch.
+                if len(going) <= 0.75 * len(finished):
+                    cache.batch_select_indices(going)
+                    running, real, position = running[going], real[going], position[going]
+                    chosen, finished = chosen[going], finished[going]
+            position = position + 1
+            logits = step(chosen, position, width + t + 1)
+
+    is_eos = torch.isin(tokens, eos)
+    first_eos = torch.where(is_eos.any(-1), is_eos.int().argmax(-1) + 1, max_new_tokens)
+    lengths = first_eos.tolist()
+    written = torch.arange(max_new_tokens, device=device) < first_eos[:, None]
+    if not torch.isfinite(torch.where(written, logps, 0.0)).all():
+        raise FloatingPointError(
+            "the sampler's log-probs are not finite: its weights overflow at this precision"
+        )
+    return Decoded(
+        [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)],
+        [row[:length] for row, length in zip(logps.tolist(), lengths, strict=True)],
+    )
+
+
+@torch.inference_mode()
+def score(
+    model: nn.Module,
+    prompt_ids: Sequence[Sequence[int]],
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    temperature: float = 1.0,
+) -> list[list[float]]:
+    """Log-probs (nats) of given completions from one full forward, as a trainer computes them:
+    logits over temperature, no top-k and no top-p."""
+    device = next(model.parameters()).device
+    rows = [[*p, *c] for p, c in zip(prompt_ids, completion_ids, strict=True)]
+    width = max(map(len, rows))
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    real = torch.zeros(len(rows), width, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :] = torch.tensor(row)
+        real[index, width - len(row) :] = 1
+    ids, real = ids.to(device), real.to(device)
+    positions = (real.cumsum(dim=-1) - 1).clamp_min_(0)
+    logits = model(input_ids=ids, attention_mask=real, position_ids=positions).logits
+    logp = (logits[:, :-1].float() / temperature).log_softmax(dim=-1)
+    logp = logp.gather(-1, ids[:, 1:, None])[..., 0].tolist()
+    return [row[len(row) - len(c) :] for row, c in zip(logp, completion_ids, strict=True)]
+
+
+def _draw(logp: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One token a row, [B, V] -> [B, 1], by an exponential race: argmax p / e, e ~ Exp(1)."""
+    race = torch.empty_like(logp).exponential_(generator=generator)
+    # Bounded below so that a token of probability 0 never meets 0 / 0.
+    return (logp.exp() / race.clamp_min_(torch.finfo(logp.dtype).tiny)).argmax(-1, keepdim=True)
+
+
+class _RoomyLayer(DynamicLayer):
+    """A cache layer that reserves room for the whole decode: no copy of the past at each token."""
+
+    keys: Tensor | None
+    values: Tensor | None
+    is_initialized: bool
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+        self._stored: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.is_initialized = True
+        held = 0 if self.keys is None else self.keys.shape[-2]
+        end = held + key_states.shape[-2]
+        if self._stored is None or end > self._stored[0].shape[-2]:
+            self._stored = (
+                self._moved(self.keys, key_states, end),
+                self._moved(self.values, value_states, end),
+            )
+        for stored, new in zip(self._stored, (key_states, value_states), strict=True):
+            stored[..., held:end, :] = new
+        self.keys, self.values = (stored[..., :end, :] for stored in self._stored)
+        return self.keys, self.values
+
+    def _moved(self, past: Tensor | None, new: Tensor, end: int) -> Tensor:
+        stored = new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1])
+        if past is not None:
+            stored[..., : past.shape[-2], :] = past
+        return stored
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._stored = None
+
+
+def _roomy_cache(model: nn.Module, room: int) -> DynamicCache:
+    """The model's own kind of cache, with its plain layers replaced by roomy ones."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [_RoomyLayer(room) if type(x) is DynamicLayer else x for x in cache.layers]
+    return cache
