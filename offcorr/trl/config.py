@@ -1,0 +1,142 @@
+"""``GRPOConfig``: TRL's, with ``loss_kwargs`` and ``anchor``; and how a ``loss_type`` becomes a correction."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import warnings
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import trl
+
+import offcorr
+from offcorr.aggregate import AGGREGATIONS
+from offcorr.trl.anchor import ANCHORS
+
+PREFIX = "offcorr:"
+"""``"offcorr:dapo"`` is this library's dapo; a bare ``"dapo"`` is TRL's."""
+
+# What TRL's losses read and a correction does not, and the option that does the same here.
+TRL_LOSS_OPTIONS = {
+    "epsilon": "eps_low",
+    "epsilon_high": "eps_high, or cap for cispo",
+    "delta": "dual_clip",
+    "importance_sampling_level": "the method itself (gspo, luspo) or its ratio",
+    "sapo_temperature_pos": "tau_pos",
+    "sapo_temperature_neg": "tau_neg",
+    "vespo_k_pos": "k_pos",
+    "vespo_lambda_pos": "lam_pos",
+    "vespo_k_neg": "k_neg",
+    "vespo_lambda_neg": "lam_neg",
+    "off_policy_mask_threshold": 'reject={"name": "opsm", "delta": ...}',
+}
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """TRL's ``GRPOConfig`` and two fields more; ``loss_type`` also takes this library's names.
+
+    ``loss_type``: a name that TRL knows runs TRL's own loss; ``"offcorr:dapo"``, ``"minpro"`` or
+    ``"my_file.py:MyLoss"`` a correction.
+
+    >>> GRPOConfig("out", loss_type="minpro", loss_kwargs={"eps_high": 0.28}, bf16=False).loss_kwargs
+    {'eps_high': 0.28}
+    """
+
+    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs"]
+
+    loss_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Options of the correction that `loss_type` names; on the command line as JSON, for instance "
+            '\'{"eps_high": 0.28, "weight": {"name": "truncate", "cap": 2.0}}\'.'
+        },
+    )
+    anchor: str | None = field(
+        default=None,
+        metadata={
+            "help": "Who plays old_logp. 'snapshot': the log-probs that the sampler supplies (weights that sampled, "
+            "trainer's precision). 'rollout': what the engine reported. 'recomputed': the current weights at "
+            "generation. Default: snapshot where the sampler supplies it, else rollout if the correction has no "
+            "engine station, else recomputed.",
+            "choices": list(ANCHORS),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.loss_kwargs, str):
+            raise ValueError(
+                f"loss_kwargs is {self.loss_kwargs!r}, expected a mapping or a JSON object, "
+                "for instance '{\"eps_high\": 0.28}'"
+            )
+        if self.anchor is not None and self.anchor not in ANCHORS:
+            raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(ANCHORS)} or None")
+
+
+@cache
+def trl_losses() -> frozenset[str]:
+    """The loss names that the installed TRL knows: what its own ``_compute_loss`` compares ``loss_type`` with."""
+    source = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
+    return frozenset(
+        constant.value
+        for compare in ast.walk(ast.parse(source))
+        if isinstance(compare, ast.Compare) and getattr(compare.left, "attr", "") == "loss_type"
+        for constant in ast.walk(compare)
+        if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
+    )
+
+
+def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> offcorr.Correction | None:
+    """The correction that ``loss=`` or the config asks for; None: TRL's own loss.
+
+    Raises:
+        TypeError: ``loss`` is no Correction.
+        ValueError: both ways are used at once, the name or an option is unknown, or options go with a TRL name.
+    """
+    loss_type = getattr(args, "loss_type", "dapo")
+    options = dict(getattr(args, "loss_kwargs", None) or {})
+    known_to_trl = loss_type in trl_losses()
+    if loss is not None:
+        if not isinstance(loss, offcorr.Correction):
+            raise TypeError(f"loss is a {type(loss).__name__}, expected an offcorr.Correction")
+        if options or not known_to_trl:
+            raise ValueError(
+                f"loss={loss!r} was passed beside loss_type={loss_type!r}, loss_kwargs={options or None!r}: "
+                "give the correction in one of the two ways"
+            )
+        correction = loss
+    elif known_to_trl:
+        if options:
+            raise ValueError(
+                f"loss_kwargs={options!r} goes with a correction, and loss_type={loss_type!r} is TRL's own loss: "
+                f"write loss_type={PREFIX + loss_type!r} for this library's, or drop loss_kwargs"
+            )
+        return None
+    else:
+        correction = offcorr.resolve(loss_type, **options)
+    _say_what_is_ignored(args, correction)
+    if AGGREGATIONS[correction.aggregate].constant_length and correction.max_length is None:
+        length = getattr(args, "max_completion_length", None)  # as TRL's dr_grpo
+        options = {**correction.options, "max_length": length}
+        correction = dataclasses.replace(correction, max_length=length, options=options)
+    return correction
+
+
+def _say_what_is_ignored(args: Any, correction: offcorr.Correction) -> None:
+    defaults = {name: f.default for name, f in trl.GRPOConfig.__dataclass_fields__.items()}
+    ignored = {
+        name: mend
+        for name, mend in TRL_LOSS_OPTIONS.items()
+        if name in defaults and getattr(args, name, defaults[name]) != defaults[name]
+    }
+    if ignored:
+        listed = ", ".join(f"{name}={getattr(args, name)!r} (here: {mend})" for name, mend in ignored.items())
+        warnings.warn(
+            f"TRL's own losses read {listed}; the correction {correction.method!r} does not: say it in loss_kwargs",
+            stacklevel=3,
+        )

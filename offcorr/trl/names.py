@@ -1,0 +1,112 @@
+"""The names under which other frameworks log the same numbers, always from raw ratios.
+
+d = ours - theirs (nats): the trainer's log-prob of a sampled token less the engine's.  Formulas as read in each
+framework's code; what the core's series do not hold is accumulated here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from offcorr import metrics
+from offcorr.batch import Batch
+from offcorr.metrics import Max, Mean, Metric, Metrics
+
+ENGINE, STALENESS, FIELD = "offcorr/engine/", "offcorr/staleness/", "field/"
+
+_MORE = (
+    Metric("entropy", "mean entropy of the trainer's next-token distribution (nats)", Mean()),
+    Metric(STALENESS + "lag", "mean number of optimizer steps since the sampling weights", Mean()),
+    Metric(STALENESS + "lag_max", "largest number of optimizer steps since the sampling weights", Max()),
+    Metric(FIELD + "k2", "mean d^2 / 2", Mean()),
+    Metric(FIELD + "mult_error", "mean e^|d|", Mean()),
+    Metric(FIELD + "log_ppl_diff", "mean over sequences of mean -d", Mean()),
+    Metric(FIELD + "ratio_max", "max e^d", Max()),
+    Metric(FIELD + "inverse_max", "max e^-d", Max()),
+)
+for _metric in _MORE:
+    metrics.KINDS.setdefault(_metric.name, _metric)
+
+# Their name: how to read it from ours (the mismatch series' short names, and FIELD's).
+ALIASES: dict[str, str | Callable[[Mapping[str, float]], float]] = {
+    # verl
+    "rollout_corr/kl": "k1",
+    "rollout_corr/k3_kl": "k3",
+    "rollout_corr/chi2_token": "chi2_token",
+    "rollout_corr/chi2_seq": "chi2_seq",
+    "rollout_corr/ppl_ratio": "ppl_ratio",
+    "rollout_corr/log_ppl_diff": "log_ppl_diff",
+    "rollout_corr/rollout_is_mean": "ratio_mean",
+    "rollout_corr/rollout_is_std": lambda v: math.sqrt(max(v["chi2_token"] + 1 - v["ratio_mean"] ** 2, 0.0)),
+    "rollout_corr/rollout_is_min": lambda v: 1 / v["inverse_max"],
+    "rollout_corr/rollout_is_max": "ratio_max",
+    "rollout_corr/rollout_is_eff_sample_size": "ess_token",
+    # slime
+    "train_rollout_logprob_abs_diff": "abs_mean",
+    # prime-rl
+    "mismatch_kl": "k3",
+    # NeMo-RL
+    "token_mult_prob_error": "mult_error",
+    "gen_kl_error": "k3",
+    # Tinker
+    "kl_sample_train_v1": "k1",
+    "kl_sample_train_v2": "k2",
+    # TRL, which logs these with vLLM only, and the ratio after truncation
+    "sampling/sampling_logp_difference/mean": "abs_mean",
+    "sampling/sampling_logp_difference/max": "abs_max",
+    "sampling/importance_sampling_ratio/min": lambda v: 1 / v["inverse_max"],
+    "sampling/importance_sampling_ratio/mean": "ratio_mean",
+    "sampling/importance_sampling_ratio/max": "ratio_max",
+}
+
+
+@torch.no_grad()
+def with_field_metrics(measured: Metrics, batch: Batch, *, bypass: bool) -> Metrics:
+    """The core's metrics of a padded batch, and what the aliases need beside them.
+
+    Args:
+        bypass: the engine's log-probs play ``old_logp``.  Then the trainer-engine gap is the staleness series, and
+            the engine series, 0 by construction, is left out: it would pass for good news.
+    """
+    mask = batch.mask.bool()
+    data = {name: value for name, value in measured.data.items() if not (bypass and name.startswith(ENGINE))}
+    if batch.entropy is not None:
+        data["entropy"] = Mean.of(batch.entropy, mask)
+    if batch.rollout_version is not None and batch.trainer_version is not None:
+        lag = (batch.trainer_version - batch.rollout_version).double()
+        data[STALENESS + "lag"] = Mean.of(lag, mask)
+        data[STALENESS + "lag_max"] = Max.of(lag, mask)
+    if batch.rollout_logp is not None:
+        ours = batch.logp if bypass or batch.old_logp is None else batch.old_logp
+        d = ours.double() - batch.rollout_logp
+        seen = mask & d.isfinite()
+        d = torch.where(seen, d, 0).clamp(-700, 700)
+        count = seen.sum(1)
+        data |= {
+            FIELD + "k2": Mean.of(d.square() / 2, seen),
+            FIELD + "mult_error": Mean.of(d.abs().exp(), seen),
+            FIELD + "log_ppl_diff": Mean.of(-d.sum(1) / count.clamp(min=1), count > 0),
+            FIELD + "ratio_max": Max.of(d.exp(), seen),
+            FIELD + "inverse_max": Max.of((-d).exp(), seen),
+        }
+    return Metrics(data)
+
+
+def readable(computed: Mapping[str, float]) -> dict[str, float]:
+    """What is logged: this library's names, and the field's for the trainer-engine gap where there is one."""
+    logged = {name: value for name, value in computed.items() if not name.startswith(FIELD)}
+    if FIELD + "k2" not in computed:
+        return logged
+    gap = ENGINE if ENGINE + "k1" in computed else STALENESS
+    short = {
+        name.removeprefix(prefix): value
+        for prefix in (gap, FIELD)
+        for name, value in computed.items()
+        if name.startswith(prefix)
+    }
+    for alias, source in ALIASES.items():
+        logged[alias] = short[source] if isinstance(source, str) else source(short)
+    return logged

@@ -1,0 +1,62 @@
+"""A run resumed from a checkpoint at a generation boundary is the run that was never interrupted."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from offcorr.rollout import OffPolicy
+
+SETTINGS = dict(
+    loss_type="minpro",
+    max_steps=6,
+    num_iterations=2,
+    save_strategy="steps",
+    save_steps=4,
+    learning_rate=5e-3,
+    lr_scheduler_type="linear",
+)
+
+
+def parameters(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.fixture
+def uninterrupted(make_trainer, tmp_path):
+    trainer = make_trainer(
+        rollout_func=OffPolicy(lag=3, precision="int8"), output_dir=str(tmp_path / "whole"), **SETTINGS
+    )
+    trainer.train()
+    return trainer
+
+
+def test_resume(make_trainer, uninterrupted, series, tmp_path):
+    # Moved, so that the sampler's part is found through the checkpoint and not by the output folder.
+    checkpoint = tmp_path / "moved" / "checkpoint-4"
+    shutil.copytree(tmp_path / "whole" / "checkpoint-4", checkpoint)
+    resumed = make_trainer(
+        rollout_func=OffPolicy(lag=3, precision="int8"), output_dir=str(tmp_path / "again"), **SETTINGS
+    )
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert torch.equal(parameters(resumed), parameters(uninterrupted))
+    for name in (
+        "reward",
+        "offcorr/staleness/abs_mean",
+        "offcorr/engine/k3",
+        "offcorr/staleness/lag",
+    ):
+        assert series(resumed, name) == series(uninterrupted, name)
+    assert series(resumed, "offcorr/staleness/lag")[-2:] == [3, 4]
+
+
+def test_resume_without_the_ring_says_so(make_trainer, uninterrupted, tmp_path):
+    checkpoint = tmp_path / "whole" / "checkpoint-4"
+    (checkpoint / "offcorr_rollout.pt").unlink()
+    resumed = make_trainer(
+        rollout_func=OffPolicy(lag=3, precision="int8"), output_dir=str(tmp_path / "again"), **SETTINGS
+    )
+    with pytest.raises(KeyError, match="weights of version 1 are not held"):
+        resumed.train(resume_from_checkpoint=str(checkpoint))

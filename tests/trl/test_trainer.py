@@ -1,0 +1,374 @@
+"""TRL's own losses beside ours, anchors, metrics, batch-coupled corrections, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import trl
+
+import offcorr
+from offcorr.rollout import OffPolicy
+from offcorr.trl import GRPOTrainer
+from offcorr.trl.names import ALIASES
+
+
+def parameters(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+class Recording(GRPOTrainer):
+    """Keeps every batch that the loss was made of."""
+
+    def __init__(self, *args, **kwargs):
+        self.batches = []
+        super().__init__(*args, **kwargs)
+
+    def _batch(self, inputs, forward):
+        batch = super()._batch(inputs, forward)
+        self.batches.append((dict(inputs), batch))
+        return batch
+
+
+# TRL's own losses
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
+def test_bare_trl_name_runs_trls_own_loss(make_trainer, series, loss_type):
+    ours = make_trainer(loss_type=loss_type, num_iterations=2)
+    ours.train()
+    theirs = make_trainer(trl.GRPOTrainer, config=trl.GRPOConfig, loss_type=loss_type, num_iterations=2)
+    theirs.train()
+    assert torch.equal(parameters(ours), parameters(theirs))
+    for name in "reward", "loss", "entropy", "clip_ratio/region_mean":
+        assert series(ours, name) == series(theirs, name)
+    staleness = series(ours, "offcorr/staleness/abs_mean")
+    assert staleness[0] == 0 and staleness[1] > 0.01
+    assert not series(theirs, "offcorr/staleness/abs_mean")
+
+
+def test_trl_loss_names_come_from_trl(make_trainer):
+    from offcorr.trl.config import trl_losses
+
+    known = trl_losses()
+    assert {"grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"} <= known
+    assert "minpro" not in known
+
+
+# Anchors
+
+
+def test_snapshot_anchor_makes_the_correction_act(make_trainer, series):
+    """Lag 16, fp32 sampler: the ratios are the lag's, and the engine agrees with the trainer."""
+    sampler = OffPolicy(lag=16)
+    trainer = make_trainer(
+        Recording,
+        loss_type="minpro",
+        rollout_func=sampler,
+        max_steps=18,
+        learning_rate=1e-3,
+        steps_per_generation=2,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="every staleness ratio")
+        trainer.train()
+    staleness = series(trainer, "offcorr/staleness/abs_mean")
+    assert staleness[0] < 1e-5 and staleness[-1] > 0.02
+    assert series(trainer, "offcorr/staleness/lag") == [*range(17), 16]
+    assert max(series(trainer, "offcorr/engine/abs_max")) < 1e-4
+    inputs, batch = trainer.batches[-1]
+    assert torch.equal(batch.old_logp, inputs["old_logp"])
+    assert (batch.logp.exp() - batch.old_logp.exp())[batch.mask].abs().max() > 0.01
+
+
+def test_precision_gap_is_the_engine_series(make_trainer, series):
+    trainer = make_trainer(loss_type="minpro", rollout_func=OffPolicy(precision="int8"), max_steps=2)
+    trainer.train()
+    assert min(series(trainer, "offcorr/engine/abs_mean")) > 1e-4
+    assert series(trainer, "offcorr/staleness/abs_mean")[0] < 1e-5
+    logged = trainer.state.log_history[0]
+    assert ALIASES.keys() <= logged.keys()
+    assert logged["mismatch_kl"] == logged["offcorr/engine/k3"]
+
+
+def test_old_logp_stays_with_its_tokens(make_trainer, replay, recorded):
+    """Through padding, shuffling and splitting, each row keeps the numbers the sampler gave with its tokens."""
+    trainer = make_trainer(Recording, loss_type="tis", rollout_func=replay("old_logp", "rollout_version"), max_steps=2)
+    trainer.train()
+    given = {
+        (*row["prompt_ids"], *row["completion_ids"]): row for completions in recorded.values() for row in completions
+    }
+    seen = 0
+    for inputs, batch in trainer.batches:
+        for i in range(len(batch.mask)):
+            length = int(inputs["completion_mask"][i].sum())
+            prompt = inputs["prompt_ids"][i].tolist()  # all prompts have one length: no padding
+            row = given[(*prompt, *inputs["completion_ids"][i, :length].tolist())]
+            torch.testing.assert_close(batch.old_logp[i, :length], torch.tensor(row["old_logp"]))
+            torch.testing.assert_close(batch.rollout_logp[i, :length], torch.tensor(row["logprobs"]))
+            assert set(batch.rollout_version[i].tolist()) == {0}
+            seen += 1
+    assert seen == 16
+
+
+def test_default_anchor(make_trainer, replay):
+    def anchor(keys=(), **settings):
+        settings.setdefault("rollout_func", replay(*keys))
+        trainer = make_trainer(Recording, max_steps=1, **settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.train()
+        inputs, batch = trainer.batches[-1]
+        if batch.old_logp is None:
+            return "recomputed"
+        source = "old_logp" if "old_logp" in inputs else "sampling_per_token_logps"
+        assert torch.equal(batch.old_logp[batch.mask], inputs[source][batch.mask])
+        return {"old_logp": "snapshot"}.get(source, "rollout")
+
+    assert anchor(["old_logp"], loss_type="minpro") == "snapshot"
+    assert anchor(["old_logp"], loss_type="tis") == "snapshot"
+    assert anchor(loss_type="minpro") == "rollout"
+    assert anchor(loss_type="tis") == "recomputed"
+    assert anchor(loss_type="minpro", rollout_func=None) == "recomputed"
+
+
+def test_rollout_anchor_logs_the_gap_as_staleness(make_trainer, replay, series):
+    trainer = make_trainer(loss_type="minpro", rollout_func=replay(), max_steps=1)
+    trainer.train()
+    assert not series(trainer, "offcorr/engine/abs_mean")
+    assert series(trainer, "offcorr/staleness/abs_mean")[0] > 0.01
+    assert series(trainer, "mismatch_kl") == series(trainer, "offcorr/staleness/k3")
+
+
+def test_idle_ratio_is_said_once(make_trainer):
+    trainer = make_trainer(loss_type="minpro", max_steps=2)
+    with pytest.warns(UserWarning, match="every staleness ratio of 'minpro' will be 1") as caught:
+        trainer.train()
+    assert sum("every staleness ratio" in str(w.message) for w in caught) == 1
+
+
+def test_ratio_that_moves_is_not_called_idle(make_trainer):
+    trainer = make_trainer(loss_type="minpro", max_steps=2, num_iterations=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="every staleness ratio")
+        trainer.train()
+
+
+# Batch-coupled corrections
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "options"),
+    [
+        ("offcorr:dapo", {"weight": {"name": "self_normalise", "inner": {"name": "truncate", "cap": 1.5}}}),
+        ("bapo", {"low_start": 0.9, "low_max": 1.0, "high_start": 1.01, "high_max": 1.05}),
+        ("m2po", {"tau": 0.001}),
+        ("asymre", {}),
+    ],
+)
+def test_statistics_are_the_windows(make_trainer, replay, loss_type, options):
+    """The update does not depend on how an optimizer step is split into micro-batches."""
+    ends = []
+    for per_device, accumulation in ((8, 1), (4, 2), (2, 4)):
+        trainer = make_trainer(
+            loss_type=loss_type,
+            loss_kwargs=options,
+            rollout_func=replay("old_logp"),
+            per_device_train_batch_size=per_device,
+            gradient_accumulation_steps=accumulation,
+            max_steps=4,
+            num_iterations=2,
+            optim="sgd",
+            learning_rate=0.05,
+        )
+        trainer.train()
+        ends.append(parameters(trainer))
+    start = parameters(make_trainer())
+    assert (ends[0] - start).abs().max() > 1e-3
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=2e-6)
+    torch.testing.assert_close(ends[2], ends[0], rtol=0, atol=2e-6)
+
+
+# What travels, and what is logged
+
+
+def test_rewards_and_groups(make_trainer, tokenizer):
+    def reward(completion_ids, prompts, **_):
+        return [None if p.startswith("1") else float(len(i)) for i, p in zip(completion_ids, prompts, strict=True)]
+
+    trainer = make_trainer(Recording, loss_type="offcorr:dapo", max_steps=4, reward_funcs=reward, num_iterations=2)
+    trainer.train()
+    groups = {}
+    for inputs, batch in trainer.batches:
+        for i, group in enumerate(batch.group_ids.tolist()):
+            groups.setdefault(group, set()).add(tuple(inputs["prompt_ids"][i].tolist()))
+            length = int(inputs["completion_mask"][i].sum())
+            unscored = tokenizer.decode(inputs["prompt_ids"][i]).strip().startswith("1")
+            assert batch.rewards[i] == (0 if unscored else length)
+    assert len(groups) == 4 and all(len(prompts) == 1 for prompts in groups.values())
+
+
+def test_one_transfer_a_logging_step(make_trainer, series):
+    """Three steps in one entry: the shares are over all their tokens, not means of means."""
+    settings = dict(loss_type="offcorr:dapo", max_steps=3, num_iterations=3)
+    every = make_trainer(**settings)
+    every.train()
+    once = make_trainer(logging_steps=3, **settings)
+    once.train()
+    assert series(once, "offcorr/staleness/abs_max") == [max(series(every, "offcorr/staleness/abs_max"))]
+    # The three steps train on the same tokens, so here the mean over all of them is the mean of the three.
+    for name in ("offcorr/staleness/abs_mean", "offcorr/loss/clipped", "entropy"):
+        apart = series(every, name)
+        assert len(apart) == 3 and len(set(apart)) > 1
+        assert series(once, name) == [pytest.approx(sum(apart) / 3, rel=1e-6)]
+
+
+def test_tis_weights_against_the_engine(make_trainer, replay, series):
+    trainer = make_trainer(loss_type="tis", loss_kwargs={"cap": 1.02}, rollout_func=replay("old_logp"), max_steps=1)
+    trainer.train()
+    assert 0.1 < series(trainer, "offcorr/loss/truncated")[0] < 0.9
+
+
+def test_vllm_correction_is_taken_over_once(make_trainer):
+    trainer = make_trainer(loss_type="offcorr:dapo")
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    with pytest.warns(UserWarning, match="takes the place of TRL's vLLM importance sampling correction"):
+        trainer._take_over_vllm_correction()
+    assert not trainer.vllm_importance_sampling_correction
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer._take_over_vllm_correction()
+
+
+def test_loss_object(make_trainer):
+    loss = offcorr.Correction(gate=offcorr.gates.Clip(0.2, 0.28), aggregate="seq-mean-token-sum-norm")
+    trainer = make_trainer(loss=loss, num_iterations=2)
+    trainer.train()
+    assert trainer.correction.max_length == trainer.max_completion_length
+    named = make_trainer(
+        loss_type="offcorr:dapo",
+        loss_kwargs={"aggregate": "seq-mean-token-sum-norm"},
+        num_iterations=2,
+    )
+    named.train()
+    assert torch.equal(parameters(trainer), parameters(named))
+
+
+def test_a_users_file(make_trainer, tmp_path, series):
+    file = tmp_path / "my_loss.py"
+    file.write_text(
+        "import offcorr\n"
+        "def half_clip(eps: float = 0.1) -> offcorr.Correction:\n"
+        "    return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))\n"
+    )
+    trainer = make_trainer(loss_type=f"{file}:half_clip", loss_kwargs={"eps": 0.05}, num_iterations=2, max_steps=2)
+    trainer.train()
+    assert trainer.correction.gate == offcorr.gates.Clip(0.05, 0.05)
+    assert series(trainer, "offcorr/loss/clipped")[-1] > 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_unknown_numbers_under_the_mask(make_trainer, replay, beta, series):
+    """A sampler has no log-prob for a tool's token: None or NaN there, and nothing of it reaches the loss."""
+    inner = replay("old_logp", "env_mask")
+    ends = []
+    for unknown in ({"old_logp": 0.0, "logprobs": 0.0}, {"old_logp": None, "logprobs": float("nan")}):
+
+        def rollout_func(prompts, trainer, unknown=unknown):
+            output = inner(prompts, trainer)
+            for name in ("old_logp", "logprobs"):
+                output[name] = [
+                    [value if kept else unknown[name] for value, kept in zip(values, mask, strict=True)]
+                    for values, mask in zip(output[name], output["env_mask"], strict=True)
+                ]
+            return output
+
+        trainer = make_trainer(loss_type="tis", rollout_func=rollout_func, beta=beta, max_steps=2)
+        trainer.train()
+        assert series(trainer, "offcorr/loss/nonfinite") == [0, 0]
+        ends.append(parameters(trainer))
+    assert ends[0].isfinite().all()
+    assert torch.equal(*ends)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(loss_type="minpor"), "did you mean 'minpro'"),
+        (dict(loss_type="dapo", loss_kwargs={"eps_high": 0.3}), "offcorr:dapo"),
+        (dict(loss_type="minpro", loss_kwargs={"eps_hihg": 0.3}), "eps_high"),
+        (dict(loss_type="offcorr:bnpo"), "unknown method 'bnpo'"),
+        (dict(loss_type="tis", anchor="rollout"), "anchor='rollout'.*engine ratio of 'tis'"),
+        (dict(loss=offcorr.Correction(), loss_type="minpro"), "one of the two ways"),
+        (dict(loss=offcorr.Correction(), loss_kwargs={"eps_high": 0.3}), "one of the two ways"),
+        (dict(loss_type="ppo", loss_kwargs={"count_rejected": False}), "count_rejected=False"),
+        (
+            dict(
+                loss_type="ppo",
+                loss_kwargs={"weight": {"name": "self_normalise", "inner": "truncate"}},
+                gradient_accumulation_steps=4,
+                steps_per_generation=2,
+            ),
+            "steps_per_generation is 2",
+        ),
+        (
+            dict(loss_type="asymre", gradient_accumulation_steps=2, steps_per_generation=4),
+            "shuffles over the steps",
+        ),
+    ],
+)
+def test_refused_at_construction(make_trainer, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(**settings)
+
+
+def test_loss_must_be_a_correction(make_trainer):
+    with pytest.raises(TypeError, match="expected an offcorr.Correction"):
+        make_trainer(loss=lambda batch: 0.0)
+
+
+def test_snapshot_without_old_logp(make_trainer, replay):
+    trainer = make_trainer(loss_type="minpro", anchor="snapshot", rollout_func=replay())
+    with pytest.raises(ValueError, match="anchor='snapshot' wants old_logp"):
+        trainer.train()
+
+
+def test_rollout_anchor_without_engine_logps(make_trainer):
+    trainer = make_trainer(loss_type="minpro", anchor="rollout")
+    with pytest.raises(ValueError, match="anchor='rollout' wants the engine's log-probs"):
+        trainer.train()
+
+
+def test_old_logp_one_token_short(make_trainer, replay):
+    inner = replay("old_logp")
+
+    def rollout_func(prompts, trainer):
+        output = inner(prompts, trainer)
+        output["old_logp"] = [row[1:] for row in output["old_logp"]]
+        return output
+
+    with pytest.raises(ValueError, match="returned old_logp for completions of"):
+        make_trainer(loss_type="minpro", rollout_func=rollout_func).train()
+
+
+def test_engine_method_without_an_engine(make_trainer):
+    with pytest.raises(ValueError, match="rollout_logp is None.*'tis'"):
+        make_trainer(loss_type="tis").train()
+
+
+def test_options_only_trl_reads_are_named(model_folder, dataset, tokenizer, tmp_path):
+    from offcorr.trl import GRPOConfig
+
+    args = GRPOConfig(str(tmp_path), loss_type="minpro", epsilon_high=0.3, bf16=False, use_cpu=True, report_to=[])
+    with pytest.warns(UserWarning, match=r"epsilon_high=0.3 \(here: eps_high"):
+        GRPOTrainer(
+            model_folder,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=args,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+        )
