@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -20,7 +21,11 @@ from offcorr.shapes import Pair, PerToken, TokenMask
 
 
 class Accumulator:
-    """``merge(a, b)`` of two vectors [..., size]; ``read(v)`` of a host vector, None where nothing was seen."""
+    """``merge(a, b)`` of two vectors [..., size]; ``read(v)`` of a host vector, None where nothing was seen.
+
+    ``of(values, where, start)`` makes one of the values picked by ``where``: all dimensions from ``start`` on are
+    reduced, those before stay, so that several series are measured at once.
+    """
 
     size: int
 
@@ -43,8 +48,10 @@ class Mean(Accumulator):
     size = 2
 
     @staticmethod
-    def of(values: Tensor, where: Tensor) -> Tensor:
-        return torch.stack([torch.where(where, values, 0).sum(dtype=torch.float64), where.sum(dtype=torch.float64)])
+    def of(values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+        values, where = values.flatten(start), where.flatten(start)
+        total = torch.where(where, values, 0).sum(-1, dtype=torch.float64)
+        return torch.stack([total, where.sum(-1, dtype=torch.float64)], -1)
 
     def read(self, v: list[float]) -> dict[str, float] | None:
         return {"": v[0] / v[1]} if v[1] else None
@@ -56,10 +63,11 @@ class Max(Accumulator):
     size = 1
 
     @staticmethod
-    def of(values: Tensor, where: Tensor) -> Tensor:
-        if not values.numel():
-            return values.new_zeros(1, dtype=torch.float64)
-        return torch.where(where, values, 0).amax().double().reshape(1)
+    def of(values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+        values, where = values.flatten(start), where.flatten(start)
+        if not values.shape[-1]:
+            return values.new_zeros((*values.shape[:-1], 1), dtype=torch.float64)
+        return torch.where(where, values, 0).amax(-1, keepdim=True).double()
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.maximum(a, b)
@@ -71,19 +79,21 @@ class LogSumExp(Accumulator):
     size = 4
 
     @staticmethod
-    def of(values: Tensor, where: Tensor) -> Tensor:
-        if not values.numel():
-            return values.new_zeros(4, dtype=torch.float64)
+    def of(values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+        values, where = values.flatten(start), where.flatten(start)
+        if not values.shape[-1]:
+            return values.new_zeros((*values.shape[:-1], 4), dtype=torch.float64)
         x = torch.where(where, values.double(), -torch.inf)
-        largest = x.amax().clamp(min=-1e300)
+        largest = x.amax(-1, keepdim=True).clamp(min=-1e300)
         scaled = (x - largest).exp()
-        return torch.stack([largest, scaled.sum(), scaled.square().sum(), where.sum(dtype=torch.float64)])
+        return torch.stack(
+            [largest[..., 0], scaled.sum(-1), scaled.square().sum(-1), where.sum(-1, dtype=torch.float64)], -1
+        )
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         # An accumulator that has seen nothing has n = 0 and must not set the maximum.
         top = torch.maximum(
-            torch.where(a[..., 3] > 0, a[..., 0], -1e300),
-            torch.where(b[..., 3] > 0, b[..., 0], -1e300),
+            torch.where(a[..., 3] > 0, a[..., 0], -1e300), torch.where(b[..., 3] > 0, b[..., 0], -1e300)
         )
         shift_a, shift_b = ((v[..., 0] - top).clamp(max=0).exp() * (v[..., 3] > 0) for v in (a, b))
         return torch.stack(
@@ -118,18 +128,18 @@ class Histogram(Accumulator):
     low, high = -6.0, 3.0
 
     @classmethod
-    def edges(cls) -> list[float]:
+    @cache
+    def edges(cls) -> tuple[float, ...]:
         """The 63 edges between the bins."""
         step = (cls.high - cls.low) / (cls.size - 2)
-        return [10 ** (cls.low + i * step) for i in range(cls.size - 1)]
+        return tuple(10 ** (cls.low + i * step) for i in range(cls.size - 1))
 
     @classmethod
-    def of(cls, values: Tensor, where: Tensor) -> Tensor:
-        edges = torch.tensor(cls.edges(), dtype=values.dtype, device=values.device)
-        bins = torch.bucketize(values.contiguous(), edges).flatten()
-        return torch.zeros(cls.size, dtype=torch.float64, device=values.device).index_add_(
-            0, bins, where.flatten().double()
-        )
+    def of(cls, values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+        values, where = values.flatten(start), where.flatten(start)
+        bins = torch.bucketize(values, _edges_on(values.device, values.dtype))
+        empty = torch.zeros((*values.shape[:-1], cls.size), dtype=torch.float64, device=values.device)
+        return empty.scatter_add_(-1, bins, where.double())
 
     def read(self, v: list[float]) -> dict[str, float] | None:
         seen, wanted = 0.0, 0.99 * sum(v)
@@ -140,6 +150,12 @@ class Histogram(Accumulator):
             if seen >= wanted:
                 return {"abs_p99": min(upper, 10**self.high)}
         return None
+
+
+@cache
+def _edges_on(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Kept on the device: making it anew would wait for the host every time."""
+    return torch.tensor(Histogram.edges(), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -212,6 +228,8 @@ class Metrics:
 
     def merge(self, other: Metrics) -> Metrics:
         """Both together, as if they had been measured as one batch."""
+        if tuple(self.data) == tuple(other.data):
+            return self.unpack(self._merge_packed(self.pack(), other.pack()))
         merged = dict(self.data)
         for name, value in other.data.items():
             merged[name] = KINDS[name].kind.merge(merged[name], value) if name in merged else value
@@ -230,11 +248,7 @@ class Metrics:
         """Merged over ranks; ``gather`` takes [K] to [ranks, K] (``accelerator.gather`` of ``vector[None]``)."""
         if not self.data:
             return self
-        ranks = gather(self.pack())
-        merged = self.unpack(ranks[0])
-        for row in ranks[1:]:
-            merged = merged.merge(self.unpack(row))
-        return merged
+        return self.unpack(reduce(self._merge_packed, gather(self.pack())))
 
     def compute(self) -> dict[str, float]:
         """Plain floats, by one transfer to the host; a metric that saw nothing is left out."""
@@ -257,12 +271,32 @@ class Metrics:
             )
         return result
 
+    def _merge_packed(self, a: Tensor, b: Tensor) -> Tensor:
+        """Two vectors of this layout: added, but for the kinds that merge another way, each kind in one go."""
+        merged = a + b
+        for kind, places in _merged_another_way(tuple(self.data), a.device):
+            merged[places] = kind.merge(a[places], b[places])
+        return merged
+
     def _split(self, host: list[float]) -> Iterator[tuple[str, list[float]]]:
         start = 0
         for name in self.data:
             size = KINDS[name].kind.size
             yield name, host[start : start + size]
             start += size
+
+
+@cache
+def _merged_another_way(names: tuple[str, ...], device: torch.device) -> list[tuple[Accumulator, Tensor]]:
+    """Each kind that does not merge by adding, and where its accumulators lie in the packed vector [k, size]."""
+    places: dict[type[Accumulator], list[list[int]]] = {}
+    start = 0
+    for name in names:
+        kind = KINDS[name].kind
+        if type(kind).merge is not Accumulator.merge:
+            places.setdefault(type(kind), []).append(list(range(start, start + kind.size)))
+        start += kind.size
+    return [(kind(), torch.tensor(found, device=device)) for kind, found in places.items()]
 
 
 def measure(batch: Batch) -> Metrics:
@@ -279,34 +313,43 @@ def measure(batch: Batch) -> Metrics:
 
 @torch.no_grad()
 def mismatch(tokens: Tokens) -> Metrics:
-    data: dict[str, Tensor] = {}
+    """The series that the batch has the log-probs for, measured together."""
+    series: list[Pair] = []
     if tokens.batch.rollout_logp is not None:
-        data |= _mismatch_series("offcorr/engine/", tokens, "engine")
+        series.append("engine")
     if tokens.batch.old_logp is not None:
-        data |= _mismatch_series("offcorr/staleness/", tokens, "staleness")
-    return Metrics(data)
+        series.append("staleness")
+    if not series:
+        return Metrics()
+    pairs = [tokens.log_ratio(of) for of in series]
+    measured = _mismatch_series(
+        torch.stack([pair.raw for pair in pairs]).double(),
+        torch.stack([pair.compared for pair in pairs]),
+        tokens.rows.position == 1,
+    )
+    return Metrics(
+        {f"offcorr/{of}/{name}": value[i] for i, of in enumerate(series) for name, value in measured.items()}
+    )
 
 
-def _mismatch_series(prefix: str, tokens: Tokens, of: Pair) -> dict[str, Tensor]:
-    pair = tokens.log_ratio(of)
-    d, seen = pair.raw.double(), pair.compared
-    size, count = d.abs(), seen.sum(1)
+def _mismatch_series(d: Tensor, seen: Tensor, first: TokenMask) -> dict[str, Tensor]:
+    """Log-ratios d and where they count, [series, B, T]; accumulators [series, size]."""
+    size, count = d.abs(), seen.sum(2)
     present = count > 0
-    total = torch.where(seen, d, 0).sum(1)
-    first = seen & (seen.cumsum(1) == 1) & (tokens.rows.position == 1)
+    total = torch.where(seen, d, 0).sum(2)
     limited = d.clamp(max=700)
-    values = {
-        "abs_mean": Mean.of(size, seen),
-        "abs_max": Max.of(size, seen),
-        "abs_histogram": Histogram.of(size, seen),
-        "k1": Mean.of(-d, seen),
-        "k3": Mean.of(torch.expm1(limited) - limited, seen),
-        "token": LogSumExp.of(d, seen),
-        "seq": LogSumExp.of(total, present),
-        "ppl_ratio": Mean.of((-total / count.clamp(min=1)).clamp(max=700).exp(), present),
-        "first_token": Mean.of(size, first),
+    return {
+        "abs_mean": Mean.of(size, seen, 1),
+        "abs_max": Max.of(size, seen, 1),
+        "abs_histogram": Histogram.of(size, seen, 1),
+        "k1": Mean.of(-d, seen, 1),
+        "k3": Mean.of(torch.expm1(limited) - limited, seen, 1),
+        "token": LogSumExp.of(d, seen, 1),
+        "seq": LogSumExp.of(total, present, 1),
+        "ppl_ratio": Mean.of((-total / count.clamp(min=1)).clamp(max=700).exp(), present, 1),
+        # position stays 1 under the mask that follows the first token; seen leaves that out
+        "first_token": Mean.of(size, seen & first, 1),
     }
-    return {prefix + name: value for name, value in values.items()}
 
 
 def loss_metrics(

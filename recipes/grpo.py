@@ -185,7 +185,9 @@ def main() -> None:
     if trainer.accelerator.is_main_process and not args.disable_tqdm:
         trainer.add_callback(Bar)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.evaluate()
+    evaluated, _ = series(trainer.state.log_history, "eval_reward")
+    if trainer.state.global_step not in evaluated:
+        trainer.evaluate()
 
     if trainer.accelerator.is_main_process:
         summarise(history.logs, title=f"{args.loss_type} at lag {args.lag}, {args.precision} sampler")
