@@ -42,9 +42,11 @@ RUNS = {
     "ctpo": Run("CTPO", ("--loss_type", "ctpo", "--anchor", "snapshot"), "snapshot"),
 }
 SETTING = f"""\
-The sampler is {LAG} optimizer updates behind the trainer, with {PRECISION} weights; one update a generation, TRL's default.
-  TRL's default  the loss of a plain GRPOConfig; its anchor is recomputed with current weights, so every ratio is 1
-  MinPRO, CTPO   --loss_type minpro, ctpo; their anchor is a snapshot: the log-probs of the weights that sampled"""
+The sampler is {LAG} optimizer updates behind the trainer, with {PRECISION} weights.
+  TRL's default  the loss of a plain GRPOConfig, one update a generation: its anchor is
+                 recomputed with the current weights, so every ratio is 1 at any lag
+  MinPRO, CTPO   --loss_type minpro, ctpo: their anchor is a snapshot, the log-probs of
+                 the weights that sampled, in the trainer's precision"""
 
 
 def main() -> int:

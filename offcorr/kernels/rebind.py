@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import textwrap
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +23,17 @@ def for_triton(pointwise: Callable[..., Any]) -> Any:
 
     rebound = types.FunctionType(
         pointwise.__code__,
-        {**pointwise.__globals__, "ops": tl},
+        {**pointwise.__globals__, **dict.fromkeys(_annotations(pointwise), tl.tensor), "ops": tl},
         pointwise.__name__,
         pointwise.__defaults__,
     )
     rebound.__module__, rebound.__qualname__ = pointwise.__module__, pointwise.__qualname__
-    # Annotations speak of torch types, which Triton would try to read.
     rebound.__annotations__ = {}
     return triton.jit(rebound)
+
+
+def _annotations(pointwise: Callable[..., Any]) -> set[str]:
+    """The names in its annotations: Triton looks them up when it reads the source, and would refuse ``Any``."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(pointwise)))
+    written = [node.annotation for node in ast.walk(tree) if isinstance(node, ast.arg) and node.annotation]
+    return {node.id for annotation in written for node in ast.walk(annotation) if isinstance(node, ast.Name)}
