@@ -1,0 +1,194 @@
+"""The spans of ``kernels.scans`` for Triton, under the same names: a row block by block, with a carry.
+
+Every function sees one block of one row.  ``x`` is 0 under the mask.  A span is one of
+
+    a reduction      NAME_start(lanes) -> state, NAME_step(state, x, mask) per block, NAME(state, count) -> one number
+    a running span   NAME(x, mask, position, carry) -> (value, carry), blocks in order
+    ``token``        the measure itself
+    ``turn``         a segmented mean: ``turn_totals`` in the order of the turns, then a look-up by turn
+
+A reduction's state is one vector a block wide for each quantity, so only the end of a row reduces over lanes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def expm1(x):
+    """e^x - 1, accurate for tiny x."""
+    series = 1 + x * (1 / 7) * (1 + x * (1 / 8) * (1 + x * (1 / 9)))
+    series = 1 + x * (1 / 4) * (1 + x * (1 / 5) * (1 + x * (1 / 6) * series))
+    series = x * (1 + x * (1 / 2) * (1 + x * (1 / 3) * series))
+    return tl.where(tl.abs(x) < 0.5, series, tl.exp(x) - 1)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), accurate for tiny x (Kahan: the rounding of 1 + x cancels)."""
+    shifted = 1 + x
+    moved = shifted - 1
+    return tl.where(moved == 0, x, tl.log(shifted) * (x / tl.where(moved == 0, 1.0, moved)))
+
+
+# -- reductions ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sequence_start(lanes):
+    return (tl.zeros_like(lanes).to(tl.float32),)
+
+
+@triton.jit
+def sequence_step(state, x, mask):
+    return (state[0] + x,)
+
+
+@triton.jit
+def sequence(state, count):
+    return tl.sum(state[0], 0)
+
+
+@triton.jit
+def geometric(state, count):
+    return tl.sum(state[0], 0) / tl.maximum(count, 1.0)
+
+
+@triton.jit
+def sequence_max_start(lanes):
+    return (tl.zeros_like(lanes).to(tl.float32) - float("inf"),)
+
+
+@triton.jit
+def sequence_max_step(state, x, mask):
+    return (tl.maximum(state[0], tl.where(mask, x, -float("inf"))),)
+
+
+@triton.jit
+def sequence_max(state, count):
+    return tl.where(count > 0, tl.max(state[0], 0), 0.0)
+
+
+@triton.jit
+def sequence_min_start(lanes):
+    return (tl.zeros_like(lanes).to(tl.float32) + float("inf"),)
+
+
+@triton.jit
+def sequence_min_step(state, x, mask):
+    return (tl.minimum(state[0], tl.where(mask, x, float("inf"))),)
+
+
+@triton.jit
+def sequence_min(state, count):
+    return tl.where(count > 0, tl.min(state[0], 0), 0.0)
+
+
+@triton.jit
+def log_mean_exp_start(lanes):
+    zeros = tl.zeros_like(lanes).to(tl.float32)
+    # the largest so far (any number where nothing was seen), sum of expm1(x - largest), how many
+    return zeros, zeros, zeros
+
+
+@triton.jit
+def log_mean_exp_step(state, x, mask):
+    largest, below, seen = state
+    top = tl.where(mask, tl.where(seen > 0, tl.maximum(largest, x), x), largest)
+    drop = tl.where(seen > 0, largest - top, 0.0)
+    below = below * tl.exp(drop) + seen * expm1(drop)
+    return top, below + tl.where(mask, expm1(x - top), 0.0), seen + tl.where(mask, 1.0, 0.0)
+
+
+@triton.jit
+def log_mean_exp(state, count):
+    largest, below, seen = state
+    top = tl.where(count > 0, tl.max(tl.where(seen > 0, largest, -float("inf")), 0), 0.0)
+    drop = tl.where(seen > 0, largest - top, 0.0)
+    total = tl.sum(below * tl.exp(drop) + seen * expm1(drop), 0)
+    return top + log1p(total / tl.maximum(count, 1.0))
+
+
+# -- running spans -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def prefix(x, mask, position, carry):
+    return carry + tl.cumsum(x, 0), carry + tl.sum(x, 0)
+
+
+@triton.jit
+def prefix_geometric(x, mask, position, carry):
+    return (carry + tl.cumsum(x, 0)) / tl.maximum(position, 1.0), carry + tl.sum(x, 0)
+
+
+@triton.jit
+def _smaller(before, through, next_before, next_through):
+    """(smallest of all but the last, smallest) of two stretches, joined."""
+    return tl.minimum(through, next_before), tl.minimum(through, next_through)
+
+
+@triton.jit
+def _minimum_before(x, mask, carry):
+    """Smallest of the valid tokens before each one, 0 for the first; the carry is the smallest of the row so far."""
+    seen = tl.where(mask, x, float("inf"))
+    before, _ = tl.associative_scan((tl.zeros_like(x) + float("inf"), seen), 0, _smaller)
+    before = tl.minimum(before, carry)
+    return tl.where(before == float("inf"), 0.0, before), tl.minimum(carry, tl.min(seen, 0))
+
+
+@triton.jit
+def min_prefix(x, mask, position, carry):
+    before, carry = _minimum_before(x, mask, carry)
+    return before + x, carry
+
+
+@triton.jit
+def bounded_min_prefix(x, mask, position, carry):
+    before, carry = _minimum_before(x, mask, carry)
+    return tl.minimum(before, 0.0) + x, carry
+
+
+# -- turns ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _same_turn(total, count, starts, next_total, next_count, next_starts):
+    """Running (sum, count) within a turn; ``starts`` is 1 where a turn starts."""
+    return (
+        tl.where(next_starts > 0, next_total, total + next_total),
+        tl.where(next_starts > 0, next_count, count + next_count),
+        tl.maximum(starts, next_starts),
+    )
+
+
+@triton.jit
+def turn_totals(x, mask, starts, total_before, count_before):
+    """Running (sum, number of valid tokens) of the turn each token is in; ``*_before`` carry a turn over blocks."""
+    total, count, started = tl.associative_scan(
+        (x, tl.where(mask, 1.0, 0.0), tl.where(starts, 1.0, 0.0)), 0, _same_turn
+    )
+    goes_on = started == 0
+    return tl.where(goes_on, total_before + total, total), tl.where(goes_on, count_before + count, count)
+
+
+REDUCTIONS = {
+    "sequence": (sequence_start, sequence_step, sequence),
+    "geometric": (sequence_start, sequence_step, geometric),
+    "sequence_max": (sequence_max_start, sequence_max_step, sequence_max),
+    "sequence_min": (sequence_min_start, sequence_min_step, sequence_min),
+    "log_mean_exp": (log_mean_exp_start, log_mean_exp_step, log_mean_exp),
+}
+"""(start, step, end) of each."""
+
+RUNNING = {
+    "prefix": (prefix, "0.0"),
+    "prefix_geometric": (prefix_geometric, "0.0"),
+    "min_prefix": (min_prefix, 'float("inf")'),
+    "bounded_min_prefix": (bounded_min_prefix, 'float("inf")'),
+}
+"""(function, the first block's carry) of each."""
+
+SPANS = frozenset({"token", "turn", *REDUCTIONS, *RUNNING})
