@@ -9,8 +9,10 @@ and end, how far the policies were apart, and what each correction did about it.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -63,6 +65,7 @@ def main() -> int:
     Console().print(comparison(logs))
     print(verdict(logs, full=not args.short))
     print(f"picture: {plot(logs, args.output / 'demo.png')}")
+    print(f"numbers: {record(logs, args.output / 'demo.json', vars(args) | {'updates': steps})}")
     return 0
 
 
@@ -170,6 +173,27 @@ def verdict(logs: dict[str, list[dict[str, Any]]], full: bool) -> str:
             f"{LAG} updates old, and nothing in the loss knew."
         )
     return "\n".join(lines)
+
+
+def record(logs: dict[str, list[dict[str, Any]]], file: Path, settings: dict[str, Any]) -> Path:
+    """What the table shows and the curve behind it, with machine and versions."""
+    packages = ("torch", "transformers", "trl", "accelerate", "reasoning-gym", "offcorr")
+    report = {
+        "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": {package: importlib.metadata.version(package) for package in packages},
+        "settings": {name: str(value) for name, value in settings.items()} | {"lag": LAG, "precision": PRECISION},
+        "runs": {
+            name: {
+                "anchor": RUNS[name].anchor,
+                "accuracy": accuracy(entries) | {"largest_fall": largest_fall(entries)},
+                "means": means(entries, tuple(ROWS.values())),
+                "held_out": dict(zip(("step", "accuracy"), series(entries, "eval_reward"), strict=True)),
+            }
+            for name, entries in logs.items()
+        },
+    }
+    file.write_text(json.dumps(report, indent=1) + "\n")
+    return file
 
 
 def plot(logs: dict[str, list[dict[str, Any]]], file: Path) -> Path:

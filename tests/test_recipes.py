@@ -64,6 +64,21 @@ def test_two_processes(tmp_path, config):
     assert_improved(launch(tmp_path, *flags, config=config))
 
 
+@pytest.mark.slow
+def test_zero3(tmp_path):
+    flags = ("--loss_type", "ctpo", "--per_device_train_batch_size", "32", "--per_device_eval_batch_size", "128")
+    assert_improved(launch(tmp_path, *flags, config="deepspeed_zero3_cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_on_policy_learning(tmp_path, seed):
+    """At lag 0 the embedded task gains at least .20 held-out sampled accuracy."""
+    history = launch(tmp_path, "--seed", str(seed), steps=40)
+    accuracy = [entry["eval_reward"] for entry in history if "eval_reward" in entry]
+    assert accuracy[-1] >= accuracy[0] + 0.20, accuracy
+
+
 def test_questions_of_a_file(tmp_path):
     """A .jsonl with question and answer, a local model folder, answers checked with math-verify."""
     rows = [{"question": f"{a}+{b}=", "answer": f"Add.\n#### {a + b}"} for a in range(1, 9) for b in range(1, 9)]
