@@ -191,6 +191,15 @@ def finite_under_extremes(loss_fn: Correction) -> None:
             _finite(loss_fn(dataclasses.replace(batch, **{name: value})), f"{name} = {junk}")
 
 
+def no_advantage_no_gradient(loss_fn: Correction) -> None:
+    """Advantage 0 gives coefficient 0, unless the gate declares otherwise (``scales_with_advantage``)."""
+    batch = example()
+    out = loss_fn(dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages)))
+    dead = not out.coefficient.any()
+    declared = loss_fn.gate.scales_with_advantage
+    assert dead == declared, f"without advantage every coefficient is 0: {dead}; scales_with_advantage is {declared}"
+
+
 def nothing_left(loss_fn: Correction) -> None:
     """A batch with no valid token gives loss 0 with a graph, and gradient 0."""
     batch = example()
@@ -225,6 +234,7 @@ CHECKS: dict[str, Callable[[Correction], None]] = {
         config_round_trip,
         coefficient_is_the_gradient,
         finite_under_extremes,
+        no_advantage_no_gradient,
         nothing_left,
         low_precision,
     )

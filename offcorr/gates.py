@@ -24,6 +24,8 @@ class Gate(Station, kind="gate"):
     log_limit: ClassVar[float] = LOG_LIMIT
     """The ratio's logarithm is limited to this before ``exp``, straight-through."""
     uses_ratio: ClassVar[bool] = True
+    scales_with_advantage: ClassVar[bool] = True
+    """Whether advantage 0 means coefficient 0."""
 
     def inputs(self, tokens: Tokens, inputs: dict[str, Any]) -> dict[str, Any]:
         """What the surrogate sees, each [B, T]; a gate that knows something of the global batch puts it in here."""

@@ -202,7 +202,7 @@ LOSS = (
     Metric("coefficient_zero", "share of valid tokens with dL/dlogp = 0", Mean()),
     Metric("unscored", "number of valid tokens the engine could not score", Count()),
     Metric("nonfinite", "number of valid tokens that gave no finite number to train on", Count()),
-    Metric("skipped", "number of sequences left out of the forward pass", Count()),
+    Metric("skipped", "share of sequences left out of the forward pass", Mean()),
 )
 
 _SERIES: dict[str, tuple[Metric, ...]] = {
@@ -382,5 +382,5 @@ def loss_metrics(
     values = {name: torch.stack([total, n]) for name, total in zip(shares, sums, strict=True)}
     values["unscored"] = unscored.sum(dtype=torch.float64).reshape(1)
     values["nonfinite"] = nonfinite.sum(dtype=torch.float64).reshape(1)
-    values["skipped"] = n.new_zeros(1)
+    values["skipped"] = n.new_tensor([0, len(mask)])
     return {f"offcorr/loss/{name}": value for name, value in values.items()}

@@ -39,6 +39,7 @@ class _Rewarded(gates.Gate):
     surrogate: ClassVar[Any] = staticmethod(shifted)
     detached: ClassVar = True
     uses_ratio: ClassVar = False
+    scales_with_advantage: ClassVar = False
 
     @property
     def asks_for(self) -> frozenset[str]:

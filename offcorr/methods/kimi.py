@@ -33,6 +33,7 @@ class Quadratic(gates.Gate):
     tau: float = 0.1
 
     surrogate: ClassVar[Any] = staticmethod(quadratic)
+    scales_with_advantage: ClassVar = False
 
     def __post_init__(self) -> None:
         check_number(self, "tau", low=0)

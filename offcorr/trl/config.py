@@ -1,4 +1,4 @@
-"""``GRPOConfig``: TRL's, with ``loss_kwargs`` and ``anchor``; and how a ``loss_type`` becomes a correction."""
+"""``GRPOConfig``: TRL's and five fields more; and how a ``loss_type`` becomes a correction."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import trl
 
 import offcorr
 from offcorr.aggregate import AGGREGATIONS
+from offcorr.optim import RULES
 from offcorr.trl.anchor import ANCHORS
 
 PREFIX = "offcorr:"
@@ -38,7 +39,7 @@ TRL_LOSS_OPTIONS = {
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
-    """TRL's ``GRPOConfig`` and two fields more; ``loss_type`` also takes this library's names.
+    """TRL's ``GRPOConfig`` and five fields more; ``loss_type`` also takes this library's names.
 
     ``loss_type``: a name that TRL knows runs TRL's own loss; ``"offcorr:dapo"``, ``"minpro"`` or
     ``"my_file.py:MyLoss"`` a correction.
@@ -67,6 +68,28 @@ class GRPOConfig(trl.GRPOConfig):
         },
     )
 
+    ess_lr: str | None = field(
+        default=None,
+        metadata={
+            "help": "Scale each step's learning rate by min(1, ess / ess_base), to the power 1/2 ('sqrt') or 1 "
+            "('linear'); ess is the effective sample size of the step's trajectories, all ranks. Logged as lr_scale.",
+            "choices": list(RULES),
+        },
+    )
+    ess_base: float = field(
+        default=1.0,
+        metadata={"help": "The effective sample size that counts as healthy, in (0, 1]: 1 (one turn), .55 (several)."},
+    )
+
+    skip_dead_sequences: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave sequences out of the forward and backward passes whose gradient is known to be 0 before: no "
+            "advantage, or rejected by stations that compare old with rollout log-probs. The update is the same; "
+            "metrics cover the computed sequences, and offcorr/loss/skipped is the share left out."
+        },
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.loss_kwargs, str):
@@ -76,6 +99,10 @@ class GRPOConfig(trl.GRPOConfig):
             )
         if self.anchor is not None and self.anchor not in ANCHORS:
             raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(ANCHORS)} or None")
+        if self.ess_lr is not None and self.ess_lr not in RULES:
+            raise ValueError(f"ess_lr is {self.ess_lr!r}, expected one of {list(RULES)} or None")
+        if not 0 < self.ess_base <= 1:
+            raise ValueError(f"ess_base is {self.ess_base!r}, expected an effective sample size in (0, 1]")
 
 
 @cache

@@ -20,9 +20,11 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 import offcorr
+from offcorr.optim import ESSLearningRate
 from offcorr.trl.anchor import check_anchor, choose_anchor
 from offcorr.trl.config import choose_correction
 from offcorr.trl.names import readable, with_field_metrics
+from offcorr.trl.skip import dead_sequences, only, rows_kept
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
 """What a ``rollout_func`` may return beside TRL's keys; it travels with the batch to the loss."""
@@ -76,6 +78,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._groups_made = 0
         self._statistics: Any = None
         self._sampler: Any = None
+        self._ess_lr: ESSLearningRate | None = None
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self.correction is not None:
             self._check_settings()
@@ -95,17 +98,36 @@ class GRPOTrainer(trl.GRPOTrainer):
                 loss = super()._compute_loss(model, inputs)
             batch = self._batch(inputs, Forward(*kept[0]))
             self._add_metrics(offcorr.metrics.measure(batch), batch)
+            self._scale_learning_rate(batch)
             return loss
 
         statistics = self._window_statistics(model, inputs)
+        denominator = self._denominator(inputs)
+        if self._skips_dead:
+            inputs, skipped = self._without_dead(inputs)
         with self._one_forward():
             batch = self._batch(inputs, self._forward(model, inputs))
-            out = self.correction(batch, denominator=self._denominator(inputs), statistics=statistics)
+            out = self.correction(batch, denominator=denominator, statistics=statistics)
+            if self._skips_dead:
+                out = out._replace(metrics=offcorr.Metrics({**out.metrics.data, "offcorr/loss/skipped": skipped}))
             loss = out.loss
             if self._has_other_terms:
                 loss = loss + self._other_terms(model, inputs, batch)
         self._add_metrics(out.metrics, batch)
+        self._scale_learning_rate(batch)
         return loss
+
+    def _scale_learning_rate(self, batch: offcorr.Batch) -> None:
+        """ess_lr: collect the window; at its last micro-batch, whose backward may step, scale the step that follows."""
+        rule = getattr(self.args, "ess_lr", None)
+        if rule is None or self._mode != "train":
+            return
+        if self._ess_lr is None or not self._ess_lr.drives(self.optimizer):  # there was none, or another
+            self._ess_lr = ESSLearningRate(self.optimizer, self.args.ess_base, rule)
+        self._ess_lr.add(batch)
+        if self.accelerator.sync_gradients:
+            scale = self._ess_lr.begin(lambda vector: self.accelerator.gather(vector[None]))
+            self._metrics["train"]["lr_scale"].append(scale)
 
     def _window_statistics(self, model: Any, inputs: dict[str, Any]) -> offcorr.Statistics | None:
         """Statistics of the optimizer step's whole batch, all ranks; None for a correction that needs none.
@@ -147,6 +169,20 @@ class GRPOTrainer(trl.GRPOTrainer):
             for part in gather_object([written.getvalue()])
         ]
         return reduce(offcorr.Statistics.merge, parts)
+
+    @property
+    def _skips_dead(self) -> bool:
+        # KL, entropy bonus and auxiliary loss want every sequence.
+        return getattr(self.args, "skip_dead_sequences", False) and self._mode == "train" and not self._has_other_terms
+
+    def _without_dead(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+        """The micro-batch without the sequences that cannot matter; (number left out, number there was)."""
+        known = inputs.get("old_logp", inputs.get("sampling_per_token_logps"))
+        placeholder = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32) if known is None else known
+        batch = self._batch(inputs, Forward(placeholder.nan_to_num(), torch.zeros_like(placeholder)))
+        rows = rows_kept(dead_sequences(self.correction, batch))
+        size = len(inputs["advantages"])
+        return only(inputs, rows), rows.new_tensor([size - len(rows), size], dtype=torch.float64)
 
     @property
     def _mode(self) -> str:
@@ -360,6 +396,14 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"{self.correction.method!r} would never run: set use_liger_kernel=False"
             )
         args = self.args
+        if getattr(args, "skip_dead_sequences", False) and (self._coupled or self.top_entropy_quantile < 1.0):
+            why = (
+                f"{self.correction.method!r}" if self._coupled else f"top_entropy_quantile={self.top_entropy_quantile}"
+            )
+            raise ValueError(
+                f"skip_dead_sequences=True leaves sequences out of the forward pass, and {why} looks at all of them: "
+                "leave one of the two out"
+            )
         if self._coupled and args.steps_per_generation % args.gradient_accumulation_steps:
             raise ValueError(
                 f"{self.correction.method!r} looks at an optimizer step's whole batch before its first gradient, so a "

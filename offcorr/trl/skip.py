@@ -1,0 +1,46 @@
+"""``skip_dead_sequences``: leave out of the forward pass what cannot change the update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import offcorr
+from offcorr.batch import Tokens
+
+
+def dead_sequences(correction: offcorr.Correction, batch: offcorr.Batch) -> Tensor:
+    """[B] bool: sequences whose every coefficient is 0 whatever the current log-probs turn out to be.
+
+    Known before the forward pass: no advantage under a gate that scales with it; no valid token; or dropped, token
+    by token, by weights and rejections that compare ``old_logp`` with ``rollout_logp`` only.
+
+    Args:
+        batch: ``logp`` is a placeholder and is not looked at.
+    """
+    tokens = Tokens(batch)
+    alive = tokens.mask
+    if correction.gate.scales_with_advantage:
+        alive = alive & (tokens.advantages != 0)
+    if batch.old_logp is not None and batch.rollout_logp is not None:
+        for place, station in correction.stations.items():
+            if place.startswith(("weight", "reject")) and getattr(station, "of", None) == "engine":
+                alive = alive & station(tokens).kept
+    return ~alive.any(1)
+
+
+def rows_kept(dead: Tensor) -> Tensor:
+    """Indices of the sequences to compute; at least one, so that every rank takes part in the collectives."""
+    alive = (~dead).nonzero()[:, 0]
+    return alive if len(alive) else torch.zeros(1, dtype=torch.long, device=dead.device)
+
+
+def only(inputs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """The micro-batch of ``rows``; what is not one entry a sequence stays."""
+    size = len(inputs["advantages"])
+    return {
+        name: value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == size else value
+        for name, value in inputs.items()
+    }

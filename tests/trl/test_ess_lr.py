@@ -1,0 +1,119 @@
+"""ess_lr in TRL: the rate each step is taken at, and the rate everything else sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from offcorr.rollout import OffPolicy
+from offcorr.trl import GRPOConfig
+
+STALE = ("old_logp", "rollout_version")
+
+
+class Rates(TrainerCallback):
+    """What the optimizer reads inside each of its steps, registered after whoever else did."""
+
+    def __init__(self):
+        self.read = []
+
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        if state.global_step == 1:  # by then the first step's hooks stand before this one
+            optimizer.register_step_pre_hook(lambda opt, *_: self.read.append(opt.param_groups[0]["lr"]))
+
+
+def parameters(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("loss_type", ["vcpo", "gspo", "dapo"])  # dapo: TRL's own loss
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_no_compounding(make_trainer, replay, series, loss_type, schedule):
+    settings = dict(loss_type=loss_type, lr_scheduler_type=schedule, warmup_steps=2, max_steps=6, num_iterations=2)
+    rates = Rates()
+    own = make_trainer(rollout_func=replay(*STALE), **settings)
+    scaled = make_trainer(rollout_func=replay(*STALE), callbacks=[rates], ess_lr="sqrt", **settings)
+    own.train()
+    scaled.train()
+    own_rates, scales = series(own, "learning_rate"), series(scaled, "lr_scale")
+    assert series(scaled, "learning_rate") == own_rates
+    assert len(scales) == 6 and all(0 < scale < 0.999 for scale in scales)
+    wanted = [rate * scale for rate, scale in zip(own_rates, scales, strict=True)]
+    assert rates.read == pytest.approx(wanted[1:])
+    assert not torch.allclose(parameters(scaled), parameters(own))
+    assert "lr_scale" not in own.state.log_history[0]
+
+
+def test_the_window_is_the_whole_step(make_trainer, replay, series):
+    """8 x 1, 4 x 2 and 2 x 4 are the same eight samples, and the same scale."""
+    scales, ends = [], []
+    for accumulation in (1, 2, 4):
+        trainer = make_trainer(
+            rollout_func=replay(*STALE),
+            loss_type="vcpo",
+            ess_lr="linear",
+            optim="sgd",
+            learning_rate=0.3,
+            per_device_train_batch_size=8 // accumulation,
+            gradient_accumulation_steps=accumulation,
+        )
+        trainer.train()
+        scales.append(series(trainer, "lr_scale"))
+        ends.append(parameters(trainer))
+    assert scales[0][-1] < 0.99
+    for other, end in zip(scales[1:], ends[1:], strict=True):
+        assert other == pytest.approx(scales[0], rel=1e-4)
+        torch.testing.assert_close(end, ends[0], rtol=0, atol=1e-5)
+
+
+def test_the_base(make_trainer, replay, series):
+    trainer = make_trainer(rollout_func=replay(*STALE), loss_type="vcpo", ess_lr="linear", ess_base=0.001)
+    trainer.train()
+    assert series(trainer, "lr_scale") == [1.0] * 4
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_train_again(make_trainer, replay, same):
+    """With the optimizer that there is, or a new one: one step, one scale."""
+    rates = Rates()
+    trainer = make_trainer(rollout_func=replay(*STALE), loss_type="vcpo", ess_lr="linear", callbacks=[rates])
+    trainer.train()
+    if not same:
+        trainer.optimizer = trainer.lr_scheduler = None
+    rates.read.clear()
+    trainer.train()
+    scales = [entry["lr_scale"] for entry in trainer.state.log_history if "lr_scale" in entry]
+    assert scales[-1] < 0.999 and rates.read[-1] == pytest.approx(1e-2 * scales[-1])
+
+
+def test_resume_gives_the_same_run(make_trainer, series, tmp_path):
+    settings = dict(
+        loss_type="vcpo",
+        ess_lr="sqrt",
+        max_steps=6,
+        num_iterations=2,
+        save_strategy="steps",
+        save_steps=4,
+        lr_scheduler_type="linear",
+    )
+    sampler = dict(lag=3, precision="int8")
+    whole = make_trainer(rollout_func=OffPolicy(**sampler), output_dir=str(tmp_path / "whole"), **settings)
+    whole.train()
+    resumed = make_trainer(rollout_func=OffPolicy(**sampler), output_dir=str(tmp_path / "again"), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert torch.equal(parameters(resumed), parameters(whole))
+    for name in ("lr_scale", "learning_rate"):
+        assert series(resumed, name) == series(whole, name)
+    assert min(series(whole, "lr_scale")) < 0.99
+
+
+def test_it_says_what_it_wants(make_trainer):
+    for wrong in ({"ess_lr": "cubic"}, {"ess_lr": "sqrt", "ess_base": 55}):
+        with pytest.raises(ValueError, match="expected"):
+            GRPOConfig("out", bf16=False, use_cpu=True, **wrong)
+    nothing_to_compare = make_trainer(loss_type="dapo", ess_lr="sqrt")
+    with pytest.raises(ValueError, match="rollout_logp and old_logp are None"):
+        nothing_to_compare.train()
