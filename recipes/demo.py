@@ -16,14 +16,19 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from offcorr import embedded
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where installed, warns that it found nothing else
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -61,7 +66,7 @@ def main() -> int:
 
     embedded.model_path(seed=args.seed)  # the warm start, once, with its progress bar
     print(f"{SETTING}\nThree runs of recipes/grpo.py, {steps} updates each:")
-    logs = train_all(args.output, steps, args.seed)
+    logs = train_all(RUNS, args.output, steps, args.seed)
     Console().print(comparison(logs))
     print(verdict(logs, full=not args.short))
     print(f"picture: {plot(logs, args.output / 'demo.png')}")
@@ -69,17 +74,17 @@ def main() -> int:
     return 0
 
 
-def train_all(folder: Path, steps: int, seed: int) -> dict[str, list[dict[str, Any]]]:
+def train_all(runs: Mapping[str, Run], folder: Path, steps: int, seed: int) -> dict[str, list[dict[str, Any]]]:
     """Every run in a process of its own, as many at once as there are cores; their histories."""
-    waiting, running = list(RUNS), {}
+    waiting, running = list(runs), {}
     columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as progress:
-        bars = {name: progress.add_task(RUNS[name].title, total=steps, start=False) for name in RUNS}
+        bars = {name: progress.add_task(run.title, total=steps, start=False) for name, run in runs.items()}
         while waiting or running:
             while waiting and len(running) < max(1, os.cpu_count() or 1):
                 name = waiting.pop(0)
                 progress.start_task(bars[name])
-                running[name] = launch(name, folder / name, steps, seed)
+                running[name] = launch(runs[name], folder / name, steps, seed)
             time.sleep(0.5)
             for name, process in list(running.items()):
                 progress.update(bars[name], completed=updates_done(folder / name))
@@ -91,10 +96,10 @@ def train_all(folder: Path, steps: int, seed: int) -> dict[str, list[dict[str, A
                     for other in running.values():
                         other.terminate()
                     raise SystemExit(f"the run {name!r} failed; its output is in {folder / name / 'output.txt'}")
-    return {name: json.loads((folder / name / "history.json").read_text()) for name in RUNS}
+    return {name: json.loads((folder / name / "history.json").read_text()) for name in runs}
 
 
-def launch(name: str, folder: Path, steps: int, seed: int) -> subprocess.Popen[bytes]:
+def launch(run: Run, folder: Path, steps: int, seed: int) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "history.json").unlink(missing_ok=True)
     flags = {
@@ -108,7 +113,7 @@ def launch(name: str, folder: Path, steps: int, seed: int) -> subprocess.Popen[b
         "output_dir": folder,
         "disable_tqdm": True,
     }
-    command = [sys.executable, str(HERE / "grpo.py"), *RUNS[name].flags]
+    command = [sys.executable, str(HERE / "grpo.py"), *run.flags]
     command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     with open(folder / "output.txt", "wb") as output:
         # One thread each: the runs share the cores, and a model this small gains nothing from more.
