@@ -3,6 +3,8 @@
 from offcorr import contract, controllers, gates, metrics, ratios, rejections, weights
 from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
+from offcorr.kernels.correction import backend
+from offcorr.kernels.correction import use as use_backend
 from offcorr.metrics import Metrics
 from offcorr.registry import available, from_config, get, register, resolve, unregister
 
@@ -15,6 +17,7 @@ __all__ = [
     "Output",
     "Statistics",
     "available",
+    "backend",
     "contract",
     "controllers",
     "from_config",
@@ -26,5 +29,6 @@ __all__ = [
     "rejections",
     "resolve",
     "unregister",
+    "use_backend",
     "weights",
 ]

@@ -56,7 +56,6 @@ class Composition:
     log_limit: float
     has_params: frozenset[str]
     divides_by_count: bool
-    final: bool  # the row's weight and Z are known, so the coefficient is written as it will be
     fields: frozenset[str]
 
     @property
@@ -109,7 +108,7 @@ def compose(loss_fn: Correction, batch: Batch, *, z_on_device: bool) -> Composit
             carried.append(
                 Carried(
                     name,
-                    station.pair(SimpleNamespace(batch=batch)),  # type: ignore[arg-type]
+                    _pair(station, batch),
                     station.span,
                     station.measure,
                     (("rule", station.rule),),
@@ -135,16 +134,23 @@ def compose(loss_fn: Correction, batch: Batch, *, z_on_device: bool) -> Composit
         loss_fn.gate.detached,
         float(loss_fn.gate.log_limit),
         frozenset(place.replace(".", "_") for place, station in loss_fn.stations.items() if station.params),
+        # Where rejected tokens leave the denominator, rows are weighted after the kernel.
         DIVIDES_BY_COUNT[loss_fn.aggregate] and loss_fn.count_rejected,
-        loss_fn.count_rejected,
         frozenset(fields),
     )
 
 
 def numbers(loss_fn: Correction) -> list[tuple[float, ...]]:
     """Every station's parameters, in the order of the kernel's arguments; as floats, since an int is specialised on."""
-    stations = sorted(loss_fn.stations.items())
-    return [type(s.params)(*map(float, s.params)) for _, s in stations if s.params]
+    given: list[Any] = [station.params for _, station in sorted(loss_fn.stations.items()) if station.params]
+    return [type(params)(*map(float, params)) for params in given]
+
+
+def _pair(station: Multiplier, batch: Batch) -> Pair:
+    try:
+        return station.pair(SimpleNamespace(batch=batch))  # type: ignore[arg-type]
+    except AttributeError as missing:
+        raise NotFused(f"{type(station).__name__}.pair looks at more than the batch: {missing}") from None
 
 
 def _refuse_own(station: Station, base: type, *names: str) -> None:

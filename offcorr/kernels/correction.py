@@ -231,7 +231,7 @@ class _Call(NamedTuple):
             means = torch.empty(turns, tokens, dtype=torch.float32, device=batch.logp.device)
             turn_of = torch.empty(tokens, dtype=torch.int32, device=batch.logp.device)
             if batch.turn_ids is not None:
-                turn_ids, order = batch.turn_ids.contiguous(), _turn_order(batch)
+                turn_ids, order = batch.turn_ids.contiguous(), _turn_order(batch).contiguous()
         fields = (batch.logp, batch.old_logp, batch.rollout_logp, batch.advantages)
         mask = batch.mask if batch.mask.dtype == torch.bool else batch.mask.bool()
         return [
@@ -242,7 +242,7 @@ class _Call(NamedTuple):
             order,
             means,
             turn_of,
-            batch.cu_seqlens,
+            None if batch.cu_seqlens is None else batch.cu_seqlens.contiguous(),
             _edges(batch.logp.device),
             coefficient,
             partials,
@@ -334,14 +334,14 @@ def _jobs(series: tuple[str, ...], device: torch.device) -> Jobs:
     loss = {name: column for column, name in enumerate(metering.LOSS_COLUMNS)}
     at = {metric.name: places[f"offcorr/loss/{metric.name}"] for metric in LOSS}
     job(metering.SUM, loss["loss"])
-    job(metering.SUM, loss["valid"], *(at[m.name] + 1 for m in LOSS if m.kind.size == 2))
-    for metric, column in (
+    job(metering.SUM, loss["valid"], *(at[m.name] + 1 for m in LOSS if m.kind.size == 2 and m.name != "skipped"))
+    for metered, source in (
         *((name, name) for name in ("clipped", "truncated", "rejected", "vetoed", "kept", "unscored", "nonfinite")),
         ("weight_mean", "weight"),
         ("coefficient_zero", "zero"),
     ):
-        job(metering.SUM, loss[column], at[metric])
-    job(metering.NONE, 0, at["skipped"])
+        job(metering.SUM, loss[source], at[metered])
+    job(metering.NO_ROWS, 0, at["skipped"])
     for number, of in enumerate(series):
         first = len(metering.LOSS_COLUMNS) + number * int(metering.MISMATCH_SIZE)
         column = {name: first + i for i, name in enumerate(metering.MISMATCH_COLUMNS)}

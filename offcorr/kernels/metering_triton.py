@@ -37,7 +37,7 @@ LOSS_COLUMNS = (
 LOSS_SIZE: tl.constexpr = tl.constexpr(len(LOSS_COLUMNS))
 MISMATCH_SIZE: tl.constexpr = tl.constexpr(len(MISMATCH_COLUMNS) + 63)
 
-SUM, MAX, TOKEN_MOMENTS, ROW_MOMENTS, PERPLEXITY, NONE, SUMS = range(7)
+SUM, MAX, TOKEN_MOMENTS, ROW_MOMENTS, PERPLEXITY, NO_ROWS, SUMS = range(7)
 """What ``merge_rows`` may be asked for."""
 
 TOGETHER: tl.constexpr = tl.constexpr(16)
@@ -223,8 +223,9 @@ def merge_rows(partials_ptr, jobs_ptr, merged_ptr, loss_ptr, rows, BLOCK: tl.con
             present += tl.where(count > 0, 1.0, 0.0)
         tl.store(merged_ptr + place, tl.sum(total, 0))
         tl.store(merged_ptr + place + 1, tl.sum(present, 0))
-    elif kind == 5:  # NONE: nothing in a batch counts towards it
+    elif kind == 5:  # NO_ROWS: none of them
         tl.store(merged_ptr + place, tl.sum(zeros, 0))
+        tl.store(merged_ptr + place + 1, rows.to(tl.float64))
     elif kind == 6:  # SUMS: of neighbouring columns
         column = tl.arange(0, TOGETHER)
         totals = tl.zeros([TOGETHER, BLOCK], tl.float64)

@@ -1,0 +1,425 @@
+"""The composed kernel against the float64 reference, under Triton's interpreter (TRITON_INTERPRET=1, own process).
+
+The budget: the kernel may be off by a small multiple of what the float32 reference is off by, plus float32's rounding.
+Every buffer it writes to starts as NaN.
+"""
+
+import dataclasses
+import math
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import offcorr
+from offcorr import Batch, gates, ops, ratios, rejections, weights
+from offcorr.aggregate import AGGREGATIONS
+from offcorr.contract import _with_length
+from offcorr.kernels import compose, scans
+from offcorr.kernels import correction as fused
+from offcorr.registry import catalogue
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+TIMES_REFERENCE, ROUNDING = 4.0, 2e-6
+METHODS = [method.name for method in catalogue()]
+FLOATS = ("logp", "old_logp", "rollout_logp", "advantages", "rewards")
+PER_TOKEN = ("logp", "old_logp", "rollout_logp", "mask", "turn_ids")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_and_poisoned_buffers(monkeypatch):
+    monkeypatch.setattr(fused, "BLOCK", 64)
+    empty = torch.empty
+
+    def poisoned(*size, dtype=None, **options):
+        made = empty(*size, dtype=dtype, **options)
+        return made.fill_(math.nan if made.is_floating_point() else -(2**30))
+
+    monkeypatch.setattr(fused.torch, "empty", poisoned)
+
+
+def padded(rows: int = 3, width: int = 65, seed: int = 0, spread: float = 0.3, **fields: Any) -> Batch:
+    """Float32, tool spans in the middle, an empty sequence, unscored tokens, garbage under the mask."""
+    draw = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(shape, generator=draw)  # noqa: E731
+    logp = -normal(rows, width).abs() - 0.05
+    old_logp = logp + spread * normal(rows, width)
+    rollout_logp = old_logp + spread * normal(rows, width)
+    mask = torch.rand((rows, width), generator=draw) > 0.3
+    mask[0, 0] = True
+    mask[1:2] = False
+    rollout_logp[-1, ::5] = math.nan
+    garbage = {"logp": math.nan, "old_logp": math.inf, "rollout_logp": -1e30}
+    known = {"logp": logp, "old_logp": old_logp, "rollout_logp": rollout_logp}
+    known = {name: torch.where(mask, value, garbage[name]) for name, value in known.items()}
+    per_sequence = {"advantages": normal(rows), "rewards": normal(rows).sign(), "group_ids": torch.arange(rows) % 2}
+    return Batch(**({**known, "mask": mask, **per_sequence} | fields))
+
+
+def packed(batch: Batch, lengths: list[int]) -> Batch:
+    """The first ``lengths`` tokens of each row, end to end."""
+    length = torch.tensor(lengths)
+    inside = torch.arange(batch.logp.shape[1]) < length[:, None]
+    present = {name: getattr(batch, name) for name in PER_TOKEN if getattr(batch, name) is not None}
+    per_token = {name: value[inside] for name, value in present.items()}
+    rest = {name: getattr(batch, name) for name in ("advantages", "rewards", "group_ids")}
+    return Batch.packed(**per_token, **rest, cu_seqlens=torch.nn.functional.pad(length.cumsum(0), (1, 0)))
+
+
+def cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    present = {name: getattr(batch, name) for name in FLOATS if getattr(batch, name) is not None}
+    return dataclasses.replace(batch, **{name: value.to(dtype) for name, value in present.items()})
+
+
+def run(loss_fn: offcorr.Correction, batch: Batch, backend: str, **options: Any):
+    """(out, gradient of 3 * loss)."""
+    logp = batch.logp.clone().requires_grad_()
+    with fused.use(backend):
+        out = loss_fn(dataclasses.replace(batch, logp=logp), **options)
+        (gradient,) = torch.autograd.grad(3 * out.loss, logp)
+    return out, gradient
+
+
+def within_budget(loss_fn: offcorr.Correction, batch: Batch, **options: Any) -> offcorr.Output:
+    """Run both, compare everything; the kernel's output."""
+    with fused.use("triton"):
+        assert fused.backend(loss_fn, batch) == "triton"
+    wide = {n: v.double() if isinstance(v, torch.Tensor) and n == "denominator" else v for n, v in options.items()}
+    exact, exact_gradient = run(loss_fn, cast(batch, torch.float64), "reference", **wide)
+    single, _ = run(loss_fn, batch, "reference", **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs on the torch reference")
+        out, gradient = run(loss_fn, batch, "triton", **options)
+
+    def check(what, got, wanted, reference):
+        assert got.shape == wanted.shape and got.isfinite().all(), what
+        size = wanted.abs().max().item() if wanted.numel() else 0.0
+        allowed = TIMES_REFERENCE * (reference.double() - wanted).abs().max() + ROUNDING * size + 1e-12
+        off = (got.double() - wanted).abs().max()
+        assert off <= allowed, f"{what} is off by {off:.3g}, allowed {allowed:.3g}"
+
+    check("loss", out.loss, exact.loss, single.loss)
+    check("coefficient", out.coefficient, exact.coefficient, single.coefficient)
+    assert out.coefficient.dtype == torch.float32 and gradient.dtype == batch.logp.dtype
+    if batch.logp.dtype == torch.float32:
+        torch.testing.assert_close(gradient, 3 * out.coefficient, rtol=1e-6, atol=0)
+    got, wanted, reference = (one.metrics.compute() for one in (out, exact, single))
+    assert list(got) == list(wanted)
+    for name, value in wanted.items():
+        allowed = TIMES_REFERENCE * abs(reference[name] - value) + 2 * ROUNDING * max(1.0, abs(value))
+        assert abs(got[name] - value) <= allowed, f"{name} is {got[name]}, expected {value} +- {allowed:.2g}"
+    # Read-outs hide a count that is wrong where its sum is 0; merging would not.
+    torch.testing.assert_close(dict(out.metrics.data), dict(single.metrics.data), rtol=1e-4, atol=1e-4)
+    for name in ("offcorr/engine/abs_histogram", "offcorr/staleness/abs_histogram"):
+        if name in single.metrics.data:
+            assert torch.equal(out.metrics.data[name], single.metrics.data[name]), name
+    return out
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_padded_and_packed(name):
+    loss_fn = _with_length(offcorr.get(name))
+    batch = padded()
+    within_budget(loss_fn, batch)
+    within_budget(loss_fn, packed(batch, [1, 0, 63]))
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "minpro", "turn_ppo", "holderpo", "veto"])
+def test_twice_the_same_bits(name):
+    batch = padded(rows=4)
+    (first, gradient), (again, gradient_again) = (run(offcorr.get(name), batch, "triton") for _ in range(2))
+    assert torch.equal(first.loss, again.loss)
+    assert torch.equal(first.coefficient, again.coefficient) and torch.equal(gradient, gradient_again)
+    assert torch.equal(first.metrics.pack(), again.metrics.pack())
+
+
+@pytest.mark.parametrize("width", [1, 63, 65, 130])
+@pytest.mark.parametrize("name", ["dapo", "ctpo", "seq_tis", "turn_ppo"])
+def test_odd_sizes(name, width):
+    within_budget(offcorr.get(name), padded(rows=2, width=width, seed=width))
+
+
+def test_many_blocks_a_row():
+    within_budget(
+        offcorr.get("ctpo", weight=weights.Truncate(5.0, level="sequence")), padded(rows=1, width=1000, spread=0.03)
+    )
+
+
+def test_more_rows_than_one_merging_block(monkeypatch):
+    monkeypatch.setattr(fused, "MERGED_BLOCK", 16)
+    within_budget(offcorr.get("reinforce"), padded(rows=20, width=3, seed=3))
+
+
+# -- spans ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Spanned(ratios.Ratio):
+    """A ratio over any span."""
+
+    over: str = "token"
+
+    @property
+    def span(self) -> str:
+        return self.over
+
+
+@pytest.mark.parametrize("span", scans.SPANS)
+def test_every_span_over_many_blocks(span, monkeypatch):
+    monkeypatch.setattr(fused, "BLOCK", 16)
+    within_budget(offcorr.Correction(_Spanned(over=span), gates.Unclipped()), padded(rows=3, width=70, spread=0.1))
+
+
+def test_the_same_spans_on_both_sides():
+    from offcorr.kernels import scans_triton
+
+    assert scans_triton.SPANS == scans.SPANS.keys()
+    for name, (_, _, end) in scans_triton.REDUCTIONS.items():
+        assert end.__name__ == name
+
+
+def test_turn_ids_that_come_back():
+    draw = torch.Generator().manual_seed(5)
+    turn_ids = torch.randint(-2, 3, (3, 65), generator=draw)
+    loss_fn = offcorr.get("turn_ppo", weight=weights.Truncate(2.0, level="turn"))
+    batch = padded(turn_ids=turn_ids)
+    within_budget(loss_fn, batch)
+    within_budget(loss_fn, padded(turn_ids=turn_ids.T.contiguous().T))
+    joined = packed(batch, [65, 0, 9])
+    ends = torch.stack([joined.cu_seqlens, -joined.cu_seqlens], 1)[:, 0]
+    within_budget(loss_fn, dataclasses.replace(joined, cu_seqlens=ends))
+
+
+def test_power_near_zero_and_far():
+    for power in (0.0, 1e-3, -3.0):
+        within_budget(offcorr.get("holderpo", power=power), padded(rows=2, spread=1.0))
+
+
+# -- what a batch may look like ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_inputs(dtype):
+    within_budget(offcorr.get("tis"), cast(padded(), dtype))
+    mixed = dataclasses.replace(padded(), logp=padded().logp.to(dtype))
+    within_budget(offcorr.get("tis"), mixed)
+
+
+def test_float64_runs_on_the_reference():
+    batch = cast(padded(), torch.float64)
+    with fused.use("triton"):
+        assert fused.backend(offcorr.get("ppo"), batch) == "reference: logp is torch.float64"
+        assert offcorr.get("ppo")(batch).coefficient.dtype == torch.float64
+
+
+def test_strided_and_expanded_fields():
+    batch = padded(rows=3, width=40)
+    advantages = batch.advantages[:, None].expand(-1, 20)
+    every_other = {name: getattr(batch, name)[:, ::2] for name in ("logp", "old_logp", "rollout_logp", "mask")}
+    within_budget(offcorr.get("icepop"), dataclasses.replace(batch, **every_other, advantages=advantages))
+
+
+def test_advantages_of_tokens_and_of_one_token_sequences():
+    batch = padded(rows=4, width=17)
+    tokens = torch.randn(4, 17, generator=torch.Generator().manual_seed(2))
+    tokens[0, 0] = math.nan
+    per_token = dataclasses.replace(batch, advantages=tokens)
+    assert within_budget(offcorr.get("ppo"), per_token).metrics.compute()["offcorr/loss/nonfinite"] == 1
+    single = packed(padded(rows=6, width=2, seed=4), [1] * 6)
+    within_budget(offcorr.get("ppo"), single)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_masks_of_numbers(dtype):
+    batch = padded()
+    within_budget(offcorr.get("ppo"), dataclasses.replace(batch, mask=batch.mask.to(dtype)))
+
+
+def test_fields_left_out():
+    batch = padded()
+    within_budget(offcorr.get("ppo"), dataclasses.replace(batch, rollout_logp=None))
+    within_budget(offcorr.get("opsm"), dataclasses.replace(batch, rollout_logp=None))
+    within_budget(offcorr.get("reinforce"), dataclasses.replace(batch, rollout_logp=None, old_logp=None))
+    within_budget(offcorr.get("tis"), dataclasses.replace(batch, old_logp=None))
+
+
+def test_nothing_valid():
+    batch = padded()
+    out = within_budget(offcorr.get("gspo"), dataclasses.replace(batch, mask=torch.zeros_like(batch.mask)))
+    assert out.loss == 0 and not out.coefficient.any()
+
+
+def test_empty_batch_runs_on_the_reference():
+    batch = padded().rows(slice(0, 0))
+    with fused.use("triton"):
+        assert fused.backend(offcorr.get("ppo"), batch) == "reference: the batch is empty"
+        assert offcorr.get("ppo")(batch).loss == 0
+
+
+def test_extreme_ratios_stay_finite():
+    batch = padded()
+    far = torch.where(torch.arange(65) % 2 == 0, 1e4, -1e4)
+    wild = dataclasses.replace(batch, old_logp=batch.logp + far, rollout_logp=batch.logp - 2 * far)
+    for name in ("ppo", "seq_tis", "holderpo", "veto"):
+        out, gradient = run(offcorr.get(name), wild, "triton")
+        assert out.loss.isfinite() and gradient.isfinite().all(), name
+        assert all(math.isfinite(value) for value in out.metrics.compute().values()), name
+
+
+def test_moments_of_ratios_that_are_all_tiny():
+    batch = padded()
+    far = dataclasses.replace(batch, rollout_logp=torch.where(batch.mask, batch.old_logp + 200.0, math.nan))
+    assert within_budget(offcorr.get("ppo"), far).metrics.compute()["offcorr/engine/ess_token"] == pytest.approx(1)
+
+
+# -- denominators --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATIONS)
+def test_aggregations_and_denominators(aggregate):
+    length = {"max_length": 50} if AGGREGATIONS[aggregate].constant_length else {}
+    loss_fn = offcorr.get("cispo", aggregate=aggregate, **length)
+    for denominator in (None, 37, torch.tensor(12.5), torch.tensor([9])):
+        within_budget(loss_fn, padded(), denominator=denominator)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATIONS)
+def test_rejected_tokens_may_leave_the_denominator(aggregate):
+    length = {"max_length": 50} if AGGREGATIONS[aggregate].constant_length else {}
+    reject = (rejections.K1(0.7, 1.4, level="token"), rejections.Veto(0.2))
+    loss_fn = offcorr.get("ppo", reject=reject, count_rejected=False, aggregate=aggregate, **length)
+    batch = padded(rows=4)
+    out = within_budget(loss_fn, batch)
+    within_budget(loss_fn, packed(batch, [65, 0, 33, 9]))
+    assert 0 < out.metrics.compute()["offcorr/loss/kept"] < 1
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATIONS)
+def test_a_row_weight_is_divided_by_the_count_or_does_not_see_it(aggregate):
+    count = torch.tensor([0.0, 1.0, 2.0, 7.0])
+    weight = AGGREGATIONS[aggregate].row_weight(count, 50.0)
+    divisor = count.clamp(min=1) if compose.DIVIDES_BY_COUNT[aggregate] else torch.ones(4)
+    torch.testing.assert_close(weight, weight[1] / divisor)
+
+
+def test_constant_length_left_out_warns_and_takes_the_width():
+    loss_fn = offcorr.get("ppo", aggregate="seq-mean-token-sum-norm")
+    for batch in (padded(), packed(padded(), [9, 0, 33])):
+        with pytest.warns(UserWarning, match="without max_length"):
+            within_budget(loss_fn, batch)
+
+
+def test_strict_says_where():
+    batch = padded()
+    logp = torch.where(batch.mask, batch.logp, 0.0)
+    logp[0, 0] = math.nan
+    with fused.use("triton"), pytest.raises(ValueError, match="the first at sequence 0, position 0"):
+        offcorr.get("ppo", strict=True)(dataclasses.replace(batch, logp=logp))
+
+
+def test_merged_statistics_are_used():
+    loss_fn = offcorr.get("m2po")
+    batch = padded(rows=4, spread=1.0)
+    halves = [batch.rows(slice(0, 2)), batch.rows(slice(2, 4))]
+    merged = loss_fn.statistics(halves[0]).merge(loss_fn.statistics(halves[1]))
+    whole, _ = run(loss_fn, batch, "triton", denominator=10.0)
+    parts = [run(loss_fn, half, "triton", denominator=10.0, statistics=merged)[0].coefficient for half in halves]
+    torch.testing.assert_close(torch.cat(parts), whole.coefficient, rtol=0, atol=0)
+
+
+# -- a user's own method, and what cannot be fused -----------------------------------------------------------
+
+
+def leaning(log_ratio, logp, advantage, p):
+    gradient = ops.exp(p.lean * ops.minimum(log_ratio, 0.0)) * advantage
+    return gradient * logp, gradient
+
+
+class Lean(NamedTuple):
+    lean: float
+
+
+@dataclass(frozen=True)
+class _Leaning(gates.Gate):
+    """sg(ratio^lean where below 1) A log pi."""
+
+    lean: float = 1.0
+    surrogate = staticmethod(leaning)
+    detached = True
+
+    @property
+    def params(self) -> Lean:
+        return Lean(self.lean)
+
+
+def test_a_gate_of_ones_own_runs_fused_and_its_numbers_recompile_nothing():
+    composition = set()
+    for lean in (0.5, 1, 2.0):
+        loss_fn = offcorr.Correction(gate=_Leaning(lean))
+        within_budget(loss_fn, padded())
+        composition.add(compose.compose(loss_fn, padded(), z_on_device=True))
+    assert len(composition) == 1
+
+
+def falls_back(loss_fn, batch, match):
+    fused._say_once.cache_clear()
+    expected, _ = run(loss_fn, batch, "reference")
+    with pytest.warns(RuntimeWarning, match=match):
+        out, _ = run(loss_fn, batch, "triton")
+    assert torch.equal(out.coefficient, expected.coefficient)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(loss_fn, batch, "triton")  # said once
+
+
+def test_a_function_without_a_source_file_runs_on_the_reference():
+    scope: dict[str, Any] = {}
+    exec("def typed_in(logp, advantage):\n    return advantage * logp, advantage", scope)
+
+    @dataclass(frozen=True)
+    class _TypedIn(gates.Gate):
+        surrogate = staticmethod(scope["typed_in"])
+        detached, uses_ratio = True, False
+
+    falls_back(offcorr.Correction(None, _TypedIn()), padded(), "has no source that Triton can read")
+
+
+def test_a_function_that_triton_refuses_runs_on_the_reference():
+    def torch_only(logp, advantage):
+        return advantage * logp, torch.special.erf(advantage) * 0 + advantage
+
+    @dataclass(frozen=True)
+    class _TorchOnly(gates.Gate):
+        surrogate = staticmethod(torch_only)
+        detached, uses_ratio = True, False
+
+    falls_back(offcorr.Correction(None, _TorchOnly()), padded(), "Triton cannot compile it")
+
+
+def test_a_station_with_a_call_of_its_own_runs_on_the_reference():
+    loss_fn = offcorr.get("ppo", weight=weights.SelfNormalise(weights.Truncate(2.0)))
+    falls_back(loss_fn, padded(), "has a __call__")
+
+
+def test_a_gate_that_changes_tokens_runs_on_the_reference():
+    @dataclass(frozen=True)
+    class _Doubling(gates.Plain):
+        def inputs(self, tokens, inputs):
+            return inputs | {"advantage": 2 * tokens.advantages}
+
+    falls_back(offcorr.Correction(None, _Doubling()), padded(), "which is per token")
+
+
+def test_the_choice():
+    batch = padded()
+    assert fused.backend(offcorr.get("ppo"), batch) == "reference: logp is on cpu"
+    with fused.use("reference"):
+        assert fused.backend(offcorr.get("ppo"), batch) == "reference: it was asked for"
+    with pytest.raises(ValueError, match="backend is 'cuda', expected one of"), fused.use("cuda"):
+        pass
