@@ -103,6 +103,11 @@ class GRPOConfig(trl.GRPOConfig):
             raise ValueError(f"ess_lr is {self.ess_lr!r}, expected one of {list(RULES)} or None")
         if not 0 < self.ess_base <= 1:
             raise ValueError(f"ess_base is {self.ess_base!r}, expected an effective sample size in (0, 1]")
+        if self.ess_lr is not None and self.skip_dead_sequences:
+            raise ValueError(
+                f"skip_dead_sequences=True leaves sequences out of the forward pass, and ess_lr={self.ess_lr!r} "
+                "looks at all of them: leave one of the two out"
+            )
 
 
 @cache

@@ -111,8 +111,12 @@ def test_resume_gives_the_same_run(make_trainer, series, tmp_path):
 
 
 def test_it_says_what_it_wants(make_trainer):
-    for wrong in ({"ess_lr": "cubic"}, {"ess_lr": "sqrt", "ess_base": 55}):
-        with pytest.raises(ValueError, match="expected"):
+    for wrong, message in (
+        ({"ess_lr": "cubic"}, "ess_lr is 'cubic', expected one of"),
+        ({"ess_lr": "sqrt", "ess_base": 55}, "ess_base is 55, expected"),
+        ({"ess_lr": "sqrt", "skip_dead_sequences": True}, "ess_lr='sqrt' looks at all of them"),
+    ):
+        with pytest.raises(ValueError, match=message):
             GRPOConfig("out", bf16=False, use_cpu=True, **wrong)
     nothing_to_compare = make_trainer(loss_type="dapo", ess_lr="sqrt")
     with pytest.raises(ValueError, match="rollout_logp and old_logp are None"):
