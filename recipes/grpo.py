@@ -155,7 +155,7 @@ def text_of(completion: Any) -> str:
 # -- the run -------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
+def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer] = GRPOTrainer) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is experimental in TRL, and wanted here
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and not torch.cuda.is_available():
@@ -163,7 +163,7 @@ def main() -> None:
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    (args,) = TrlParser(Arguments).parse_args_and_config()
+    (args,) = TrlParser(arguments).parse_args_and_config()
     path = embedded.model_path(seed=args.seed) if args.model == "embedded" else args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)
@@ -171,7 +171,7 @@ def main() -> None:
     # Real off-policy data: old weights, low precision, and a record of both.  With vLLM, TRL's own path samples.
     sampler = None if args.use_vllm else offcorr.rollout.OffPolicy(lag=args.lag, precision=args.precision)
     history = History(Path(args.output_dir))
-    trainer = GRPOTrainer(
+    trainer = trainer_class(
         model=path,
         args=args,
         reward_funcs=task.reward,
@@ -239,7 +239,13 @@ def means(logs: list[dict[str, float]], names: tuple[str, ...]) -> dict[str, flo
 
 
 MISMATCH = tuple(f"offcorr/{series}/{name}" for name in ("abs_mean", "ess_seq") for series in ("staleness", "engine"))
-DID = ("offcorr/loss/clipped", "offcorr/loss/truncated", "offcorr/loss/rejected", "offcorr/loss/coefficient_zero")
+DID = (
+    "offcorr/loss/clipped",
+    "offcorr/loss/truncated",
+    "offcorr/loss/rejected",
+    "offcorr/loss/coefficient_zero",
+    "lr_scale",
+)
 
 
 def summarise(logs: list[dict[str, float]], title: str) -> None:

@@ -11,7 +11,6 @@ Everything else is recipes/grpo.py.
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
-from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parent))
 import grpo  # noqa: E402
 
-import offcorr.rollout  # noqa: E402
+import offcorr  # noqa: E402
 from offcorr.baselines import token_baseline  # noqa: E402
 
 
@@ -90,33 +87,5 @@ class VCPOTrainer(grpo.GRPOTrainer):
         return log_probs.gather(-1, completion_ids[..., None])[..., 0], log_probs.exp().square().sum(-1)
 
 
-def main() -> None:
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    (args,) = TrlParser(Arguments).parse_args_and_config()
-    path = grpo.embedded.model_path(seed=args.seed) if args.model == "embedded" else args.model
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    task = grpo.load_task(args, tokenizer)
-    history = grpo.History(Path(args.output_dir))
-    trainer = VCPOTrainer(
-        model=path,
-        args=args,
-        reward_funcs=task.reward,
-        train_dataset=task.train,
-        eval_dataset=task.test,
-        processing_class=tokenizer,
-        rollout_func=offcorr.rollout.OffPolicy(lag=args.lag, precision=args.precision),
-        callbacks=[history],
-    )
-    trainer.remove_callback(grpo.ProgressCallback)
-    if trainer.accelerator.is_main_process and not args.disable_tqdm:
-        trainer.add_callback(grpo.Bar)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    if trainer.accelerator.is_main_process:
-        grpo.summarise(history.logs, f"VCPO, {args.baseline} baseline, at lag {args.lag}, {args.precision} sampler")
-        _, scales = grpo.series(history.logs, "lr_scale")
-        print(f"learning rate scaled by {min(scales):.2f} to {max(scales):.2f}\nhistory: {history.file}")
-        print(f"picture: {grpo.plot(history.logs, history.file.with_suffix('.png'))}")
-
-
 if __name__ == "__main__":
-    main()
+    grpo.main(Arguments, VCPOTrainer)
