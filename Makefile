@@ -24,7 +24,7 @@ KERNEL_TESTS := $(wildcard tests/kernels)
 TRL_TESTS := $(wildcard tests/trl tests/test_rollout*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-trl-min demo demo-short test test-all test-fast test-doc test-kernels test-trl-min \
+.PHONY: help .venv .venv-trl-min demo demo-short test test-all test-fast test-doc test-kernels test-trl-min mutate \
         lint format docs clean
 
 help:  ## list the targets
@@ -79,11 +79,14 @@ endif
 test-fast: .venv
 	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --ignore=tests/kernels --durations=10
 
-test-all: test-doc test-trl-min  ## everything: the slow tests and the oldest TRL too
+test-all: test-doc test-trl-min mutate  ## everything: the slow tests and the oldest TRL too
 ifneq ($(KERNEL_TESTS),)
 	TRITON_INTERPRET=1 $(PYTEST) -q $(KERNEL_TESTS)
 endif
 	$(PYTEST) -q -n $(WORKERS) --dist loadfile --ignore=tests/kernels --durations=10
+
+mutate: .venv  ## small wrong edits, each of which a test must notice
+	$(BIN)/python tests/mutate.py --trust
 
 test-trl-min: .venv-trl-min  ## the TRL and rollout tests on the oldest supported TRL
 ifneq ($(TRL_TESTS),)

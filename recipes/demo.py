@@ -75,13 +75,14 @@ def main() -> int:
 
 
 def train_all(runs: Mapping[str, Run], folder: Path, steps: int, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Every run in a process of its own, as many at once as there are cores; their histories."""
+    """Every run in a process of its own, as many at once as the cores can take; their histories."""
     waiting, running = list(runs), {}
     columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as progress:
         bars = {name: progress.add_task(run.title, total=steps, start=False) for name, run in runs.items()}
         while waiting or running:
-            while waiting and len(running) < max(1, os.cpu_count() or 1):
+            # One more than there are cores, or the last run of an odd number would leave a core idle.
+            while waiting and len(running) <= (os.cpu_count() or 1):
                 name = waiting.pop(0)
                 progress.start_task(bars[name])
                 running[name] = launch(runs[name], folder / name, steps, seed)
@@ -215,10 +216,16 @@ def plot(logs: dict[str, list[dict[str, Any]]], file: Path) -> Path:
     )
     figure, axes = plt.subplots(1, len(panels), figsize=(17, 4), constrained_layout=True)
     for axis, (name, label) in zip(axes, panels, strict=True):
-        for run, entries in logs.items():
+        for colour, (run, entries) in enumerate(logs.items()):
             steps, values = series(entries, name)
             if steps:
-                axis.plot(steps, values, label=RUNS[run].title, marker="o" if name == "eval_reward" else "")
+                axis.plot(
+                    steps,
+                    values,
+                    label=RUNS[run].title,
+                    color=f"C{colour}",
+                    marker="o" if name == "eval_reward" else "",
+                )
         axis.set(xlabel="optimizer update", title=label)
         axis.legend()
     figure.suptitle(f"lag {LAG}, {PRECISION} sampler")
