@@ -23,7 +23,7 @@ import datasets
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 from trl import TrlParser
 
 import offcorr.rollout
@@ -181,7 +181,8 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         rollout_func=sampler,
         callbacks=[history],
     )
-    trainer.remove_callback(ProgressCallback)
+    for quiet in (ProgressCallback, PrinterCallback):  # they print every log; the history file has them all
+        trainer.remove_callback(quiet)
     if trainer.accelerator.is_main_process and not args.disable_tqdm:
         trainer.add_callback(Bar)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
