@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import io
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,6 +47,17 @@ class Statistics:
 
     def merge(self, other: Statistics) -> Statistics:
         return Statistics({name: part.merge(other.parts[name]) for name, part in self.parts.items()})
+
+    def all_reduce(self, gather: Callable[[list[bytes]], list[bytes]], device: torch.device) -> Statistics:
+        """Merged over ranks; ``gather`` makes one list of every rank's (``accelerate.utils.gather_object``).
+
+        As bytes, since a pickled tensor would come back on its sender's device.
+        """
+        written = io.BytesIO()
+        torch.save(self, written)
+        here = "cpu" if device.type == "cpu" else device  # "cpu:0" is no place to load to
+        loaded = (torch.load(io.BytesIO(part), here, weights_only=False) for part in gather([written.getvalue()]))
+        return functools.reduce(Statistics.merge, loaded)
 
 
 class Terms(NamedTuple):

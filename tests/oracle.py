@@ -35,9 +35,7 @@ Builder = Callable[[SimpleNamespace, list[Sequence]], Composition]
 METHODS: dict[str, tuple[Builder, str, dict[str, Any]]] = {}
 
 
-def method(
-    *names: str, aggregate: str = TOKEN_MEAN, **defaults: Any
-) -> Callable[[Builder], Builder]:
+def method(*names: str, aggregate: str = TOKEN_MEAN, **defaults: Any) -> Callable[[Builder], Builder]:
     def add(builder: Builder) -> Builder:
         for name in names:
             METHODS[name] = (builder, aggregate, defaults)
@@ -276,10 +274,7 @@ def _rec(o, batch):
 def _m2po(o, batch):
     """Drop the largest log^2 r until the mean over the tokens left is at most tau."""
     squares = sorted(
-        difference(token, "staleness") ** 2
-        for sequence in batch
-        for token in sequence.tokens
-        if token.finite
+        difference(token, "staleness") ** 2 for sequence in batch for token in sequence.tokens if token.finite
     )
     while squares:
         average = mean(squares)
@@ -287,9 +282,7 @@ def _m2po(o, batch):
         if average <= o.tau:
             break
         squares.pop()
-    return Composition(
-        ("Unclipped", {}), TOKEN, [], [("SquareBound", {"bound": squares[-1] if squares else -1.0})]
-    )
+    return Composition(("Unclipped", {}), TOKEN, [], [("SquareBound", {"bound": squares[-1] if squares else -1.0})])
 
 
 @method(

@@ -20,8 +20,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=characters,
         pad_token="<pad>",
         eos_token="<eos>",
-        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}={% endif %}",
+        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}",
     )
 
 

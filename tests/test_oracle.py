@@ -104,9 +104,7 @@ def tensor(values: Any, dtype: torch.dtype) -> torch.Tensor | None:
     if values is None:
         return None
     nested = isinstance(values[0], list)
-    numbers = (
-        [[math.nan if x is None else x for x in row] for row in values] if nested else list(values)
-    )
+    numbers = [[math.nan if x is None else x for x in row] for row in values] if nested else list(values)
     return torch.tensor(numbers, dtype=dtype)
 
 
@@ -122,11 +120,7 @@ def rounded(case: Case, dtype: torch.dtype) -> Case:
 def as_batch(case: Case, dtype: torch.dtype) -> Batch:
     fields = {name: tensor(case.get(name), dtype) for name in PER_TOKEN}
     fields["logp"].requires_grad_(True)
-    integers = {
-        name: torch.tensor(case[name])
-        for name in ("group_ids", "turn_ids")
-        if case.get(name) is not None
-    }
+    integers = {name: torch.tensor(case[name]) for name in ("group_ids", "turn_ids") if case.get(name) is not None}
     return Batch(**fields, **integers, mask=torch.tensor(case["mask"], dtype=torch.bool))
 
 
@@ -148,9 +142,7 @@ def tolerance(case: Case, dtype: torch.dtype) -> float:
     return 2e-6 * (5.0 + nats)
 
 
-def assert_same(
-    loss_fn: Any, case: Case, expected: tuple[float, Any], dtype: torch.dtype, **call: Any
-) -> None:
+def assert_same(loss_fn: Any, case: Case, expected: tuple[float, Any], dtype: torch.dtype, **call: Any) -> None:
     """Loss, coefficient and autograd's gradient equal the oracle's."""
     magnitude, unit = trace.magnitude, trace.unit
     loss, coefficient = expected
@@ -158,9 +150,7 @@ def assert_same(
     out = loss_fn(batch, **call)
     relative = tolerance(case, dtype)
     assert out.loss.dtype == dtype
-    assert float(out.loss.detach()) == pytest.approx(
-        loss, rel=0.0, abs=relative * magnitude + 1e-30
-    )
+    assert float(out.loss.detach()) == pytest.approx(loss, rel=0.0, abs=relative * magnitude + 1e-30)
     wanted = torch.tensor(coefficient, dtype=torch.float64)
     floor = relative * unit
     assert out.coefficient.dtype == dtype
@@ -296,9 +286,7 @@ OPTIONS: dict[str, Callable[[random.Random], Options]] = {
         "delta": rng.uniform(0.001, 0.2),
         "cap": rng.uniform(1.0, 20.0),
     },
-    "vespo": lambda rng: {
-        key: rng.uniform(0.5, 4.0) for key in ("k_pos", "lam_pos", "k_neg", "lam_neg")
-    },
+    "vespo": lambda rng: {key: rng.uniform(0.5, 4.0) for key in ("k_pos", "lam_pos", "k_neg", "lam_neg")},
     "dgpo": lambda rng: {
         "eps_low": rng.uniform(0.05, 0.9),
         "eps_high": rng.uniform(0.05, 1.0),
@@ -385,8 +373,7 @@ def build_all(module: Any, stations: list[Station]) -> Any:
 
 def random_ratio(rng: random.Random) -> Station:
     name = rng.choice(
-        ["Token", "Sequence", "Geometric", "Turn", "Prefix", "PrefixGeometric", "MinPrefix"]
-        + ["PowerMean"]
+        ["Token", "Sequence", "Geometric", "Turn", "Prefix", "PrefixGeometric", "MinPrefix"] + ["PowerMean"]
     )
     options: Options = {"of": rng.choice(["staleness", "staleness", "engine", "total"])}
     if name == "MinPrefix":
@@ -561,11 +548,7 @@ def test_the_oracles_coefficient_is_the_slope_of_its_loss(name: str) -> None:
                 for step in (1e-6, -1e-6):
                     moved = [list(values) for values in case["logp"]]
                     moved[b][t] += step
-                    ends.append(
-                        oracle.evaluate(
-                            name, options, {**seen, "logp": moved}, **DIFFERENTIABLE[name]
-                        )[0]
-                    )
+                    ends.append(oracle.evaluate(name, options, {**seen, "logp": moved}, **DIFFERENTIABLE[name])[0])
                 slope = (ends[0] - ends[1]) / 2e-6
                 scale = max(1e-6, abs(ends[0]))
                 assert slope == pytest.approx(coefficient[b][t], rel=1e-5, abs=1e-8 * scale + 1e-8)

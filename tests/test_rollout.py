@@ -159,9 +159,7 @@ def test_int8_leaves_embeddings_head_and_norms_alone():
 
 
 def test_a_lora_snapshot_is_the_adapter_and_its_base_is_shared():
-    model = get_peft_model(
-        fresh_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    )
+    model = get_peft_model(fresh_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     weights = dict(changing_weights(model))
     assert weights and all("lora_" in name for name in weights)
     replica = Replica(model, "cpu")
@@ -260,9 +258,7 @@ def step_by_step(model, prompts, completions, sampling):
     real = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     positions, logps = (real.cumsum(-1) - 1).clamp_min(0), []
     for token in torch.tensor(completions).T[..., None]:
-        logits = model(
-            input_ids=feed, attention_mask=real, position_ids=positions, past_key_values=cache
-        ).logits[:, -1]
+        logits = model(input_ids=feed, attention_mask=real, position_ids=positions, past_key_values=cache).logits[:, -1]
         logps.append(sampling.logp(logits).gather(-1, token)[:, 0])
         feed, positions = token, positions[:, -1:] + 1
         real = torch.cat([real, torch.ones_like(token)], dim=-1)
@@ -323,15 +319,13 @@ def test_greedy_decode_is_transformers_greedy_generate_and_stops_at_eos():
     model = fresh_model(seed=5)
     prompts = prompts_of([2, 5, 9, 9, 3, 7, 4, 6, 8, 3, 12, 2, 2, 5])
     prompts += prompts[:5]  # equal prompts are prefilled once
-    out = decode(
-        model, prompts, max_new_tokens=24, eos_token_ids=[EOS, 9], sampling=Sampling(top_k=1)
-    )
+    out = decode(model, prompts, max_new_tokens=24, eos_token_ids=[EOS, 9], sampling=Sampling(top_k=1))
     lengths = {len(ids) for ids in out.completion_ids}
     assert len(lengths) > 2  # some leave the batch early
     for prompt, ids, logp in zip(prompts, out.completion_ids, out.logp, strict=True):
-        wanted = model.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=[EOS, 9]
-        )[0, len(prompt) :].tolist()
+        wanted = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=[EOS, 9])[
+            0, len(prompt) :
+        ].tolist()
         assert ids == wanted
         assert logp == [0.0] * len(ids)
 

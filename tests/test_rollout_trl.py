@@ -138,9 +138,7 @@ def test_lag_k_samples_with_the_weights_of_k_updates_ago(tmp_path):
 
 
 def test_the_ring_sees_steps_between_generations(tmp_path):
-    sampler, watch, _ = run(
-        tmp_path, lag=3, max_steps=9, steps_per_generation=4, gradient_accumulation_steps=1
-    )
+    sampler, watch, _ = run(tmp_path, lag=3, max_steps=9, steps_per_generation=4, gradient_accumulation_steps=1)
     assert [call["step"] for call in sampler.train] == [0, 4, 8]
     assert [call["rollout_version"][0] for call in sampler.train] == [0, 1, 5]
     for call in sampler.train:
@@ -210,9 +208,7 @@ def test_logprobs_reach_the_loss_and_versions_the_reward(tmp_path):
 
 def test_evaluation_asks_about_the_current_weights_and_disturbs_nothing(tmp_path):
     quiet, _, _ = run(tmp_path / "a", lag=2, precision="int8")
-    loud, watch, _ = run(
-        tmp_path / "b", lag=2, precision="int8", eval_strategy="steps", eval_steps=2
-    )
+    loud, watch, _ = run(tmp_path / "b", lag=2, precision="int8", eval_strategy="steps", eval_steps=2)
     assert [c["completion_ids"] for c in quiet.train] == [c["completion_ids"] for c in loud.train]
     assert sorted({call["step"] for call in loud.eval}) == [2, 4, 6]
     for call in loud.eval:
@@ -248,9 +244,7 @@ def test_attach_is_idempotent_and_a_second_run_starts_over(tmp_path):
     assert [call["rollout_version"][0] for call in sampler.train] == first * 2
 
 
-@pytest.mark.parametrize(
-    "option", [{"min_p": 0.1}, {"repetition_penalty": 1.2}, {"generation_kwargs": {"top_k": 3}}]
-)
+@pytest.mark.parametrize("option", [{"min_p": 0.1}, {"repetition_penalty": 1.2}, {"generation_kwargs": {"top_k": 3}}])
 def test_settings_it_would_ignore_are_refused(tmp_path, option):
     sampler = OffPolicy()
     with pytest.raises(ValueError, match=f"does not apply {next(iter(option))}"):

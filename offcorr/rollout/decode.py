@@ -147,9 +147,7 @@ def decode(
     lengths = first_eos.tolist()
     written = torch.arange(max_new_tokens, device=device) < first_eos[:, None]
     if not torch.isfinite(torch.where(written, logps, 0.0)).all():
-        raise FloatingPointError(
-            "the sampler's log-probs are not finite: its weights overflow at this precision"
-        )
+        raise FloatingPointError("the sampler's log-probs are not finite: its weights overflow at this precision")
     return Decoded(
         [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)],
         [row[:length] for row, length in zip(logps.tolist(), lengths, strict=True)],

@@ -73,9 +73,7 @@ class OffPolicy:
         now = trainer.state.global_step
         version = max(0, now - self.lag) if training else now
         weights = self._weights(trainer, version)
-        sampler = self._replica_of(trainer).load(
-            weights, self._precision if training else Precision.named("fp32")
-        )
+        sampler = self._replica_of(trainer).load(weights, self._precision if training else Precision.named("fp32"))
         prompt_ids = tokenize(prompts, trainer)
         generator = torch.Generator(trainer.accelerator.device)
         generator.manual_seed(self._draw_seed(trainer, training, now))

@@ -48,9 +48,7 @@ class Replica:
         does not have.  ValueError: nothing to quantise.
         """
         if precision is not None and precision.quantise is not None and not self._matrices:
-            raise ValueError(
-                f"precision {precision.name!r}: this model has no nn.Linear weight to quantise"
-            )
+            raise ValueError(f"precision {precision.name!r}: this model has no nn.Linear weight to quantise")
         if precision not in self._frozen_at:
             self._frozen_at[precision] = {
                 name: self._at(name, weight, precision) for name, weight in self._frozen.items()

@@ -44,9 +44,7 @@ class SnapshotRing:
             raise ValueError(f"version {version} pushed after version {newest}: clear() first")
         for old in [held for held in self._held if held < version - self.lag]:
             del self._held[old]
-        self._held[version] = {
-            name: weight.detach().to("cpu", copy=True) for name, weight in weights
-        }
+        self._held[version] = {name: weight.detach().to("cpu", copy=True) for name, weight in weights}
 
     def __getitem__(self, version: int) -> dict[str, Tensor]:
         """The weights of `version`.  MissingVersion (a KeyError) says which versions are held."""
@@ -76,11 +74,7 @@ class SnapshotRing:
     def load_state_dict(self, state: dict[int, dict[str, Tensor]]) -> None:
         """Hold exactly what `state_dict` gave, less what this ring's lag cannot reach."""
         newest = max(state, default=0)
-        self._held = {
-            version: dict(state[version])
-            for version in sorted(state)
-            if version >= newest - self.lag
-        }
+        self._held = {version: dict(state[version]) for version in sorted(state) if version >= newest - self.lag}
 
 
 def is_sharded(parameter: Tensor) -> bool:

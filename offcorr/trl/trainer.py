@@ -7,7 +7,6 @@ TRL's methods change with every release, so little is overridden: ``_compute_los
 from __future__ import annotations
 
 import inspect
-import io
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -147,28 +146,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         with torch.no_grad():
             for part in window:
                 parts.append(self.correction.statistics(self._batch(part, self._forward(model, part))))
-        self._statistics = self._everywhere(reduce(offcorr.Statistics.merge, parts))
+        self._statistics = reduce(offcorr.Statistics.merge, parts).all_reduce(gather_object, self.accelerator.device)
         return self._statistics
 
     @property
     def _coupled(self) -> bool:
         stations = self.correction.stations.values()
         return any(station.statistics is not None for station in stations)
-
-    def _everywhere(self, statistics: offcorr.Statistics) -> offcorr.Statistics:
-        """Merged over ranks; through bytes, since a pickled tensor would come back on its sender's device."""
-        written = io.BytesIO()
-        torch.save(statistics, written)
-        device = self.accelerator.device
-        parts = [
-            torch.load(
-                io.BytesIO(part),
-                map_location="cpu" if device.type == "cpu" else device,
-                weights_only=False,
-            )
-            for part in gather_object([written.getvalue()])
-        ]
-        return reduce(offcorr.Statistics.merge, parts)
 
     @property
     def _skips_dead(self) -> bool:
@@ -177,6 +161,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _without_dead(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
         """The micro-batch without the sequences that cannot matter; (number left out, number there was)."""
+        assert self.correction is not None  # TRL's own losses compute every sequence
         known = inputs.get("old_logp", inputs.get("sampling_per_token_logps"))
         placeholder = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32) if known is None else known
         batch = self._batch(inputs, Forward(placeholder.nan_to_num(), torch.zeros_like(placeholder)))

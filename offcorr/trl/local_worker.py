@@ -1,0 +1,188 @@
+"""``LocalWorker``: a rollout worker for ``AsyncGRPOTrainer`` in a thread of its own, without a vLLM server.
+
+For machines without vLLM, small models and experiments in asynchrony: the trainer and the sampler run at the same
+time, through the same two interfaces as TRL's own worker and weight transfer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from offcorr.rollout import Precision, Replica, Sampling, decode, score
+from offcorr.trl.async_grpo import CorrectedSample
+
+
+class LocalWorker:
+    """Samples from the last weights it was sent; both ``rollout_worker=`` and ``weight_transfer=`` of the trainer.
+
+    Args:
+        model: of the trainer's kind, on the device to sample on; its weights are replaced.
+        processing_class: the tokenizer.
+        dataset: rows with ``prompt``; other columns reach the reward function.
+        reward_func: TRL's: (completions=, prompts=, **columns) to a list of floats.
+        args: the trainer's; read are num_generations, max_completion_length, temperature, top_p, top_k, seed,
+            queue_maxsize and max_inflight_tasks (which TRL derives from max_staleness): the worker runs ahead of the
+            trainer by no more than these two allow.
+        precision: of the sampler's weights, see ``offcorr.rollout.Precision``.
+        prompts: sampled at once.
+
+    Each sample carries the version of its weights, the log-probs that its decode saw, and ``old_logp``: the same
+    tokens scored by the same weights in full precision.  A decode finishes with the weights it began with.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processing_class: Any,
+        dataset: Any,
+        reward_func: Callable[..., list[float]],
+        args: Any,
+        *,
+        precision: str = "fp32",
+        prompts: int = 4,
+    ) -> None:
+        self.rollout_buffer: queue.Queue = queue.Queue()
+        self.metrics_queue: queue.Queue = queue.Queue()
+        self.tokenizer, self.dataset, self.reward_func, self.args = processing_class, dataset, reward_func, args
+        self.device = next(model.parameters()).device
+        self.precision, self.prompts = Precision.named(precision), prompts
+        self.sampling = Sampling(args.temperature, args.top_p, max(args.top_k or 0, 0))
+        self._replica = Replica(model, self.device)
+        self._lock = threading.Lock()
+        self._incoming: dict[str, Tensor] = {}
+        self._weights: tuple[int, dict[str, Tensor]] | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._last_put = time.time()
+
+    # TRL's RolloutWorkerProtocol
+
+    def start(self) -> None:
+        """Begin sampling, with the weights that have been sent."""
+        self._stopped.clear()
+        self._last_put = time.time()
+        self._thread = threading.Thread(target=self._run, name="offcorr-local-worker", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the decode at hand and end."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def update_model_version(self, model_version: int) -> None:
+        """The weights last sent are this version: the next decode takes them."""
+        with self._lock:
+            self._weights = (model_version, self._incoming)
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise what ended the thread, or that it has been silent for too long."""
+        if self._error is not None:
+            raise RuntimeError("the local worker's thread has ended") from self._error
+        silent = time.time() - self._last_put
+        if silent > stale_after_s:
+            raise RuntimeError(f"the local worker has produced nothing for {silent:.0f} s")
+
+    # TRL's WeightTransferProtocol
+
+    def init_weight_transfer(self) -> None:
+        """Nothing to set up: trainer and sampler share a process."""
+
+    def pause(self) -> None:
+        """Nothing to pause: a decode keeps the weights it began with."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        """Copy the trainer's weights."""
+        self._incoming = {name: weight.detach().to(self.device, copy=True) for name, weight in iterator}
+
+    def resume(self) -> None:
+        """See ``pause``."""
+
+    def destroy(self) -> None:
+        """Nothing to release."""
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            order = np.random.default_rng(self.args.seed)
+            rows = (int(i) for _ in itertools.count() for i in order.permutation(len(self.dataset)))
+            generator = torch.Generator(self.device).manual_seed(self.args.seed)
+            group = 0
+            while not self._stopped.is_set():
+                if self.rollout_buffer.qsize() >= min(self.args.queue_maxsize, self.args.max_inflight_tasks):
+                    self._last_put = time.time()  # full, not stuck
+                    self._stopped.wait(0.005)
+                    continue
+                picked = [self.dataset[i] for i in itertools.islice(rows, self.prompts)]
+                for sample in self.sample(picked, group, generator):
+                    self.rollout_buffer.put(sample)
+                group += len(picked)
+                self._last_put = time.time()
+        except BaseException as error:  # noqa: BLE001 - the trainer raises it, in check_health
+            self._error = error
+
+    def sample(self, rows: list[dict[str, Any]], first_group: int, generator: torch.Generator) -> list[CorrectedSample]:
+        """A group of completions for each row's prompt, scored, with group-relative advantages."""
+        n = self.args.num_generations
+        rows = [row for row in rows for _ in range(n)]
+        with self._lock:
+            if self._weights is None:
+                raise RuntimeError("no weights were sent: pass the worker as weight_transfer= as well")
+            version, weights = self._weights
+        prompts = [self._encode(row["prompt"]) for row in rows]
+        decoded = decode(
+            self._replica.load(weights, self.precision),
+            prompts,
+            max_new_tokens=self.args.max_completion_length,
+            eos_token_ids=[self.tokenizer.eos_token_id],
+            sampling=self.sampling,
+            generator=generator,
+        )
+        scorer = self._replica.load(weights)
+        old_logp = score(scorer, prompts, decoded.completion_ids, temperature=self.sampling.temperature)
+        texts = self.tokenizer.batch_decode(decoded.completion_ids, skip_special_tokens=True)
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+        rewards = np.array(
+            self.reward_func(completions=texts, prompts=[row["prompt"] for row in rows], **columns), dtype=float
+        ).reshape(-1, n)
+        advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-8)  # as TRL's
+        samples = []
+        for i, (prompt, ids) in enumerate(zip(prompts, decoded.completion_ids, strict=True)):
+            group, place = divmod(i, n)
+            before = [0.0] * len(prompt)
+            samples.append(
+                CorrectedSample(
+                    prompt=_messages(rows[i]["prompt"], "user"),
+                    completion=_messages(texts[i], "assistant"),
+                    input_ids=np.array([*prompt, *ids], dtype=np.int64),
+                    completion_mask=np.array([0] * len(prompt) + [1] * len(ids), dtype=np.int64),
+                    old_log_probs=np.array([*before, *decoded.logp[i]], dtype=np.float32),
+                    advantage=float(advantages[group, place]),
+                    model_version=version,
+                    group_id=first_group + group,
+                    metrics={"reward": float(rewards[group, place]), "reward_std": float(rewards[group].std())},
+                    enqueued_at=time.time(),
+                    old_logp=np.array([*before, *old_logp[i]], dtype=np.float32),
+                )
+            )
+        return samples
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def _messages(said: Any, role: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": said}] if isinstance(said, str) else said

@@ -1,0 +1,420 @@
+"""A plain Accelerate training loop with an off-policy correction, without a trainer class.
+
+    accelerate launch recipes/accelerate_loop.py                                    # small embedded model, on-policy
+    accelerate launch recipes/accelerate_loop.py --loss minpro --lag 8 --precision int8 --ess_lr sqrt
+    accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/accelerate_loop.py \\
+        --model Qwen/Qwen3-0.6B --task openai/gsm8k --attn flash_attention_2 --learning_rate 1e-6   # GPUs
+
+Each generation samples with weights of ``lag`` updates ago, and is then split into ``updates`` optimizer updates of
+``accumulation`` micro-batches.  A micro-batch is one packed row: its sequences lie end to end, the attention and the
+loss are told where each one starts by the same ``cu_seqlens``, and no token is padding.  Runs unchanged on one process,
+on several (``recipes/accelerate/*.yaml``), under DeepSpeed ZeRO-2 and ZeRO-3 and under FSDP2.  Read from top to bottom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from pathlib import Path
+from types import MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object, set_seed
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, TrainerState
+
+import offcorr
+from offcorr import Batch, embedded
+from offcorr.aggregate import AGGREGATIONS
+from offcorr.kernels.logprob import linear_logprob
+from offcorr.metrics import Metrics
+from offcorr.optim import ESSLearningRate
+from offcorr.rollout import Precision, Replica, Sampling, SnapshotRing, changing_weights, decode, score
+
+sys.path.insert(0, str(Path(__file__).parent))
+from grpo import History, Task, load_task, plot, summarise  # noqa: E402
+
+
+@dataclass
+class Arguments:
+    """Defaults that suit the embedded model: 32 prompts x 8 samples a generation, four updates on each."""
+
+    model: str = field(default="embedded", metadata={"help": "embedded, a local folder, or any hub name"})
+    task: str = field(default="embedded", metadata={"help": "as in recipes/grpo.py"})
+    loss: str = field(default="ppo", metadata={"help": "a name of offcorr.available(), or my_file.py:MyLoss"})
+    loss_kwargs: str = field(default="{}", metadata={"help": "its options, as JSON"})
+    lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})
+    precision: str = field(default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, fp8_e4m3 ..."})
+    ess_lr: str = field(
+        default="off", metadata={"help": "off, or how the rate follows the effective sample size: sqrt, linear"}
+    )
+    attn: str = field(
+        default="sdpa", metadata={"help": "sdpa, or flash_attention_2 on GPUs with mixed_precision: bf16"}
+    )
+    packed: bool = field(default=True, metadata={"help": "False: the same update from right-padded rows"})
+
+    generations: int = field(default=40, metadata={"help": "rounds of sampling"})
+    prompts: int = field(default=32, metadata={"help": "a generation, all processes together"})
+    samples: int = field(default=8, metadata={"help": "for each prompt: the group its advantage is relative to"})
+    updates: int = field(default=4, metadata={"help": "optimizer updates on each generation"})
+    accumulation: int = field(default=1, metadata={"help": "micro-batches for each optimizer update"})
+    learning_rate: float = 3e-4
+    max_grad_norm: float = 1.0
+    temperature: float = 1.0
+    max_completion_length: int = embedded.MAX_COMPLETION
+
+    eval_every: int = field(default=5, metadata={"help": "generations between two evaluations on held-out examples"})
+    train_size: int = 4096
+    eval_size: int = 256
+    output_dir: str = "runs/accelerate_loop"
+    seed: int = 0
+    use_cpu: bool = field(default=not torch.cuda.is_available())
+
+    def __post_init__(self) -> None:
+        if self.ess_lr not in ("off", "sqrt", "linear"):
+            raise ValueError(f"ess_lr is {self.ess_lr!r}, expected off, sqrt or linear")
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        if self.prompts % processes or self.prompts * self.samples % (processes * self.updates * self.accumulation):
+            raise ValueError(
+                f"{self.prompts} prompts x {self.samples} samples do not split into {self.updates} updates of "
+                f"{self.accumulation} micro-batches on {processes} processes"
+            )
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a micro-batch, on each process."""
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        return self.prompts * self.samples // (processes * self.updates * self.accumulation)
+
+
+# -- the loop ------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    accelerator = start_accelerator(args)
+    set_seed(args.seed)
+    path = embedded.model_path(seed=args.seed) if args.model == "embedded" else args.model
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    task = load_task(args, tokenizer)
+    loss_fn = offcorr.resolve(args.loss, **json.loads(args.loss_kwargs))
+    if "group_ids" in loss_fn.needs and args.micro_batch * args.accumulation % args.samples:
+        raise ValueError(f"{args.loss} compares the {args.samples} samples of a prompt, which must lie in one update")
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=args.attn, dtype=torch.float32)
+    answer_with_log_probs(model, args.temperature)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ess_lr = ESSLearningRate(optimizer, rule=args.ess_lr) if args.ess_lr != "off" else None
+    sampler = Sampler(accelerator, model, tokenizer, args)
+    log = Log(accelerator, Path(args.output_dir))
+    order = np.random.default_rng(args.seed)
+
+    version = 0
+    sampler.remember(version)
+    log(version, eval_reward=sampler.accuracy(task, version))
+    for generation in range(args.generations):
+        picked = order.permutation(len(task.train))[: args.prompts]  # the same on every process
+        mine = picked[accelerator.process_index :: accelerator.num_processes]
+        samples = sampler.sample(task, [task.train[int(i)] for i in mine], version)
+        seen, scales = Metrics(), []
+        for part in split(samples, args.updates):  # in order: whole groups, of random prompts
+            window = [lay_out(micro, args.packed, accelerator.device) for micro in split(part, args.accumulation)]
+            seen = seen.merge(update(accelerator, model, optimizer, loss_fn, window, args.max_grad_norm, ess_lr))
+            scales += [ess_lr.lr_scale] if ess_lr else []
+            version += 1
+            sampler.remember(version)
+        rewards = torch.tensor([sample.reward for sample in samples], device=accelerator.device)
+        log(
+            version,
+            reward=float(accelerator.gather(rewards).mean()),
+            **seen.all_reduce(lambda vector: accelerator.gather(vector[None])).compute(),
+            **({"lr_scale": float(np.mean(scales))} if scales else {}),
+        )
+        if (generation + 1) % args.eval_every == 0 or generation + 1 == args.generations:
+            log(version, eval_reward=sampler.accuracy(task, version))
+
+    if accelerator.is_main_process:
+        sampler.save(version, Path(args.output_dir) / "model")
+        summarise(log.history.logs, title=f"{args.loss} at lag {args.lag}, {args.precision} sampler")
+        print(f"history: {log.history.file}\npicture: {plot(log.history.logs, log.history.file.with_suffix('.png'))}")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def update(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    loss_fn: offcorr.Correction,
+    window: Sequence[MicroBatch],
+    max_grad_norm: float = 1.0,
+    ess_lr: ESSLearningRate | None = None,
+) -> Metrics:
+    """One optimizer update on this process's micro-batches; what they and the correction measured."""
+    # The mean is over the whole update's tokens (or sequences), however they are split over micro-batches and
+    # processes.  Accelerate divides by both numbers, so they go out of the denominator.
+    units = sum(micro.units(loss_fn.aggregate) for micro in window)
+    everywhere = accelerator.reduce(torch.tensor(float(units), device=accelerator.device))
+    denominator = everywhere.clamp(min=1) / (accelerator.num_processes * len(window))
+    statistics = global_statistics(model, loss_fn, window, accelerator.device)
+
+    seen = Metrics()
+    for micro in window:
+        with accelerator.accumulate(model):
+            batch = trained_batch(model, micro)
+            out = loss_fn(batch, denominator=denominator, statistics=statistics)
+            seen = seen.merge(out.metrics)
+            scaled: Any = contextlib.nullcontext()
+            if ess_lr is not None:
+                ess_lr.add(batch)
+                if accelerator.sync_gradients:
+                    scaled = ess_lr.applied(lambda vector: accelerator.gather(vector[None]))
+            with scaled:
+                accelerator.backward(out.loss)  # DeepSpeed takes its step in here
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+                optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def global_statistics(
+    model: nn.Module, loss_fn: offcorr.Correction, window: Sequence[MicroBatch], device: torch.device
+) -> offcorr.Statistics | None:
+    """What a batch-coupled method (bapo, m2po, self-normalised weights) must know of the whole update, over all
+    micro-batches and processes, by one forward pass ahead; None for every other method."""
+    if all(station.statistics is None for station in loss_fn.stations.values()):
+        return None
+    with torch.no_grad():
+        parts = [loss_fn.statistics(trained_batch(model, micro)) for micro in window]
+    return reduce(offcorr.Statistics.merge, parts).all_reduce(gather_object, device)
+
+
+# -- the model and its batches -------------------------------------------------------------------------------
+
+
+def answer_with_log_probs(model: Any, temperature: float) -> None:
+    """Make ``model(input_ids, targets, ...)`` answer with the targets' log-probs, never holding [tokens, vocabulary].
+
+    The head is applied inside the model's own forward, where FSDP2 and ZeRO-3 have its weight in one piece.
+    """
+
+    def forward(self: Any, input_ids: Tensor, targets: Tensor, wanted: Tensor, **context: Any) -> Tensor:
+        hidden = self.base_model(input_ids=input_ids, use_cache=False, **context).last_hidden_state
+        head = self.get_output_embeddings()
+        return linear_logprob(
+            hidden, head.weight, targets, bias=head.bias, mask=wanted, temperature=temperature,
+            soft_cap=getattr(self.config.get_text_config(), "final_logit_softcapping", None),
+        ).logp  # fmt: skip
+
+    model.forward = MethodType(forward, model)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion: its prompt's tokens and its own, and what the sampler knows of it."""
+
+    ids: list[int]
+    prompt: int  # tokens of it that are the prompt
+    rollout_logp: list[float]  # by the sampler, of the completion's tokens
+    old_logp: list[float]  # by the same weights in the trainer's precision
+    advantage: float
+    reward: float
+    group: int
+    version: int
+
+    def padded(self, values: Sequence[float]) -> Tensor:
+        """Values of the completion's tokens, with 0 for the prompt's."""
+        return torch.tensor([0.0] * self.prompt + list(values))
+
+
+class MicroBatch(NamedTuple):
+    """What the model's forward takes, and the fields of the Batch."""
+
+    inputs: dict[str, Any]
+    fields: dict[str, Any]
+
+    def units(self, aggregate: str) -> int:
+        """Tokens or sequences: what the aggregation's denominator counts."""
+        of = "mask" if AGGREGATIONS[aggregate].unit == "tokens" else "rewards"
+        return int(self.fields[of].sum() if of == "mask" else len(self.fields[of]))
+
+
+def lay_out(samples: Sequence[Sample], packed: bool, device: torch.device | str) -> MicroBatch:
+    """Sequences end to end in one row, or one under another, padded on the right."""
+    join = torch.cat if packed else partial(pad_sequence, batch_first=True)
+    lengths = torch.tensor([len(sample.ids) for sample in samples])
+    ids = join([torch.tensor(sample.ids) for sample in samples])
+    mask = join([sample.padded([1.0] * (len(sample.ids) - sample.prompt)) for sample in samples]).bool()
+    fields = {
+        "mask": mask,
+        "rollout_logp": join([sample.padded(sample.rollout_logp) for sample in samples]),
+        "old_logp": join([sample.padded(sample.old_logp) for sample in samples]),
+        "advantages": torch.tensor([sample.advantage for sample in samples]),
+        "rewards": torch.tensor([sample.reward for sample in samples]),
+        "group_ids": torch.tensor([sample.group for sample in samples]),
+    }
+    # The hidden state before a token predicts it.  What the last position wraps around to predict is a prompt token.
+    inputs: dict[str, Any] = {"input_ids": ids, "targets": ids.roll(-1, -1), "wanted": mask.roll(-1, -1)}
+    if packed:
+        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+        fields["cu_seqlens"] = cu_seqlens
+        positions = torch.arange(len(ids)) - cu_seqlens[:-1].repeat_interleave(lengths)
+        inputs = {name: rearrange(value, "n -> 1 n") for name, value in inputs.items()}
+        inputs["position_ids"] = rearrange(positions, "n -> 1 n")  # sdpa masks by their restarts
+        # Flash attention reads these; other attentions leave them alone.
+        inputs |= {"cu_seq_lens_q": cu_seqlens.int(), "cu_seq_lens_k": cu_seqlens.int()}
+        inputs |= {"max_length_q": int(lengths.max()), "max_length_k": int(lengths.max())}
+    else:
+        inputs["attention_mask"] = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+
+    def placed(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
+
+    return MicroBatch(placed(inputs), placed(fields))
+
+
+def trained_batch(model: nn.Module, micro: MicroBatch) -> Batch:
+    """The micro-batch with log-probs under the weights being trained."""
+    logp = model(**micro.inputs).roll(1, -1)
+    return Batch(logp=logp[0] if "cu_seqlens" in micro.fields else logp, **micro.fields)
+
+
+# -- the sampler ---------------------------------------------------------------------------------------------
+
+
+class Sampler:
+    """Draws completions with weights of ``lag`` updates ago, and scores them with the task's reward."""
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: Arguments
+    ) -> None:
+        self.accelerator, self.model, self.tokenizer, self.args = accelerator, model, tokenizer, args
+        self.ring = SnapshotRing(args.lag)
+        self.replica = Replica(accelerator.unwrap_model(model), accelerator.device)
+        self.replica.module.set_attn_implementation("sdpa")  # flash attention takes half precision alone
+        self.precision = Precision.named(args.precision)
+
+    def remember(self, version: int) -> None:
+        """Keep the current weights; every process at once, since sharded ones are gathered."""
+        self.ring.push(version, changing_weights(self.accelerator.unwrap_model(self.model)))
+
+    def sample(self, task: Task, rows: Sequence[dict[str, Any]], version: int) -> list[Sample]:
+        """``args.samples`` completions for each row's prompt, with group-relative advantages."""
+        args, sampled = self.args, max(0, version - self.args.lag)
+        rows = [row for row in rows for _ in range(args.samples)]
+        prompts = [self._encode(row["prompt"]) for row in rows]
+        decoded = self._decode(self.replica.load(self.ring[sampled], self.precision), prompts, version)
+        with self.accelerator.autocast():  # the trainer's precision
+            scorer = self.replica.load(self.ring[sampled])
+            old_logp = score(scorer, prompts, decoded.completion_ids, temperature=args.temperature)
+        rewards = self._rewards(task, rows, decoded.completion_ids)
+        by_group = rearrange(torch.tensor(rewards), "(g n) -> g n", n=args.samples)
+        relative = by_group - by_group.mean(1, keepdim=True)
+        advantages = (relative / (by_group.std(1, keepdim=True) + 1e-4)).flatten().tolist()
+        first = self.accelerator.process_index * len(by_group)  # no two prompts of a generation share a number
+        return [
+            Sample(
+                [*prompt, *ids], len(prompt), rollout, old, advantage, reward, first + index // args.samples, sampled
+            )
+            for index, (prompt, ids, rollout, old, advantage, reward) in enumerate(
+                zip(prompts, decoded.completion_ids, decoded.logp, old_logp, advantages, rewards, strict=True)
+            )
+        ]
+
+    def accuracy(self, task: Task, version: int) -> float:
+        """Mean reward of one sample for each held-out example, from the current weights in full precision."""
+        rows = task.test.to_list()
+        total = 0.0
+        if self.accelerator.is_main_process:
+            decoded = self._decode(self.replica.load(self.ring[version]), [self._encode(r["prompt"]) for r in rows], -1)
+            total = sum(self._rewards(task, rows, decoded.completion_ids)) / len(rows)
+        return total
+
+    def save(self, version: int, folder: Path) -> None:
+        """Write a snapshot as a model that ``from_pretrained`` reads."""
+        self.replica.load(self.ring[version]).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def _decode(self, module: nn.Module, prompts: list[list[int]], stream: int) -> Any:
+        """Draws depend on the seed, the version and the process alone."""
+        key = np.random.SeedSequence([self.args.seed, stream + 1, self.accelerator.process_index])
+        return decode(
+            module,
+            prompts,
+            max_new_tokens=self.args.max_completion_length,
+            eos_token_ids=[self.tokenizer.eos_token_id],
+            sampling=Sampling(temperature=self.args.temperature),
+            generator=torch.Generator(self.accelerator.device).manual_seed(int(key.generate_state(1)[0])),
+        )
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+    def _rewards(self, task: Task, rows: Sequence[dict[str, Any]], completion_ids: list[list[int]]) -> list[float]:
+        texts = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        return task.reward(completions=texts, **columns)
+
+
+# -- the rest ------------------------------------------------------------------------------------------------
+
+
+def start_accelerator(args: Arguments) -> Accelerator:
+    """An Accelerator for whatever `accelerate launch` was told."""
+    sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(args.accumulation)
+        if args.use_cpu:
+            # On a CPU DeepSpeed would compile its shared-memory collectives at every first start; gloo does without.
+            import deepspeed
+
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    accelerator = Accelerator(cpu=args.use_cpu, gradient_accumulation_steps=args.accumulation)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": args.micro_batch,
+            "gradient_accumulation_steps": args.accumulation,
+            "gradient_clipping": args.max_grad_norm,
+        }
+    elif sharded and args.use_cpu:
+        # Accelerate offers FSDP on accelerators only; FSDP2 itself runs on gloo as well, so here it is told to.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    return accelerator
+
+
+class Log:
+    """The history of recipes/grpo.py, written by hand."""
+
+    def __init__(self, accelerator: Accelerator, folder: Path) -> None:
+        self.history = History(folder)
+        self.state = TrainerState(is_world_process_zero=accelerator.is_main_process)
+
+    def __call__(self, step: int, **values: float) -> None:
+        self.state.log_history.append({"step": step, **values})
+        self.history.on_log(None, self.state, None)
+
+
+def split(items: Sequence[Any], parts: int) -> Iterator[Sequence[Any]]:
+    """Equal parts, in order."""
+    size = len(items) // parts
+    return (items[i * size : (i + 1) * size] for i in range(parts))
+
+
+if __name__ == "__main__":
+    main()

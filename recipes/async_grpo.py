@@ -1,0 +1,141 @@
+"""Asynchronous GRPO with an off-policy correction: sampling and training at the same time, on TRL's packed rows.
+
+    accelerate launch recipes/async_grpo.py                               # embedded model, a sampler thread, on a CPU
+    accelerate launch recipes/async_grpo.py --loss_type minpro --max_staleness 8 --precision int8
+
+    CUDA_VISIBLE_DEVICES=0 VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --dtype float32 \\
+        --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "nccl"}'
+    CUDA_VISIBLE_DEVICES=1 accelerate launch recipes/async_grpo.py --sampler vllm \\
+        --model Qwen/Qwen3-0.6B --task openai/gsm8k --loss_type minpro --learning_rate 1e-6
+
+Every option of TRL's AsyncGRPOConfig is a flag here.  The lag is not set but happens: however far training gets while
+a completion is sampled and waits, up to ``max_staleness`` weight updates; what is older is dropped.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, TrainerCallback
+from trl import TrlParser
+
+from offcorr import embedded
+from offcorr.rollout import Replica, Sampling, changing_weights, decode
+from offcorr.trl.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from offcorr.trl.local_worker import LocalWorker
+
+sys.path.insert(0, str(Path(__file__).parent))
+from grpo import Bar, History, Task, load_task, plot, summarise  # noqa: E402
+
+
+@dataclass
+class Arguments(AsyncGRPOConfig):
+    """What this recipe adds to AsyncGRPOConfig, and defaults that suit the embedded model."""
+
+    model: str = field(default="embedded", metadata={"help": "embedded, a local folder, or any hub name"})
+    task: str = field(default="embedded", metadata={"help": "as in recipes/grpo.py"})
+    sampler: str = field(default="local", metadata={"help": "local: a thread here; vllm: TRL's own worker and server"})
+    precision: str = field(default="fp32", metadata={"help": "of the local sampler: fp32, bf16, int8, fp8_e4m3 ..."})
+    train_size: int = field(default=4096, metadata={"help": "examples to train on"})
+    eval_size: int = field(default=256, metadata={"help": "held-out examples, one sample each, at temperature 1"})
+
+    output_dir: str = field(default="runs/async_grpo")
+    loss_type: str | None = field(default="ppo", metadata={"help": "a name of offcorr.available()"})
+    max_steps: int = field(default=160)
+    learning_rate: float = field(default=3e-4)
+    adam_beta2: float = field(default=0.99)
+    per_device_train_batch_size: int = field(default=64)
+    token_budget: int | None = field(default=0, metadata={"help": "0: per_device_train_batch_size samples a row"})
+    num_generations: int = field(default=8)
+    max_completion_length: int = field(default=embedded.MAX_COMPLETION)
+    logging_steps: float = field(default=4)
+    eval_steps: float = field(default=20)
+    save_strategy: str = field(default="no")
+    report_to: str = field(default="none")
+    gradient_checkpointing: bool = field(default=False)
+    bf16: bool = field(default=False)
+    use_cpu: bool = field(default=not torch.cuda.is_available())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sampler not in ("local", "vllm"):
+            raise ValueError(f"sampler is {self.sampler!r}, expected local or vllm")
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    (args,) = TrlParser(Arguments).parse_args_and_config()
+    path = embedded.model_path(seed=args.seed) if args.model == "embedded" else args.model
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    task = load_task(args, tokenizer)
+
+    backend: dict[str, Any] = {}
+    if args.sampler == "local":
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(args.device)
+        worker = LocalWorker(model, tokenizer, task.train, task.reward, args, precision=args.precision)
+        backend = {"rollout_worker": worker, "weight_transfer": worker}
+    history = History(Path(args.output_dir))
+    trainer = AsyncGRPOTrainer(
+        model=path,
+        reward_funcs=task.reward,
+        args=args,
+        train_dataset=task.train,
+        processing_class=tokenizer,
+        callbacks=[history],
+        **backend,
+    )
+    trainer.remove_callback(ProgressCallback)
+    if trainer.accelerator.is_main_process and not args.disable_tqdm:
+        trainer.add_callback(Bar)
+    trainer.add_callback(Examine(trainer, task, path))
+    trainer.train()
+
+    if trainer.accelerator.is_main_process:
+        summarise(history.logs, title=f"{args.loss_type}, asynchronous, staleness up to {args.max_staleness}")
+        print(f"history: {history.file}\npicture: {plot(history.logs, history.file.with_suffix('.png'))}")
+
+
+class Examine(TrainerCallback):
+    """Held-out accuracy of the current weights: TRL's asynchronous trainer has no evaluation of its own."""
+
+    def __init__(self, trainer: AsyncGRPOTrainer, task: Task, path: str) -> None:
+        self.trainer, self.task = trainer, task
+        self.tokenizer = trainer.processing_class
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # its attention can decode
+        self.replica = Replica(model, trainer.accelerator.device)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.examine()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % args.eval_steps == 0 or state.global_step == args.max_steps:
+            self.examine()
+
+    def examine(self) -> None:
+        weights = dict(changing_weights(self.trainer.accelerator.unwrap_model(self.trainer.model)))
+        rows = self.task.test.to_list()
+        decoded = decode(
+            self.replica.load(weights),
+            [self.encode(row["prompt"]) for row in rows],
+            max_new_tokens=self.trainer.args.max_completion_length,
+            eos_token_ids=[self.tokenizer.eos_token_id],
+            sampling=Sampling(temperature=self.trainer.args.temperature),
+            generator=torch.Generator(self.trainer.accelerator.device).manual_seed(0),
+        )
+        texts = self.tokenizer.batch_decode(decoded.completion_ids, skip_special_tokens=True)
+        rewards = self.task.reward(completions=texts, **{name: [row[name] for row in rows] for name in rows[0]})
+        self.trainer.log({"eval_reward": sum(rewards) / len(rewards)})
+
+    def encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+if __name__ == "__main__":
+    main()
