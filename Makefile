@@ -73,7 +73,7 @@ test-doc: .venv
 # In a process of its own: triton reads the variable once, when it is imported.
 test-kernels: .venv
 ifneq ($(KERNEL_TESTS),)
-	TRITON_INTERPRET=1 $(PYTEST) -q -m "not slow" $(KERNEL_TESTS)
+	TRITON_INTERPRET=1 $(PYTEST) -q -n $(WORKERS) -m "not slow" $(KERNEL_TESTS)
 endif
 
 test-fast: .venv
@@ -81,7 +81,7 @@ test-fast: .venv
 
 test-all: test-doc test-trl-min mutate  ## everything: the slow tests and the oldest TRL too
 ifneq ($(KERNEL_TESTS),)
-	TRITON_INTERPRET=1 $(PYTEST) -q $(KERNEL_TESTS)
+	TRITON_INTERPRET=1 $(PYTEST) -q -n $(WORKERS) $(KERNEL_TESTS)
 endif
 	$(PYTEST) -q -n $(WORKERS) --dist loadfile --ignore=tests/kernels --durations=10
 
