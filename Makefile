@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 export DS_BUILD_OPS := 0
 
 PYTEST := $(BIN)/python -m pytest
-CORE := $(wildcard offcorr/[a-z]*.py) offcorr/methods
+CORE := $(wildcard offcorr/[a-z]*.py) offcorr/methods offcorr/kernels/correction.py offcorr/kernels/logprob.py
 KERNEL_TESTS := $(wildcard tests/kernels)
 TRL_TESTS := $(wildcard tests/trl tests/test_rollout*.py)
 

@@ -5,6 +5,7 @@ from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.kernels.correction import backend
 from offcorr.kernels.correction import use as use_backend
+from offcorr.kernels.logprob import LogProbs, linear_logprob, logits_logprob, out_of_vocabulary
 from offcorr.metrics import Metrics
 from offcorr.registry import available, from_config, get, register, resolve, unregister
 
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Batch",
     "Correction",
+    "LogProbs",
     "Metrics",
     "Output",
     "Statistics",
@@ -23,7 +25,10 @@ __all__ = [
     "from_config",
     "gates",
     "get",
+    "linear_logprob",
+    "logits_logprob",
     "metrics",
+    "out_of_vocabulary",
     "ratios",
     "register",
     "rejections",

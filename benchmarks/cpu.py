@@ -1,0 +1,251 @@
+"""``linear_logprob`` on a CPU against the naive path: time, peak memory, error.  Ratios only.
+
+    python benchmarks/cpu.py [--output benchmarks/results/cpu_logprob] [--threads 1] [--rounds 7]
+
+Every variant computes the log-probabilities of N tokens and their gradients, forward and backward, from the same
+tensors.  Times are taken in turn, round after round; a ratio is the median over rounds of (variant / naive in the same
+round).  With one thread they are the process's own seconds, which do not count what else the machine is doing.  Peak
+memory is what a process of its own touches beyond the inputs.  Competitors are measured where they can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offcorr.kernels.logprob import linear_logprob, naive_logprob
+
+KEPT = 0.4
+"""The fraction of tokens with a gradient, in the variants that say so."""
+
+
+class Problem:
+    """N tokens, hidden size H, vocabulary V, float32; ``d`` is the gradient of logp."""
+
+    def __init__(self, tokens: int, size: int, vocabulary: int) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.hidden = torch.randn(tokens, size, generator=draw).requires_grad_()
+        self.weight = (torch.randn(vocabulary, size, generator=draw) / size**0.5).requires_grad_()
+        self.target = torch.randint(vocabulary, (tokens,), generator=draw)
+        self.d = torch.randn(tokens, generator=draw)
+        self.some = torch.where(torch.rand(tokens, generator=draw) < KEPT, self.d, 0)
+
+
+def naive(p: Problem, frozen: bool) -> Tensor:
+    weight = p.weight.detach() if frozen else p.weight
+    return torch.log_softmax(p.hidden @ weight.T, -1).gather(1, p.target[:, None])[:, 0]
+
+
+def torch_linear_cross_entropy(p: Problem, frozen: bool) -> Tensor:
+    weight = p.weight.detach() if frozen else p.weight
+    return -torch.nn.functional.linear_cross_entropy(p.hidden, weight, p.target, reduction="none")
+
+
+def trl(p: Problem, frozen: bool) -> Tensor:
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    weight = p.weight.detach() if frozen else p.weight
+    return ChunkedLogProbFunction.apply(p.hidden, weight, None, p.target, 1.0, 32768, None, 1.0, ())[0]
+
+
+class _Products(torch.autograd.Function):
+    """The bare matrix products of a forward and backward pass, in row chunks: what no head can do without."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Problem, frozen: bool, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.p, ctx.frozen = p, frozen
+        tile = torch.empty(256, len(weight))
+        for chunk in hidden.split(256):
+            torch.mm(chunk, weight.T, out=tile[: len(chunk)])
+        return hidden[:, 0] * 1
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[None, None, Tensor, Tensor | None]:
+        hidden, weight = ctx.p.hidden.detach(), ctx.p.weight.detach()
+        tile = torch.ones(256, len(weight))
+        to_hidden = torch.empty_like(hidden)
+        to_weight = None if ctx.frozen else torch.zeros_like(weight)
+        for first in range(0, len(hidden), 256):
+            own = slice(first, first + 256)
+            used = tile[: len(hidden[own])]
+            torch.mm(used, weight, out=to_hidden[own])
+            if to_weight is not None:
+                to_weight.addmm_(used.T, hidden[own])
+        return None, None, to_hidden, to_weight
+
+
+def products(p: Problem, frozen: bool) -> Tensor:
+    return _Products.apply(p, frozen, p.hidden, p.weight.detach() if frozen else p.weight)
+
+
+def ours(**options: Any) -> Callable[[Problem, bool], Tensor]:
+    return lambda p, frozen: (
+        linear_logprob(p.hidden, p.weight.detach() if frozen else p.weight, p.target, **options).logp
+    )
+
+
+Variant = tuple[Callable[[Problem, bool], Tensor], bool, bool]
+VARIANTS: dict[str, Variant] = {
+    "trainable head: naive": (naive, False, False),
+    "trainable head: linear_logprob": (ours(), False, False),
+    "trainable head: linear_logprob, batch-invariant": (ours(batch_invariant=True), False, False),
+    "trainable head: the matrix products alone": (products, False, False),
+    "trainable head: torch linear_cross_entropy": (torch_linear_cross_entropy, False, False),
+    "trainable head: TRL ChunkedLogProbFunction": (trl, False, False),
+    f"trainable head, {KEPT:.0%} of tokens kept: naive": (naive, False, True),
+    f"trainable head, {KEPT:.0%} of tokens kept: linear_logprob": (ours(), False, True),
+    "frozen head: naive": (naive, True, False),
+    "frozen head: linear_logprob": (ours(), True, False),
+    "frozen head: linear_logprob, recomputing": (ours(frozen_head=False), True, False),
+    "frozen head: the matrix products alone": (products, True, False),
+}
+"""Name -> (log-probabilities, head frozen, some tokens only)."""
+
+
+def importable(name: str) -> bool:
+    if "TRL" in name:
+        try:
+            import trl.kernels.chunked_logprob  # noqa: F401
+        except Exception:
+            return False
+    return "linear_cross_entropy" not in name or hasattr(torch.nn.functional, "linear_cross_entropy")
+
+
+def step(p: Problem, variant: Variant) -> None:
+    run, frozen, some = variant
+    p.hidden.grad = p.weight.grad = None
+    run(p, frozen).backward(p.some if some else p.d)
+
+
+def times(p: Problem, names: list[str], rounds: int) -> dict[str, list[float]]:
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        for name in names:
+            began = clock()
+            step(p, VARIANTS[name])
+            if number:  # the first round warms up
+                taken[name].append(clock() - began)
+    return taken
+
+
+def peak_memory(name: str, size: tuple[int, int, int]) -> float:
+    """MiB that one forward and backward pass of a variant touches beyond its inputs."""
+    command = [sys.executable, __file__, "--memory-of", name, "--size", *map(str, size)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def measure_memory(name: str, size: tuple[int, int, int]) -> float:
+    step(Problem(16, size[1], 64), VARIANTS[name])  # libraries and their buffers are loaded
+    p = Problem(*size)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak counts from here
+    status = {line.split(":")[0]: line.split()[1] for line in open("/proc/self/status") if "kB" in line}
+    before = int(status["VmRSS"])
+    step(p, VARIANTS[name])
+    status = {line.split(":")[0]: line.split()[1] for line in open("/proc/self/status") if "kB" in line}
+    return (int(status["VmHWM"]) - before) / 1024
+
+
+def errors() -> dict[str, float]:
+    """Largest error of a log-probability in nats against float64, for bfloat16 inputs with logits up to about 40."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = (8 * torch.randn(512, 256, generator=draw)).bfloat16()
+    weight = (torch.randn(8000, 256, generator=draw) / 16).bfloat16()
+    target = torch.randint(8000, (512,), generator=draw)
+    exact = naive_logprob(hidden.double(), weight.double(), target).logp
+    rounded = torch.log_softmax((hidden @ weight.T).float(), -1).gather(1, target[:, None])[:, 0]
+    ours_now = linear_logprob(hidden, weight, target).logp
+    return {
+        "linear_logprob": (ours_now - exact).abs().max().item(),
+        "logits rounded to bfloat16": (rounded - exact).abs().max().item(),
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    n, h, v = found["size"]
+    lines = [
+        f"N={n}, H={h}, V={v}, float32, forward and backward; {found['threads']} thread(s), {found['rounds']} rounds.",
+        "",
+        "| variant | time / naive (median) | (of minima) | peak memory / naive | MiB |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in found["variants"].items():
+        memory = f"{row['memory']:.3f} | {row['memory_mib']:.0f}" if "memory" in row else " | "
+        lines.append(f"| {name} | {row['time']:.2f} | {row['time_of_minima']:.2f} | {memory} |")
+    lines += ["", "Largest error of a log-probability, bfloat16 inputs, against float64, nats:", ""]
+    lines += [f"- {name}: {error:.1e}" for name, error in found["errors"].items()]
+    about = found["machine"]
+    lines += ["", f"{about['processor']}, torch {about['torch']}, load {about['load']}.  `python benchmarks/cpu.py`"]
+    return "\n".join(lines) + "\n"
+
+
+def processor() -> str:
+    for line in open("/proc/cpuinfo") if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, help="without a suffix; writes .json and .md")
+    parser.add_argument("--size", nargs=3, type=int, default=(2048, 256, 32000), metavar=("N", "H", "V"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    size = tuple(options.size)
+    torch.set_num_threads(options.threads)
+    if options.memory_of:
+        print(measure_memory(options.memory_of, size))
+        return
+    names = [name for name in VARIANTS if importable(name)]
+    taken = times(Problem(*size), names, options.rounds)
+    rows: dict[str, dict[str, float]] = {}
+    for name in names:
+        base = taken[name.split(":")[0] + ": naive"]
+        rows[name] = {
+            "time": statistics.median(a / b for a, b in zip(taken[name], base, strict=True)),
+            "time_of_minima": min(taken[name]) / min(base),
+        }
+    if not options.no_memory:
+        memory = {name: peak_memory(name, size) for name in names}
+        for name in names:
+            base = memory[name.split(":")[0] + ": naive"]
+            rows[name] |= {"memory": memory[name] / base, "memory_mib": memory[name]}
+    found = {
+        "size": size,
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "variants": rows,
+        "errors": errors(),
+        "machine": {
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "load": round(os.getloadavg()[0], 1),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    print(table(found))
+    if options.output:
+        options.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        options.output.with_suffix(".md").write_text(table(found))
+
+
+if __name__ == "__main__":
+    main()
