@@ -59,36 +59,37 @@ def main() -> int:
             name: Run(name, ("--loss_type", f"offcorr:{name}", "--anchor", "snapshot"), "snapshot")
             for name in args.methods
         }
-        for name, logs in train_all(runs, args.runs / str(seed), args.updates, seed).items():
-            steps, values = series(logs, "eval_reward")
-            rows.append(
-                {"method": name, "seed": seed, **accuracy(logs), "largest_fall": largest_fall(logs)}
-                | means(
-                    logs, ("offcorr/staleness/abs_mean", "offcorr/engine/abs_mean", "offcorr/loss/coefficient_zero")
-                )
-                | {"held_out": {"step": steps, "accuracy": values}}
-            )
-    report = {
-        "command": "python benchmarks/methods.py --methods "
-        + " ".join(args.methods)
-        + " --seeds "
-        + " ".join(map(str, args.seeds)),
-        "setting": {
-            "lag": LAG,
-            "precision": PRECISION,
-            "updates": args.updates,
-            "learning_rate": 5e-4,
-            "anchor": "snapshot",
-        },
-        "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "versions": {p: importlib.metadata.version(p) for p in ("torch", "transformers", "trl", "offcorr")},
-        "runs": rows,
-    }
+        logs = train_all(runs, args.runs / str(seed), args.updates, seed)
+        rows += [row_of(name, seed, entries) for name, entries in logs.items()]
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    args.output.write_text(json.dumps(report(rows, args), indent=1) + "\n")
     Console().print(table_of(rows))
     print(f"numbers: {args.output}\npicture: {plot(rows, args.output.with_suffix('.png'))}")
     return 0
+
+
+def row_of(method: str, seed: int, logs: list[dict[str, Any]]) -> dict[str, Any]:
+    steps, values = series(logs, "eval_reward")
+    measured = ("offcorr/staleness/abs_mean", "offcorr/engine/abs_mean", "offcorr/loss/coefficient_zero")
+    return {
+        "method": method,
+        "seed": seed,
+        **accuracy(logs),
+        "largest_fall": largest_fall(logs),
+        **means(logs, measured),
+        "held_out": {"step": steps, "accuracy": values},
+    }
+
+
+def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    chosen = f"--methods {' '.join(args.methods)} --seeds {' '.join(map(str, args.seeds))} --updates {args.updates}"
+    return {
+        "command": f"python benchmarks/methods.py {chosen}",
+        "setting": {"lag": LAG, "precision": PRECISION, "learning_rate": 5e-4, "anchor": "snapshot"},
+        "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "offcorr")},
+        "runs": rows,
+    }
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
