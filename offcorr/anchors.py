@@ -18,6 +18,7 @@ Any loss takes any anchor.  A loop that does not care which:
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -31,18 +32,18 @@ Score = Callable[[nn.Module], Tensor]
 """Runs the batch at hand through a module: [B, T] log-probs (nats), the layout of ``batch.logp``."""
 
 
-class Anchor:
+class Anchor(ABC):
     """Gives ``old_logp``."""
 
+    @abstractmethod
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
         """The anchor's log-probs of the batch's tokens, in the layout of ``batch.logp``, detached."""
-        raise NotImplementedError
 
     def place(self, batch: Batch, score: Score | None = None) -> Batch:
         """The batch with this anchor's ``old_logp``."""
         return dataclasses.replace(batch, old_logp=self.old_logp(batch, score))
 
-    def step(self, version: int, active: float | None = None) -> None:
+    def step(self, version: int, active: float | None = None) -> None:  # noqa: B027  (most have nothing to do)
         """After every optimizer step.
 
         Args:
@@ -51,14 +52,14 @@ class Anchor:
                 itself: 1 - ``offcorr/loss/coefficient_zero`` of the merged metrics.
         """
 
-    def check(self, correction: Correction) -> None:
+    def check(self, correction: Correction) -> None:  # noqa: B027  (most have nothing to do)
         """Raise ``ValueError`` where the correction would count a ratio twice with this anchor."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs of this anchor; the same on every rank."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to do)
         """Continue from ``state_dict``'s answer."""
 
     def __repr__(self) -> str:
