@@ -14,7 +14,7 @@ from offcorr.registry import register
     "cispo",
     multiplier="min(r, cap), never 0",
     paper="2506.13585",
-    provenance="official code",
+    provenance="paper text; equals TRL's code (tested)",
     notes="TRL's epsilon_high is cap itself; verl's is cap - 1",
 )
 def cispo(cap: float = 5.0, low: float = 0.0) -> Correction:

@@ -14,7 +14,7 @@ from offcorr.registry import register
     "dapo",
     multiplier="r inside or recovering, else 0",
     paper="2503.14476",
-    provenance="official code",
+    provenance="paper text; equals TRL's code (tested)",
 )
 def dapo(eps_low: float = 0.2, eps_high: float = 0.28, dual_clip: float | None = None) -> Correction:
     """min(r A, clip(r) A); with ``dual_clip`` the loss at A < 0 is at most -dual_clip A.

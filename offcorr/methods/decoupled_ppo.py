@@ -14,7 +14,7 @@ from offcorr.registry import register
     "decoupled_ppo",
     multiplier="min(rho, cap) * (r inside or recovering, else 0)",
     paper="2110.00641; AReaL 2505.24298",
-    provenance="official code",
+    provenance="paper text; framework code",
     notes="AReaL drops the token where rho passes its bound of 5; here the weight is truncated",
 )
 def decoupled_ppo(

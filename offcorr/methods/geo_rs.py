@@ -14,7 +14,7 @@ from offcorr.registry import register
     "geo_rs",
     multiplier="1 inside [low, high], else 0; * ppo",
     paper="verl; slime",
-    provenance="official code",
+    provenance="framework code",
 )
 def geo_rs(
     low: float = 0.999,

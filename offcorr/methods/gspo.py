@@ -14,7 +14,7 @@ from offcorr.registry import register
     "gspo",
     multiplier="s inside or recovering, else 0",
     paper="2507.18071",
-    provenance="paper text",
+    provenance="paper text; equals TRL's code (tested)",
 )
 def gspo(eps_low: float = 3e-4, eps_high: float = 4e-4, dual_clip: float | None = None) -> Correction:
     """min(s A, clip(s) A), s the geometric ratio, in token form.

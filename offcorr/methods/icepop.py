@@ -14,7 +14,7 @@ from offcorr.registry import register
     "icepop",
     multiplier="rho inside [low, high], else 0; * ppo",
     paper="2510.18855",
-    provenance="official code",
+    provenance="framework code",
 )
 def icepop(
     low: float = 0.5,

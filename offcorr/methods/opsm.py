@@ -14,7 +14,7 @@ from offcorr.registry import register
     "opsm",
     multiplier="1 unless A < 0 and far, then 0; * ppo",
     paper="DeepSeek-V3.2",
-    provenance="official code",
+    provenance="framework code",
     notes="delta is unpublished; .5 is a guess in use",
 )
 def opsm(delta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None) -> Correction:

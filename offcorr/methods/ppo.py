@@ -15,7 +15,7 @@ from offcorr.registry import register
     aliases=("grpo",),
     multiplier="r inside or recovering, else 0",
     paper="1707.06347, 2402.03300",
-    provenance="official code",
+    provenance="paper text; equals TRL's code (tested)",
 )
 def ppo(eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None) -> Correction:
     """min(r A, clip(r) A); with ``dual_clip`` the loss at A < 0 is at most -dual_clip A.

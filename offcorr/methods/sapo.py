@@ -14,7 +14,7 @@ from offcorr.registry import register
     "sapo",
     multiplier="r sech^2(tau (r - 1) / 2)",
     paper="2511.20347",
-    provenance="official code",
+    provenance="paper text; equals TRL's code (tested)",
 )
 def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05) -> Correction:
     """(4 / tau) sigmoid(tau (r - 1)) A.

@@ -14,7 +14,7 @@ from offcorr.registry import register
     "seq_mis",
     multiplier="prod rho up to cap, else 0; * ppo",
     paper="TRL; verl",
-    provenance="official code",
+    provenance="framework code",
 )
 def seq_mis(
     cap: float = 3.0, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None

@@ -14,7 +14,7 @@ from offcorr.registry import register
     "seq_tis",
     multiplier="min(prod rho, cap) * ppo",
     paper="verl; 2602.17616",
-    provenance="official code",
+    provenance="framework code",
 )
 def seq_tis(
     cap: float = 2.0, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None

@@ -14,7 +14,7 @@ from offcorr.registry import register
     "tis",
     multiplier="min(rho, cap) * ppo",
     paper="Yao et al. 2025 (FlashRL)",
-    provenance="official code",
+    provenance="framework code",
 )
 def tis(cap: float = 2.0, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None) -> Correction:
     """min(rho, cap) on the PPO gate.

@@ -14,7 +14,7 @@ from offcorr.registry import register
     "veto",
     multiplier="1 unless vetoed, then 0; * ppo",
     paper="slime; verl",
-    provenance="official code",
+    provenance="framework code",
 )
 def veto(
     threshold: float = 1e-4,
