@@ -7,7 +7,7 @@ the token's own gradient.  Only PowerMean and ClippedGeometric have another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ def one(log_ratio: Any) -> Any:
 
 @dataclass(frozen=True)
 class Ratio(Station, kind="ratio"):
-    of: Pair = "staleness"
+    of: Pair = field(default="staleness", kw_only=True)
 
     POINTWISE: ClassVar[tuple[str, ...]] = ("measure", "read", "slope")
     measure: ClassVar[Any] = staticmethod(own)

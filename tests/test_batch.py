@@ -64,6 +64,12 @@ def test_packed_per_token_advantages():
     torch.testing.assert_close(logp.grad, out.coefficient)
 
 
+def test_a_ratios_own_options_come_first():
+    assert ratios.PowerMean(2.0) == ratios.PowerMean(power=2.0, of="staleness")
+    assert ratios.MinPrefix(True, of="total").bounded
+    assert ratios.Token(of="total").of == "total"
+
+
 def test_masks_of_numbers_are_masks():
     mask = (torch.rand(4, 128, generator=torch.Generator().manual_seed(0)) > 0.5).float()
     numbers, flags = (offcorr.get("ppo")(Batch(**GOOD | {"mask": m})) for m in (mask, mask.bool()))
