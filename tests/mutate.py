@@ -188,8 +188,8 @@ MUTATIONS = [
     Mutation(
         "ESS of clamped weights",
         "offcorr/metrics.py",
-        "total = torch.where(seen, d, 0).sum(1)",
-        "total = torch.where(seen, d, 0).sum(1).clamp(-20, 20)",
+        "total = torch.where(seen, d, 0).sum(2)",
+        "total = torch.where(seen, d, 0).sum(2).clamp(-20, 20)",
         f"{PITFALLS} ess",
     ),
     Mutation(
@@ -202,8 +202,8 @@ MUTATIONS = [
     Mutation(
         "mismatch measured over padding",
         "offcorr/metrics.py",
-        "d, seen = pair.raw.double(), pair.compared",
-        "d, seen = pair.raw.double(), torch.ones_like(pair.compared)",
+        "torch.stack([pair.compared for pair in pairs])",
+        "torch.stack([torch.ones_like(pair.compared) for pair in pairs])",
         f"{METRICS} series",
     ),
     Mutation(
@@ -212,6 +212,27 @@ MUTATIONS = [
         "return advantage * logp, advantage",
         "return advantage * logp, advantage / 2",
         f"{CONTRACT} reinforce",
+    ),
+    Mutation(
+        "the sampler one update too fresh",
+        "offcorr/rollout/off_policy.py",
+        "max(0, now - self.lag) if training",
+        "max(0, now - self.lag + 1) if training",
+        f"{ROLLOUT}::test_lag_k_samples_with_the_weights_of_k_updates_ago",
+    ),
+    Mutation(
+        "accumulation left out of the denominator",
+        "offcorr/trl/trainer.py",
+        'return len(inputs["advantages"]) * accumulation',
+        'return len(inputs["advantages"])',
+        "tests/trl/test_differential.py::test_settings",
+    ),
+    Mutation(
+        "recomputed log-probs in the place of the snapshot's",
+        "offcorr/trl/trainer.py",
+        'old_logp = inputs["old_logp"]',
+        "old_logp = logp.detach()",
+        f"{TRL} snapshot_anchor",
     ),
 ]
 
