@@ -211,7 +211,6 @@ class Tokens:
         old_logp = batch.logp if batch.old_logp is None else batch.old_logp
         finite = batch.logp.detach().isfinite() & old_logp.detach().isfinite() & advantages.isfinite()
         self.trainable: TokenMask = mask & finite
-        self.nonfinite: TokenMask = mask & ~finite
 
         self.logp = self._select(batch.logp)
         self.old_logp = self._select(old_logp.detach())

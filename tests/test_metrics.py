@@ -85,20 +85,6 @@ def test_soft_gates_report_how_much_they_held_back():
     assert held == pytest.approx(1 - 4 * p * (1 - p) * ratio / ratio)
 
 
-def test_ess_sees_what_a_clamp_would_hide():
-    """One sequence with weight e^60 among 8: the effective share is 1/8, not what a clamped ratio gives."""
-    rollout = torch.zeros(8, 4)
-    rollout[0] = -15
-    batch = Batch(
-        logp=torch.zeros(8, 4),
-        old_logp=torch.zeros(8, 4),
-        rollout_logp=rollout,
-        advantages=torch.ones(8),
-        mask=torch.ones(8, 4),
-    )
-    assert offcorr.metrics.measure(batch).compute()["offcorr/engine/ess_seq"] == pytest.approx(1 / 8, rel=1e-6)
-
-
 def test_pack_and_ranks():
     parts = [offcorr.get("tis")(contract.example(seed)).metrics for seed in range(3)]
     merged = parts[0].merge(parts[1]).merge(parts[2]).compute()
