@@ -193,6 +193,9 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
     if trainer.accelerator.is_main_process:
         summarise(history.logs, title=f"{args.loss_type} at lag {args.lag}, {args.precision} sampler")
         print(f"history: {history.file}\npicture: {plot(history.logs, history.file.with_suffix('.png'))}")
+    # A process that ends while gloo still holds its tensors aborts (pytorch/pytorch#190489).
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 class Bar(ProgressCallback):

@@ -26,6 +26,9 @@ def main(path: str) -> None:
     results = [train(settings, config) for config in settings["configs"]]
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(results, Path(settings["output"], "results.pt"))
+    if torch.distributed.is_initialized():  # or gloo may still hold tensors when the interpreter ends, and abort
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 def train(settings: dict, config: dict) -> dict:
