@@ -14,7 +14,8 @@ A controller is a station with two more methods, in place of its pointwise parts
 
 Every controller here reads ahead like that, since each is defined on the batch that it bounds; one that tolerates a
 lag of a step is given the last step's statistics instead.  Nothing is kept between steps, so there is no state to
-save. ``loss_fn.resolve(merged)`` shows what was found, for instance ``gate=Clip(eps_low=0.3, ...)``.
+save. ``loss_fn.resolve(merged)`` shows what was found, for instance ``gate=Clip(eps_low=0.3, ...)``; what
+``found(resolved)`` names of it is logged under ``offcorr/control/``.
 
 A user's own controller is written and used the same way:
 
@@ -134,6 +135,10 @@ class BalancedClip(Gate):
         i, j = next(wanted, (-1, -1))
         return Clip(1 - self.lows[i], self.highs[j] - 1, self.dual_clip)
 
+    def found(self, resolved: Clip) -> dict[str, float]:
+        """The bounds on the ratio."""
+        return {"c_low": 1 - resolved.eps_low, "c_high": 1 + resolved.eps_high}
+
     def _path(self) -> list[tuple[int, int]]:
         """Every pair of bounds in the order tried: the lower one first."""
         last = len(self.lows) - 1
@@ -188,3 +193,7 @@ class MomentBudget(Rejection):
         # Where not even the smallest fits, every square is above 0, and a threshold of 0 keeps none.
         largest = torch.where(fits, squares, 0).amax() if len(squares) else 0
         return K2(float(largest) / 2, level="token", of=self.of)
+
+    def found(self, resolved: K2) -> dict[str, float]:
+        """The largest squared log-ratio that is kept."""
+        return {"squared_log_ratio": 2 * resolved.bound}

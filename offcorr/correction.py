@@ -17,7 +17,7 @@ from offcorr.aggregate import check_aggregate, check_denominator, row_weights, t
 from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.gates import Clip, Gate
 from offcorr.kernels import correction as fused_correction
-from offcorr.metrics import Metrics
+from offcorr.metrics import CONTROL, Metrics
 from offcorr.multipliers import Multiplied
 from offcorr.ratios import Ratio, Token
 from offcorr.rejections import Rejection
@@ -180,14 +180,19 @@ class Correction:
             check_denominator(denominator)
         with torch.no_grad():
             self._check_fields(batch)
-            fused = fused_correction.run(self, batch, denominator, statistics)
-            loss, coefficient, data = fused or self._reference(batch, denominator, statistics)
+            statistics = statistics or self._statistics(batch)
+            known = self.resolve(statistics)
+            fused = fused_correction.run(known, batch, denominator)
+            loss, coefficient, data = fused or known._reference(batch, denominator)
+            if statistics is not None:
+                data = data | self._found(statistics, known, batch.logp.device)
         return Output(_Attach.apply(batch.logp, loss, coefficient), coefficient, Metrics(data))
 
     def statistics(self, batch: Batch) -> Statistics | None:
         """What batch-coupled stations need of this batch; merge over micro-batches and ranks.  None: nothing."""
+        self._check_fields(batch)
         with torch.no_grad():
-            return self._statistics(self._tokens(batch))
+            return self._statistics(batch)
 
     def resolve(self, statistics: Statistics | None) -> Correction:
         """The same correction with every batch-coupled station replaced by what ``statistics`` makes of it."""
@@ -257,13 +262,10 @@ class Correction:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _reference(
-        self, batch: Batch, denominator: float | Tensor | None, statistics: Statistics | None
-    ) -> tuple[Scalar, Tensor, dict[str, Tensor]]:
-        """Loss, coefficient and metrics by torch: the definition."""
+    def _reference(self, batch: Batch, denominator: float | Tensor | None) -> tuple[Scalar, Tensor, dict[str, Tensor]]:
+        """Loss, coefficient and metrics by torch, all statistics known: the definition."""
         tokens = Tokens(batch)
-        resolved = self.resolve(statistics or self._statistics(tokens))
-        terms = resolved.terms(tokens)
+        terms = self.terms(tokens)
         z, scale = self._scale(tokens, terms.kept, denominator)
         scale = scale[:, None] * terms.weight / z
         loss, coefficient = -scale * terms.surrogate, -scale * terms.derivative
@@ -288,10 +290,6 @@ class Correction:
         )
         return loss.sum(), batch.repack(coefficient), data
 
-    def _tokens(self, batch: Batch) -> Tokens:
-        self._check_fields(batch)
-        return Tokens(batch)
-
     def _check_fields(self, batch: Batch) -> None:
         for name in self.needs - {"old_logp"}:
             if getattr(batch, name) is None:
@@ -305,9 +303,22 @@ class Correction:
         if self.strict and batch.mask.dtype != torch.bool:
             batch.check_mask_values()
 
-    def _statistics(self, tokens: Tokens) -> Statistics | None:
-        parts = {p: s.statistics(tokens) for p, s in self.stations.items() if s.statistics is not None}
-        return Statistics(parts) if parts else None
+    def _statistics(self, batch: Batch) -> Statistics | None:
+        coupled = {place: s for place, s in self.stations.items() if s.statistics is not None}
+        if not coupled:
+            return None
+        tokens = Tokens(batch)
+        return Statistics({place: station.statistics(tokens) for place, station in coupled.items()})
+
+    def _found(self, statistics: Statistics, known: Correction, device: torch.device) -> dict[str, Tensor]:
+        """The ``offcorr/control/`` series: what batch-coupled stations became."""
+        found: dict[str, float] = {}
+        for place in statistics.parts:
+            found |= self.stations[place].found(known.stations[place])
+        return {
+            CONTROL + name: torch.tensor([value, 1.0], dtype=torch.float64, device=device)
+            for name, value in found.items()
+        }
 
     def _scale(
         self, tokens: Tokens, kept: TokenMask, denominator: float | Tensor | None

@@ -210,7 +210,22 @@ _SERIES: dict[str, tuple[Metric, ...]] = {
     "offcorr/staleness/": MISMATCH,
     "offcorr/loss/": LOSS,
 }
-KINDS: dict[str, Metric] = {prefix + m.name: m for prefix, series in _SERIES.items() for m in series}
+
+CONTROL = "offcorr/control/"
+"""Before the names of what batch-coupled stations found, which are their own (``Station.found``)."""
+
+
+class _Kinds(dict[str, Metric]):
+    """The metric of each name; those of the control series are means of one number."""
+
+    def __missing__(self, name: str) -> Metric:
+        if not name.startswith(CONTROL):
+            raise KeyError(name)
+        metric = self[name] = Metric(name.removeprefix(CONTROL), "what a batch-coupled station found", Mean())
+        return metric
+
+
+KINDS: dict[str, Metric] = _Kinds({prefix + m.name: m for prefix, series in _SERIES.items() for m in series})
 
 
 @dataclass(frozen=True)

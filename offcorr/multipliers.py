@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from offcorr.batch import Tokens
+from offcorr.batch import Batch, Tokens
 from offcorr.kernels.scans import SPANS
 from offcorr.ratios import own
-from offcorr.shapes import Pair, PerToken, TokenMask
+from offcorr.shapes import Pair, PerSequence, PerToken, TokenMask
 from offcorr.station import Station, apply
 
 
@@ -19,7 +19,7 @@ class Multiplied(NamedTuple):
 
     weight: PerToken  # 0 where not kept
     kept: TokenMask
-    truncated: TokenMask  # kept, but at another value than the ratio's own
+    truncated: TokenMask  # kept, but the rule gave another value than the ratio's own
 
 
 class Multiplier(Station, kind="multiplier"):
@@ -46,7 +46,9 @@ class Multiplier(Station, kind="multiplier"):
         inputs = self.inputs(tokens)
         weight, kept = apply(self.rule, inputs, self.params)
         weight = torch.where(kept & tokens.mask, weight, 0)
-        return Multiplied(weight, kept | ~tokens.mask, self.truncated(weight, kept & tokens.mask, inputs["value"]))
+        truncated = self.truncated(weight, kept & tokens.mask, inputs["value"])
+        factor = self.row_factor(tokens.batch)
+        return Multiplied(weight if factor is None else weight * factor[:, None], kept | ~tokens.mask, truncated)
 
     def inputs(self, tokens: Tokens) -> dict[str, Any]:
         """What the rule sees, each [B, T]; ``value`` is the measure carried over the span."""
@@ -63,6 +65,10 @@ class Multiplier(Station, kind="multiplier"):
         measured = torch.where(tokens.mask, apply(self.measure, inputs, self.params), 0)
         value = SPANS[self.span](measured, tokens.rows)
         return inputs | {"value": value.clamp(-self.value_limit, self.value_limit)}
+
+    def row_factor(self, batch: Batch) -> PerSequence | None:
+        """A factor of each sequence on top of the rule, [B]; None: 1."""
+        return None
 
     def truncated(self, weight: PerToken, kept: TokenMask, value: PerToken) -> TokenMask:
         return torch.zeros_like(kept)

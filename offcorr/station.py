@@ -75,6 +75,10 @@ class Station:
     statistics: ClassVar[Any] = None
     resolve: ClassVar[Any] = None
 
+    def found(self, resolved: Any) -> dict[str, float]:
+        """The numbers of what a batch-coupled station became, by name: logged under ``offcorr/control/``."""
+        return {}
+
     @property
     def asks_for(self) -> frozenset[str]:
         """The inputs that the pointwise parts name."""

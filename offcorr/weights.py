@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from offcorr import ops
-from offcorr.batch import LOG_LIMIT, Tokens
-from offcorr.multipliers import Multiplied, Multiplier
+from offcorr.batch import LOG_LIMIT, Batch, Tokens
+from offcorr.multipliers import Multiplier
 from offcorr.shapes import Pair, PerSequence, PerToken, TokenMask
 from offcorr.station import check_choice, check_number, check_order, check_pair
 
@@ -136,32 +136,35 @@ class Band(_Bounded):
 
 @dataclass(frozen=True, eq=False)
 class GroupSums:
-    """Sum and number of something, for each group of sequences; merges by addition."""
+    """What each sequence adds to the sum and the number of its group; merges by joining.
 
-    groups: Tensor  # [G] ids, ascending
-    total: Tensor  # [G]
-    count: Tensor  # [G]
+    One entry a sequence, however few groups there are: to count groups would be to wait for the device.
+    """
 
-    @classmethod
-    def of(cls, group: Tensor, total: PerSequence, count: PerSequence) -> GroupSums:
-        """Of what each sequence adds to its ``group`` [B]."""
-        groups, place = torch.unique(group, return_inverse=True)
-        zeros = total.new_zeros(len(groups))
-        return cls(groups, zeros.index_add(0, place, total), zeros.index_add(0, place, count.to(zeros.dtype)))
+    group: Tensor  # [S] ids
+    total: PerSequence
+    count: PerSequence
 
     def merge(self, other: GroupSums) -> GroupSums:
-        return GroupSums.of(
-            torch.cat([self.groups, other.groups]),
+        return GroupSums(
+            torch.cat([self.group, other.group]),
             torch.cat([self.total, other.total]),
             torch.cat([self.count, other.count]),
         )
 
     def mean(self, group: Tensor) -> PerSequence:
         """[B], the mean of each ``group``; 0 for a group that nothing was counted in."""
-        if not len(self.groups):
+        if not len(self.group):
             return self.total.new_zeros(len(group))
-        place = torch.searchsorted(self.groups, group).clamp(max=len(self.groups) - 1)
-        return torch.where(self.groups[place] == group, self.total[place] / self.count[place].clamp(min=1), 0)
+        known = self.group.sort().values  # a group's entries are added up where its first one lies
+        here, asked = (torch.searchsorted(known, ids.contiguous()) for ids in (self.group, group))
+        total, count = (
+            # index_put adds in a fixed order on every device; index_add does not
+            torch.zeros_like(x).index_put_((here,), x, accumulate=True)
+            for x in (self.total, self.count.to(self.total.dtype))
+        )
+        asked = asked.clamp(max=len(known) - 1)
+        return torch.where(known[asked] == group, total[asked] / count[asked].clamp(min=1), 0)
 
 
 @dataclass(frozen=True)
@@ -203,30 +206,31 @@ class SelfNormalise(Weight):
             total, count = torch.where(last, weight, 0).sum(1), present.to(weight.dtype)
         else:
             total, count = weight.sum(1), tokens.rows.count
-        return GroupSums.of(self.group(tokens), total, count)
+        return GroupSums(self.group(tokens.batch), total, count)
 
     def resolve(self, statistics: GroupSums) -> Multiplier:
         """The same weight with the mean known."""
         return _Normalised(self, statistics)
 
-    def group(self, tokens: Tokens) -> Tensor:
+    def group(self, batch: Batch) -> Tensor:
+        """[B], whose mean it is."""
         if self.over == "batch":
-            return torch.zeros(len(tokens.mask), dtype=torch.long, device=tokens.mask.device)
-        assert tokens.batch.group_ids is not None  # asks_for said so
-        return tokens.batch.group_ids
+            return torch.zeros(batch.sequences, dtype=torch.long, device=batch.mask.device)
+        assert batch.group_ids is not None  # asks_for said so
+        return batch.group_ids
 
 
-class _Normalised(Weight):
-    """A SelfNormalise whose mean is known."""
-
-    POINTWISE: ClassVar[tuple[str, ...]] = ()
+class _Normalised(_Bounded):
+    """A SelfNormalise whose mean is known: its inner weight, times a factor of each sequence."""
 
     def __init__(self, weight: SelfNormalise, sums: GroupSums) -> None:
         self.weight, self.sums = weight, sums
-        self.of = weight.of
+        self.of, self.level = weight.of, weight.inner.level
 
-    def __call__(self, tokens: Tokens) -> Multiplied:
-        inner = self.weight.inner(tokens)
-        mean = self.sums.mean(self.weight.group(tokens))
-        scale = torch.where(mean > 1e-8, 1 / mean.clamp(min=1e-8), 1)
-        return inner._replace(weight=inner.weight * scale[:, None])
+    @property
+    def bound(self) -> Bound:
+        return self.weight.inner.bound  # type: ignore[no-any-return]
+
+    def row_factor(self, batch: Batch) -> PerSequence:
+        mean = self.sums.mean(self.weight.group(batch))
+        return torch.where(mean > 1e-8, 1 / mean.clamp(min=1e-8), 1)

@@ -158,6 +158,16 @@ def _opsm(o, batch):
     return Composition(clip_gate(o), TOKEN, [], [("OPSM", {"delta": o.delta})])
 
 
+@method("binary_kl", bound=0.05, **PPO)
+def _binary_kl(o, batch):
+    return Composition(clip_gate(o), TOKEN, [], [("BinaryKL", {"bound": o.bound})])
+
+
+@method("vaco", bound=0.2)
+def _vaco(o, batch):
+    return Composition(("Unclipped", {}), TOKEN, [], [("VACO", {"bound": o.bound})])
+
+
 @method("gspo", aggregate=SMTM, eps_low=3e-4, eps_high=4e-4, dual_clip=None)
 @method("luspo", aggregate=SMTS, eps_low=2e-3, eps_high=2.5e-3, dual_clip=None)
 def _gspo(o, batch):

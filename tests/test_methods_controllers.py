@@ -244,3 +244,23 @@ def test_what_was_found_is_a_plain_correction(name):
     found = loss_fn.resolve(loss_fn.statistics(batch))
     assert loss_fn.statistics(batch) is not None and found.statistics(batch) is None
     torch.testing.assert_close(found(batch).coefficient, loss_fn(batch).coefficient, rtol=0, atol=0)
+
+
+def test_what_was_found_is_logged():
+    """As the mean over micro-batches and ranks of a number that is the same in each."""
+    batch = batch_of()
+    parts = [batch.rows(slice(i, i + 16)) for i in range(0, 64, 16)]
+    for loss_fn, wanted in (
+        (offcorr.get("bapo", target=0.76), {"c_low": 0.8, "c_high": 1.45}),
+        (offcorr.get("m2po"), {"squared_log_ratio": 2 * found_by(offcorr.get("m2po"), batch).reject[0].bound}),
+        (offcorr.get("ppo"), {}),
+    ):
+        statistics = merged(loss_fn, parts) if wanted else None
+        seen = [loss_fn(part, statistics=statistics).metrics for part in parts]
+        everything = reduce(offcorr.Metrics.merge, seen).all_reduce(lambda vector: torch.stack([vector, vector]))
+        logged = {k.removeprefix("offcorr/control/"): v for k, v in everything.compute().items() if "/control/" in k}
+        assert logged == pytest.approx(wanted)
+
+
+def found_by(loss_fn, batch):
+    return loss_fn.resolve(loss_fn.statistics(batch))

@@ -27,7 +27,7 @@ GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_cases.json").read_
 # Methods whose own stations compare with the engine: they need rollout_logp.
 ENGINE_METHODS = {
     *("tis", "seq_tis", "icepop", "seq_mis", "geo_rs", "veto", "decoupled_ppo"),
-    *("dppo", "vcpo", "aipo"),
+    *("binary_kl", "dppo", "vcpo", "aipo"),
 }
 
 
@@ -254,6 +254,8 @@ OPTIONS: dict[str, Callable[[random.Random], Options]] = {
     "geo_rs": with_ppo(band),
     "veto": with_ppo(lambda rng: {"threshold": 10 ** rng.uniform(-6, -0.5)}),
     "opsm": with_ppo(lambda rng: {"delta": rng.uniform(0.0, 1.0)}),
+    "binary_kl": with_ppo(lambda rng: {"bound": 10 ** rng.uniform(-3, 0)}),
+    "vaco": lambda rng: {"bound": rng.uniform(0.01, 1.0)},
     "gspo": small_clip,
     "luspo": small_clip,
     "gmpo": lambda rng: {"eps_low": rng.uniform(0.05, 1.0), "eps_high": rng.uniform(0.05, 1.0)},

@@ -1,5 +1,7 @@
 """A correction in two launches: one composed kernel over the rows, one that merges what the rows metered.
 
+A few long rows are split, so that they fill a GPU; each part has to know what came before it, which is a launch more.
+
 ``run`` gives what ``Correction`` needs of a batch, or None where the reference has to do it; ``backend`` says which it
 is and why.  The torch reference stays the definition; float64 always runs there.
 """
@@ -23,18 +25,23 @@ import torch
 from torch import Tensor
 
 from offcorr.aggregate import AGGREGATIONS, row_weights, total
-from offcorr.batch import Batch, Tokens
+from offcorr.batch import Batch
 from offcorr.gates import Gate
 from offcorr.kernels.compose import Composition, NotFused, compose, numbers
 from offcorr.kernels.rebind import for_triton
 from offcorr.metrics import KINDS, LOSS, MISMATCH, Histogram
+from offcorr.multipliers import Multiplier
 
 if TYPE_CHECKING:
-    from offcorr.correction import Correction, Statistics
+    from offcorr.correction import Correction
 
 Choice = Literal["auto", "reference", "triton"]
 BLOCK, WARPS = 512, 4
 """Tokens a program looks at together (fewer where the rows are shorter), and the warps that do."""
+SPLIT_WARPS, SPLIT_REGISTERS = 8, 128
+"""The same where a row is split, and the registers a thread may have: left alone, the assembler spills some."""
+FILL, PART = 512, 4096
+"""Rows of more than two parts are split, a part is PART tokens or more, until there are FILL programs."""
 MERGED_BLOCK = 256
 """Rows that a merging program looks at together."""
 
@@ -79,21 +86,19 @@ def backend(loss_fn: Correction, batch: Batch) -> str:
     why = _why_reference(batch)
     if why is None:
         try:
-            _prepare(loss_fn, batch, None, None)
+            _prepare(loss_fn.resolve(loss_fn.statistics(batch)), batch, None)
             return "triton"
         except NotFused as reason:
             why = str(reason)
     return f"reference: {why}"
 
 
-def run(
-    loss_fn: Correction, batch: Batch, denominator: float | Tensor | None, statistics: Statistics | None
-) -> Fused | None:
-    """The correction by the kernel, no host synchronisation; None: the reference has to run."""
+def run(loss_fn: Correction, batch: Batch, denominator: float | Tensor | None) -> Fused | None:
+    """A resolved correction by the kernel, no host synchronisation; None: the reference has to run."""
     if _why_reference(batch) is not None:
         return None
     try:
-        fused = _prepare(loss_fn, batch, denominator, statistics)()
+        fused = _prepare(loss_fn, batch, denominator)()
     except NotFused as reason:
         _say_once(f"{loss_fn.method!r} runs on the torch reference: {reason}")
         return None
@@ -125,17 +130,39 @@ def _why_reference(batch: Batch) -> str | None:
 # -- one call ------------------------------------------------------------------------------------------------
 
 
-def _prepare(
-    loss_fn: Correction, batch: Batch, denominator: float | Tensor | None, statistics: Statistics | None
-) -> _Call:
-    if any(s.statistics is not None for s in loss_fn.stations.values()):
-        loss_fn = loss_fn.resolve(statistics or loss_fn._statistics(Tokens(batch)))
-    rewards = _rewards(loss_fn.gate, batch)
+def _prepare(loss_fn: Correction, batch: Batch, denominator: float | Tensor | None) -> _Call:
+    rewards, row_factor = _rewards(loss_fn.gate, batch), _row_factor(loss_fn, batch)
     z = _denominator(loss_fn, batch, denominator)
-    composition = compose(loss_fn, batch, z_on_device=isinstance(z, Tensor))
+    composition = compose(
+        loss_fn,
+        batch,
+        z_on_device=isinstance(z, Tensor),
+        row_factor=row_factor is not None,
+        split=_parts(batch) > 1,
+    )
     if composition in _not_compiled:
         raise NotFused(_not_compiled[composition])
-    return _Call(loss_fn, batch, composition, kernel_of(composition), z, rewards)
+    return _Call(loss_fn, batch, composition, kernels_of(composition), z, rewards, row_factor)
+
+
+def _parts(batch: Batch) -> int:
+    """How many programs should share a row.  The longest row of a packed batch is not known here, the mean is."""
+    rows, tokens = batch.sequences, batch.logp.numel()
+    if tokens <= 2 * PART * rows:
+        return 1
+    longest = batch.logp.shape[1] if batch.cu_seqlens is None else tokens
+    most = min(-(-FILL // rows), _power_of_two(longest, BLOCK))  # a program looks at all the parts of its row at once
+    return min(most, -(-longest // PART))
+
+
+def _row_factor(loss_fn: Correction, batch: Batch) -> Tensor | None:
+    """[S], the product of what weights multiply whole sequences with; None: 1."""
+    factors = [s.row_factor(batch) for s in loss_fn.stations.values() if isinstance(s, Multiplier)]
+    return functools.reduce(_product, factors, None)
+
+
+def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a * b
 
 
 def _rewards(gate: Gate, batch: Batch) -> Tensor | None:
@@ -177,19 +204,20 @@ class _Call(NamedTuple):
     loss_fn: Correction
     batch: Batch
     composition: Composition
-    kernel: Any
+    kernels: Kernels
     z: float | Tensor
     rewards: Tensor | None
+    row_factor: Tensor | None = None
 
     def __call__(self) -> Fused:
         from offcorr.kernels.metering_triton import merge_rows
 
         batch, device = self.batch, self.batch.logp.device
-        rows = batch.sequences
+        rows, parts = batch.sequences, self.parts
         series = self.composition.series
         jobs = _jobs(tuple(series), device)
         coefficient = torch.empty(batch.logp.shape, dtype=torch.float32, device=device)
-        partials = torch.empty(jobs.columns, rows, dtype=torch.float32, device=device)
+        partials = torch.empty(jobs.columns, rows * parts, dtype=torch.float32, device=device)
         merged = torch.empty(jobs.size, dtype=torch.float64, device=device)
         loss = torch.empty((), dtype=torch.float32, device=device)
         with _on(device):
@@ -197,7 +225,7 @@ class _Call(NamedTuple):
             if not self.loss_fn.count_rejected:
                 self.scale(coefficient, partials)
             merge_rows[(len(jobs.table),)](
-                partials, jobs.table, merged, loss, rows, BLOCK=_power_of_two(rows, MERGED_BLOCK)
+                partials, jobs.table, merged, loss, rows, parts, BLOCK=_power_of_two(rows * parts, MERGED_BLOCK)
             )
         sizes = [KINDS[name].kind.size for name in jobs.names]
         return Fused(loss, coefficient, dict(zip(jobs.names, merged.split(sizes), strict=True)))
@@ -207,8 +235,10 @@ class _Call(NamedTuple):
         from triton.runtime.errors import InterpreterError
 
         arguments = (*self.arguments(coefficient, partials), *numbers(self.loss_fn))
+        grid = (self.batch.sequences * self.parts,)
         try:
-            self.kernel[(self.batch.sequences,)](*arguments, BLOCK=self.block, num_warps=WARPS)
+            for kernel in self.kernels:
+                kernel[grid](*arguments, BLOCK=self.block, **self.options)
         except (CompilationError, InterpreterError) as error:
             _not_compiled[self.composition] = f"Triton cannot compile it: {error}"
             raise NotFused(_not_compiled[self.composition]) from error
@@ -222,16 +252,38 @@ class _Call(NamedTuple):
     def block(self) -> int:
         return _power_of_two(self.width or self.batch.logp.numel(), BLOCK)
 
+    @property
+    def options(self) -> dict[str, int]:
+        """For the compiler."""
+        if not self.composition.split:
+            return {"num_warps": WARPS}
+        registers = {} if torch.version.hip else {"maxnreg": SPLIT_REGISTERS}  # Triton on ROCm has no such option
+        return {"num_warps": SPLIT_WARPS} | registers
+
+    @property
+    def parts(self) -> int:
+        """Programs that share a row."""
+        return _parts(self.batch) if self.composition.split else 1
+
+    @property
+    def part_length(self) -> int:
+        """Tokens of a row that one of them looks at: whole blocks."""
+        longest = self.width or self.batch.logp.numel()
+        return -(-longest // (self.parts * self.block)) * self.block
+
     def arguments(self, coefficient: Tensor, partials: Tensor) -> list[Any]:
-        """In the order of ``compose.ARGUMENTS``."""
+        """In the order of ``source.ARGUMENTS``."""
         batch, tokens = self.batch, self.batch.logp.numel()
-        turn_ids = order = means = turn_of = None
+        turn_ids = order = means = turn_of = summary = None
         turns = sum(one.span == "turn" for one in self.composition.carried)
         if turns:
             means = torch.empty(turns, tokens, dtype=torch.float32, device=batch.logp.device)
             turn_of = torch.empty(tokens, dtype=torch.int32, device=batch.logp.device)
             if batch.turn_ids is not None:
                 turn_ids, order = batch.turn_ids.contiguous(), _turn_order(batch).contiguous()
+        if self.composition.split:
+            slots, programs = self.composition.summary_size, batch.sequences * self.parts
+            summary = torch.empty(slots, programs, dtype=torch.float32, device=batch.logp.device)
         fields = (batch.logp, batch.old_logp, batch.rollout_logp, batch.advantages)
         mask = batch.mask if batch.mask.dtype == torch.bool else batch.mask.bool()
         return [
@@ -246,11 +298,15 @@ class _Call(NamedTuple):
             _edges(batch.logp.device),
             coefficient,
             partials,
+            None if self.row_factor is None else self.row_factor.contiguous(),
+            summary,
             self.row_weight,
             self.z,
             tokens,
             self.width,
             batch.sequences,
+            self.parts,
+            self.part_length,
         ]
 
     @property
@@ -273,10 +329,10 @@ class _Call(NamedTuple):
         from offcorr.kernels.metering_triton import LOSS_COLUMNS
 
         name, batch = self.loss_fn.aggregate, self.batch
-        kept, valid = (partials[LOSS_COLUMNS.index(column)] for column in ("kept", "valid"))
+        kept, valid = (partials[LOSS_COLUMNS.index(column)].view(-1, self.parts).sum(1) for column in ("kept", "valid"))
         z = total(name, kept, ((kept > 0) | (valid == 0)).sum())
         scale = row_weights(name, kept, self.loss_fn.max_length, self.longest) / z
-        partials[LOSS_COLUMNS.index("loss")] *= scale
+        partials[LOSS_COLUMNS.index("loss")] *= scale.repeat_interleave(self.parts)
         if batch.cu_seqlens is None:
             coefficient *= scale[:, None]
         else:
@@ -375,9 +431,13 @@ def _edges(device: torch.device) -> Tensor:
 # -- from source to kernel -----------------------------------------------------------------------------------
 
 
+Kernels = tuple[Any, ...]
+"""In the order of their launches, the correction itself last."""
+
+
 @functools.cache
-def kernel_of(composition: Composition) -> Any:
-    """The composition's kernel, not yet compiled.
+def kernels_of(composition: Composition) -> Kernels:
+    """The composition's kernels, not yet compiled.
 
     Raises:
         NotFused: a pointwise part has no source that Triton can read.
@@ -396,7 +456,7 @@ def kernel_of(composition: Composition) -> Any:
     module = importlib.util.module_from_spec(spec)
     vars(module).update(parts)
     spec.loader.exec_module(module)
-    return module.correction
+    return (module.summary, module.correction) if composition.split else (module.correction,)
 
 
 def _write(source: str) -> Path:

@@ -1,4 +1,4 @@
-"""Metric accumulators in a kernel: one column of numbers for each row, then a second launch that merges the rows.
+"""Metric accumulators in a kernel: a column of numbers, one a row or part of it; a second launch merges the rows.
 
 Both launches add in a fixed order and use no atomics, so the same batch gives the same bits.
 """
@@ -115,7 +115,7 @@ def mismatch_step(state, d, seen, edges_ptr):
 
 @triton.jit
 def mismatch_store(state, first, column_ptr, rows):
-    """``column_ptr``: this row in the series' first column; columns lie ``rows`` numbers apart.
+    """``column_ptr``: this row (or its part) in the series' first column; columns lie ``rows`` numbers apart.
 
     ``first``: |d| at the row's first valid token, below 0 where there is none to compare.
     """
@@ -183,21 +183,24 @@ def loss_store(state, column_ptr, rows):
     tl.store(column_ptr + 10 * rows, valid_sum)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def merge_rows(partials_ptr, jobs_ptr, merged_ptr, loss_ptr, rows, BLOCK: tl.constexpr):
-    """One job a program, in float64: (kind, column, column that counts, places ...) -> numbers at those places."""
+@triton.jit(do_not_specialize=["rows", "parts"])
+def merge_rows(partials_ptr, jobs_ptr, merged_ptr, loss_ptr, rows, parts, BLOCK: tl.constexpr):
+    """One job a program, in float64: (kind, column, column that counts, places ...) -> numbers at those places.
+
+    A column has one number for each part of each row.
+    """
     job = tl.program_id(0)
     kind = tl.load(jobs_ptr + job * JOB_SIZE)
-    stride = rows.to(tl.int64)
-    column_ptr = partials_ptr + tl.load(jobs_ptr + job * JOB_SIZE + 1) * stride
-    count_ptr = partials_ptr + tl.load(jobs_ptr + job * JOB_SIZE + 2) * stride
+    entries = rows.to(tl.int64) * parts
+    column_ptr = partials_ptr + tl.load(jobs_ptr + job * JOB_SIZE + 1) * entries
+    count_ptr = partials_ptr + tl.load(jobs_ptr + job * JOB_SIZE + 2) * entries
     place = tl.load(jobs_ptr + job * JOB_SIZE + 3)
     lanes = tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], tl.float64)
     if kind == 0:  # SUM
         total = zeros
-        for first in range(0, rows, BLOCK):
-            total += tl.load(column_ptr + first + lanes, mask=first + lanes < rows, other=0.0).to(tl.float64)
+        for first in range(0, entries, BLOCK):
+            total += tl.load(column_ptr + first + lanes, mask=first + lanes < entries, other=0.0).to(tl.float64)
         number = tl.arange(0, 8)
         places = tl.load(jobs_ptr + job * JOB_SIZE + 3 + number)
         result = tl.sum(total, 0)
@@ -206,8 +209,8 @@ def merge_rows(partials_ptr, jobs_ptr, merged_ptr, loss_ptr, rows, BLOCK: tl.con
             tl.store(loss_ptr, result.to(tl.float32))
     elif kind == 1:  # MAX
         largest = zeros
-        for first in range(0, rows, BLOCK):
-            values = tl.load(column_ptr + first + lanes, mask=first + lanes < rows, other=0.0).to(tl.float64)
+        for first in range(0, entries, BLOCK):
+            values = tl.load(column_ptr + first + lanes, mask=first + lanes < entries, other=0.0).to(tl.float64)
             largest = tl.maximum(largest, values)
         tl.store(merged_ptr + place, tl.max(largest, 0))
     elif kind == 4:  # PERPLEXITY: mean over rows of e^(-mean d)
@@ -215,8 +218,8 @@ def merge_rows(partials_ptr, jobs_ptr, merged_ptr, loss_ptr, rows, BLOCK: tl.con
         present = zeros
         for first in range(0, rows, BLOCK):
             inside = first + lanes < rows
-            count = tl.load(count_ptr + first + lanes, mask=inside, other=0.0).to(tl.float64)
-            minus_d = tl.load(column_ptr + first + lanes, mask=inside, other=0.0).to(tl.float64)
+            count = _row_sum(count_ptr, first + lanes, inside, parts, BLOCK)
+            minus_d = _row_sum(column_ptr, first + lanes, inside, parts, BLOCK)
             # clamped as in the reference, where e^700 is still a number
             mean = tl.minimum(minus_d / tl.maximum(count, 1.0), 700.0)
             total += tl.where(count > 0, tl.exp(mean), 0.0)
@@ -229,31 +232,33 @@ def merge_rows(partials_ptr, jobs_ptr, merged_ptr, loss_ptr, rows, BLOCK: tl.con
     elif kind == 6:  # SUMS: of neighbouring columns
         column = tl.arange(0, TOGETHER)
         totals = tl.zeros([TOGETHER, BLOCK], tl.float64)
-        for first in range(0, rows, BLOCK):
-            place_of = column[:, None] * stride + (first + lanes)[None, :]
-            inside = (first + lanes < rows)[None, :]
+        for first in range(0, entries, BLOCK):
+            place_of = column[:, None] * entries + (first + lanes)[None, :]
+            inside = (first + lanes < entries)[None, :]
             totals += tl.load(column_ptr + place_of, mask=inside, other=0.0).to(tl.float64)
         tl.store(merged_ptr + place + column, tl.sum(totals, 1))
     else:  # moments of e^x: of each token (kind 2), or of each row's sum (kind 3)
+        summed = tl.where(kind == 3, parts, 1)  # entries that make one x
+        xs = entries // summed
         top = zeros - 1e300
-        for first in range(0, rows, BLOCK):
-            inside = first + lanes < rows
-            count = tl.load(count_ptr + first + lanes, mask=inside, other=0.0)
-            x = tl.load(column_ptr + first + lanes, mask=inside, other=0.0).to(tl.float64)
+        for first in range(0, xs, BLOCK):
+            inside = first + lanes < xs
+            count = _row_sum(count_ptr, first + lanes, inside, summed, BLOCK)
+            x = _row_sum(column_ptr, first + lanes, inside, summed, BLOCK)
             x = tl.where(kind == 3, -x, x)
             top = tl.where(count > 0, tl.maximum(top, x), top)
         largest = tl.max(top, 0)
         moment = zeros
         second = zeros
         seen = zeros
-        for first in range(0, rows, BLOCK):
-            inside = first + lanes < rows
-            count = tl.load(count_ptr + first + lanes, mask=inside, other=0.0).to(tl.float64)
-            x = tl.load(column_ptr + first + lanes, mask=inside, other=0.0).to(tl.float64)
+        for first in range(0, xs, BLOCK):
+            inside = first + lanes < xs
+            count = _row_sum(count_ptr, first + lanes, inside, summed, BLOCK)
+            x = _row_sum(column_ptr, first + lanes, inside, summed, BLOCK)
             x = tl.where(kind == 3, -x, x)
             scale = tl.where(count > 0, tl.exp(tl.where(count > 0, x - largest, 0.0)), 0.0)
-            own = tl.load(column_ptr + stride + first + lanes, mask=inside & (kind == 2), other=1.0).to(tl.float64)
-            square = tl.load(column_ptr + 2 * stride + first + lanes, mask=inside & (kind == 2), other=1.0)
+            own = tl.load(column_ptr + entries + first + lanes, mask=inside & (kind == 2), other=1.0).to(tl.float64)
+            square = tl.load(column_ptr + 2 * entries + first + lanes, mask=inside & (kind == 2), other=1.0)
             moment += own * scale
             second += square.to(tl.float64) * scale * scale
             seen += tl.where(kind == 3, tl.where(count > 0, 1.0, 0.0).to(tl.float64), count)
@@ -261,3 +266,12 @@ def merge_rows(partials_ptr, jobs_ptr, merged_ptr, loss_ptr, rows, BLOCK: tl.con
         tl.store(merged_ptr + place + 1, tl.sum(moment, 0))
         tl.store(merged_ptr + place + 2, tl.sum(second, 0))
         tl.store(merged_ptr + place + 3, tl.sum(seen, 0))
+
+
+@triton.jit
+def _row_sum(column_ptr, row, inside, parts, BLOCK: tl.constexpr):
+    """Sum of a row's parts, in float64."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for part in range(0, parts):
+        total += tl.load(column_ptr + row * parts + part, mask=inside, other=0.0).to(tl.float64)
+    return total

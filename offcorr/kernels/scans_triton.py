@@ -3,14 +3,18 @@
 Every function sees one block of one row.  ``x`` is 0 under the mask.  A span is one of
 
     a reduction      NAME_start(lanes) -> state, NAME_step(state, x, mask) per block, NAME(state, count) -> one number
-    a running span   NAME(x, mask, position, carry) -> (value, carry), blocks in order
+    a running span   NAME(x, mask, position, carry) -> (value, carry), blocks in order; the carry is a reduction of
+                     what came before
     ``token``        the measure itself
     ``turn``         a segmented mean: ``turn_totals`` in the order of the turns, then a look-up by turn
 
 A reduction's state is one vector a block wide for each quantity, so only the end of a row reduces over lanes.
+``NAME_fold(state)`` makes one number of each.  Where a row is split, its parts' folded states are the lanes of a state.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -47,8 +51,13 @@ def sequence_step(state, x, mask):
 
 
 @triton.jit
+def sequence_fold(state):
+    return (tl.sum(state[0], 0),)
+
+
+@triton.jit
 def sequence(state, count):
-    return tl.sum(state[0], 0)
+    return sequence_fold(state)[0]
 
 
 @triton.jit
@@ -67,8 +76,13 @@ def sequence_max_step(state, x, mask):
 
 
 @triton.jit
+def sequence_max_fold(state):
+    return (tl.max(state[0], 0),)
+
+
+@triton.jit
 def sequence_max(state, count):
-    return tl.where(count > 0, tl.max(state[0], 0), 0.0)
+    return tl.where(count > 0, sequence_max_fold(state)[0], 0.0)
 
 
 @triton.jit
@@ -82,8 +96,13 @@ def sequence_min_step(state, x, mask):
 
 
 @triton.jit
+def sequence_min_fold(state):
+    return (tl.min(state[0], 0),)
+
+
+@triton.jit
 def sequence_min(state, count):
-    return tl.where(count > 0, tl.min(state[0], 0), 0.0)
+    return tl.where(count > 0, sequence_min_fold(state)[0], 0.0)
 
 
 @triton.jit
@@ -103,12 +122,18 @@ def log_mean_exp_step(state, x, mask):
 
 
 @triton.jit
-def log_mean_exp(state, count):
+def log_mean_exp_fold(state):
     largest, below, seen = state
+    count = tl.sum(seen, 0)
     top = tl.where(count > 0, tl.max(tl.where(seen > 0, largest, -float("inf")), 0), 0.0)
     drop = tl.where(seen > 0, largest - top, 0.0)
-    total = tl.sum(below * tl.exp(drop) + seen * expm1(drop), 0)
-    return top + log1p(total / tl.maximum(count, 1.0))
+    return top, tl.sum(below * tl.exp(drop) + seen * expm1(drop), 0), count
+
+
+@triton.jit
+def log_mean_exp(state, count):
+    top, below, _ = log_mean_exp_fold(state)
+    return top + log1p(below / tl.maximum(count, 1.0))
 
 
 # -- running spans -------------------------------------------------------------------------------------------
@@ -174,21 +199,37 @@ def turn_totals(x, mask, starts, total_before, count_before):
     return tl.where(goes_on, total_before + total, total), tl.where(goes_on, count_before + count, count)
 
 
+class Reduction(NamedTuple):
+    """A reduction's functions, and how many quantities its state has."""
+
+    start: Any
+    step: Any
+    fold: Any
+    end: Any
+    size: int = 1
+
+
+class Running(NamedTuple):
+    """A running span, its first carry, and the reduction over a row's earlier parts that its carry is."""
+
+    span: Any
+    first: str
+    carry: str
+
+
 REDUCTIONS = {
-    "sequence": (sequence_start, sequence_step, sequence),
-    "geometric": (sequence_start, sequence_step, geometric),
-    "sequence_max": (sequence_max_start, sequence_max_step, sequence_max),
-    "sequence_min": (sequence_min_start, sequence_min_step, sequence_min),
-    "log_mean_exp": (log_mean_exp_start, log_mean_exp_step, log_mean_exp),
+    "sequence": Reduction(sequence_start, sequence_step, sequence_fold, sequence),
+    "geometric": Reduction(sequence_start, sequence_step, sequence_fold, geometric),
+    "sequence_max": Reduction(sequence_max_start, sequence_max_step, sequence_max_fold, sequence_max),
+    "sequence_min": Reduction(sequence_min_start, sequence_min_step, sequence_min_fold, sequence_min),
+    "log_mean_exp": Reduction(log_mean_exp_start, log_mean_exp_step, log_mean_exp_fold, log_mean_exp, size=3),
 }
-"""(start, step, end) of each."""
 
 RUNNING = {
-    "prefix": (prefix, "0.0"),
-    "prefix_geometric": (prefix_geometric, "0.0"),
-    "min_prefix": (min_prefix, 'float("inf")'),
-    "bounded_min_prefix": (bounded_min_prefix, 'float("inf")'),
+    "prefix": Running(prefix, "0.0", "sequence"),
+    "prefix_geometric": Running(prefix_geometric, "0.0", "sequence"),
+    "min_prefix": Running(min_prefix, 'float("inf")', "sequence_min"),
+    "bounded_min_prefix": Running(bounded_min_prefix, 'float("inf")', "sequence_min"),
 }
-"""(function, the first block's carry) of each."""
 
 SPANS = frozenset({"token", "turn", *REDUCTIONS, *RUNNING})

@@ -67,7 +67,7 @@ class Asymmetric(_Rewarded):
         batch = tokens.batch
         assert batch.group_ids is not None and batch.rewards is not None  # asks_for said so
         rewards = batch.rewards.detach().to(tokens.dtype)
-        return GroupSums.of(batch.group_ids, rewards, torch.ones_like(rewards))
+        return GroupSums(batch.group_ids, rewards, torch.ones_like(rewards))
 
     def resolve(self, statistics: GroupSums) -> gates.Gate:
         """The same gate with every group's mean reward known."""

@@ -46,6 +46,7 @@ def test_the_committed_table_has_every_method_and_no_spill():
     report = json.loads((ROOT / "benchmarks" / "results" / "aot_correction.json").read_text())
     assert methods_in(report) == METHODS, "run python benchmarks/aot.py --output benchmarks/results/aot_correction"
     assert {row["target"] for row in report["rows"]} == {"sm_80", "sm_90", "gfx942"}
+    assert {"padded", "packed", "split", "split, summary"} <= {row["layout"] for row in report["rows"]}
     no_spills(report)
 
 

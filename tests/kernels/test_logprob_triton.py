@@ -1,23 +1,17 @@
-"""The log-prob kernels under Triton's interpreter: against their torch twins, and the whole against float64.
+"""The log-prob kernels: against their torch twins, and the whole against float64.
 
-Needs TRITON_INTERPRET=1 before triton is imported, so these tests run in a process of their own (see the Makefile).
 Calls take the layout of a GPU: padded chunks, half-precision factors, no counting of the mask.  The tiles themselves
 come from torch.mm: the kernels hold no dot.
 """
-
-import os
 
 import pytest
 import torch
 
 from offcorr.kernels import logprob_tiles as torch_tiles
+from offcorr.kernels import logprob_triton as triton_tiles
 from offcorr.kernels.correction import use
 from offcorr.kernels.logprob import linear_logprob, logits_logprob, naive_logprob, out_of_vocabulary
 from offcorr.kernels.logprob_tiles import Transform
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
-
-from offcorr.kernels import logprob_triton as triton_tiles  # noqa: E402
 
 TRANSFORMS = [
     pytest.param(Transform(), id="plain"),

@@ -1,0 +1,413 @@
+"""The text of a composition's kernel, top to bottom."""
+
+from __future__ import annotations
+
+import math
+
+from offcorr.batch import LOG_LIMIT
+from offcorr.kernels.compose import Carried, Composition, NotFused
+from offcorr.kernels.scans_triton import REDUCTIONS, RUNNING
+from offcorr.shapes import Pair
+from offcorr.station import arguments
+
+ARGUMENTS = (
+    *("logp_ptr", "old_logp_ptr", "rollout_logp_ptr", "advantages_ptr", "mask_ptr", "rewards_ptr"),
+    *("turn_ids_ptr", "turn_order_ptr", "turn_means_ptr", "turn_of_ptr", "cu_seqlens_ptr", "edges_ptr"),
+    *("coefficient_ptr", "partials_ptr", "row_factor_ptr", "summary_ptr"),
+    *("row_weight", "z", "tokens", "width", "rows", "parts", "part_length"),
+)
+"""What every kernel takes before the stations' parameters, in order; an absent field is None."""
+
+_POLICIES = {
+    "staleness": ("logp", "old_logp"),
+    "engine": ("old_logp", "rollout_logp"),
+    "total": ("logp", "rollout_logp"),
+}
+
+_COMPARED = {"engine": "scored", "staleness": "trainable"}
+"""Where both log-probs are numbers."""
+
+
+class Source:
+    """Writes a composition's kernel, top to bottom."""
+
+    def __init__(self, composition: Composition) -> None:
+        self.composition, self.fields, self.split = composition, composition.fields, composition.split
+        self.reductions, self.first_carry = REDUCTIONS, {name: one.first for name, one in RUNNING.items()}
+        self.reduced = [one for one in composition.carried if one.span in REDUCTIONS]
+        self.running = [one for one in composition.carried if one.span in RUNNING]
+        # What a reduction pass reads: the row's reductions, and what running spans carry from part to part.
+        self.reduction_of = {one: one.span for one in self.reduced}
+        if self.split:
+            self.reduction_of |= {one: RUNNING[one.span].carry for one in self.running}
+        self.turns = [one for one in composition.carried if one.span == "turn"]
+        known = {"token", "turn", *REDUCTIONS, *RUNNING}
+        for one in composition.carried:
+            if one.span not in known:
+                raise NotFused(f"the kernel does not know the span {one.span!r}")
+        for one in (*self.reduction_of, *self.turns):
+            if "position" in arguments(one.measure):
+                raise NotFused("a measure asks for a token's position before its row has been read")
+        asked = {name for part in composition.functions.values() for name in arguments(part)}
+        self.asks_reward = "reward" in asked
+        self.asks_position = "position" in asked or any(one.span == "prefix_geometric" for one in self.running)
+        self.lines: list[str] = []
+
+    def text(self) -> str:
+        self.lines += [
+            f'"""Composed by offcorr.kernels; {"several programs" if self.split else "one program"} a row."""',
+            "",
+            "import triton",
+            "import triton.language as tl",
+            "",
+            "from offcorr.kernels import metering_triton as metering",
+            "from offcorr.kernels import scans_triton as spans",
+        ]
+        if self.split:
+            self.head("summary")
+            self.reduction_pass()
+            self.summary_store()
+        self.head("correction")
+        if self.split:
+            self.summary_load()
+        elif self.reduced or self.composition.divides_by_count:
+            self.reduction_pass()
+            self.row_values()
+        for number, one in enumerate(self.turns):
+            self.turn_pass(number, one)
+        self.main_pass()
+        self.tail()
+        return "\n".join(self.lines) + "\n"
+
+    def write(self, block: str, indent: int = 1) -> None:
+        self.lines += ["    " * indent + line for line in block.strip("\n").split("\n")]
+
+    def head(self, kernel: str) -> None:
+        params = [f"p_{place}" for place in sorted(self.composition.has_params)]
+        self.lines += [
+            "",
+            "",
+            '@triton.jit(do_not_specialize=["rows", "tokens", "parts", "part_length"])',
+            f"def {kernel}({', '.join((*ARGUMENTS, *params))}, BLOCK: tl.constexpr):",
+        ]
+        self.write("part = tl.program_id(0)")
+        self.write("row = part // parts\nnumber = part % parts" if self.split else "row = part")
+        if "cu_seqlens" in self.fields:
+            self.write("start = tl.load(cu_seqlens_ptr + row).to(tl.int64)")
+            self.write("length = (tl.load(cu_seqlens_ptr + row + 1) - start).to(tl.int32)")
+        else:
+            self.write("start = row.to(tl.int64) * width")
+            self.write("length = width")
+        if self.split:
+            self.write("begin = tl.minimum(number.to(tl.int64) * part_length, length).to(tl.int32)")
+            self.write("end = tl.minimum(begin + part_length, length)")
+            self.write("stride = rows.to(tl.int64) * parts")
+        else:
+            self.write("begin = 0\nend = length\nstride = rows.to(tl.int64)")
+        self.write("lanes = tl.arange(0, BLOCK)")
+        if "advantages" not in self.fields:
+            self.write("row_advantage = tl.load(advantages_ptr + row).to(tl.float32)")
+        if self.asks_reward:
+            self.write("reward = tl.zeros([BLOCK], tl.float32) + tl.load(rewards_ptr + row).to(tl.float32)")
+
+    def load(self, indent: int = 2) -> None:
+        """The tokens at ``index``, selected before any arithmetic, as ``batch.Tokens`` does.
+
+        All of a block is read: a load that skips masked tokens one by one is not read four at a time.
+        """
+        self.write("mask = tl.load(mask_ptr + start + index, mask=inside, other=0) != 0", indent)
+        selected = ["logp", "old_logp"] if "old_logp" in self.fields else ["logp"]
+        if "advantages" in self.fields:
+            selected.append("advantage")
+        else:
+            self.write("advantage = tl.zeros([BLOCK], tl.float32) + row_advantage", indent)
+        for name in selected:
+            pointer = "advantages_ptr" if name == "advantage" else f"{name}_ptr"
+            self.write(f"{name} = tl.load({pointer} + start + index, mask=inside, other=0.0).to(tl.float32)", indent)
+        everything = [name for name in ("logp", "old_logp", "advantage") if name in (*selected, "advantage")]
+        finite = " & ".join(f'(tl.abs({name}) < float("inf"))' for name in everything)
+        self.write(f"trainable = mask & {finite}", indent)
+        for name in everything:
+            self.write(f"{name} = tl.where(trainable, {name}, 0.0)", indent)
+        if "old_logp" not in self.fields:
+            self.write("old_logp = logp", indent)
+        if "rollout_logp" in self.fields:
+            self.write(
+                "reported = tl.load(rollout_logp_ptr + start + index, mask=inside, other=0.0).to(tl.float32)", indent
+            )
+            self.write('scored = trainable & (tl.abs(reported) < float("inf"))', indent)
+            self.write("rollout_logp = tl.where(scored, reported, old_logp)", indent)
+        else:
+            self.write("rollout_logp = old_logp", indent)
+        for of in sorted({one.of for one in self.composition.carried} | {self.composition.ratio_of}):
+            ours, theirs = _POLICIES[of]
+            self.write(f"raw_{of} = {ours} - {theirs}", indent)
+            self.write(f"log_ratio_{of} = {_clamped(f'raw_{of}', LOG_LIMIT)}", indent)
+
+    def call(self, name: str, place: str, of: Pair, **own: str) -> str:
+        """A call of a pointwise part, with what its arguments name."""
+        names = {
+            "log_ratio": f"log_ratio_{of}",
+            "raw_log_ratio": f"raw_{of}",
+            "value": f"value_{place}",
+            "logp": "logp" if place == "gate" else _POLICIES[of][0],
+            "anchor_logp": _POLICIES[of][1],
+            "p": f"p_{place}",
+        } | own
+        part = self.composition.functions[name]
+        return f"{name}({', '.join(names.get(argument, argument) for argument in arguments(part))})"
+
+    def measure(self, one: Carried) -> str:
+        return f"tl.where(mask, {self.call(f'{one.place}_measure', one.place, one.of)}, 0.0)"
+
+    def blocks(self) -> None:
+        self.write("for first in range(begin, end, BLOCK):")
+        self.write("index = first + lanes\ninside = index < end", 2)
+
+    def reduction_pass(self) -> None:
+        """Sums, extremes and the count over the tokens of this program."""
+        self.write("count_lanes = tl.zeros([BLOCK], tl.float32)")
+        for one, span in self.reduction_of.items():
+            self.write(f"state_{one.place} = spans.{self.reductions[span].start.__name__}(lanes)")
+        self.blocks()
+        if self.reduction_of:
+            self.load()
+        else:
+            self.write("mask = tl.load(mask_ptr + start + index, mask=inside, other=0) != 0", 2)
+        self.write("count_lanes += tl.where(mask, 1.0, 0.0)", 2)
+        for one, span in self.reduction_of.items():
+            self.write(f"measured = {self.measure(one)}", 2)
+            step = self.reductions[span].step.__name__
+            self.write(f"state_{one.place} = spans.{step}(state_{one.place}, measured, mask)", 2)
+
+    def row_values(self) -> None:
+        """What a row's first token needs of the whole row."""
+        self.write("count = tl.sum(count_lanes, 0)")
+        for one in self.reduced:
+            self.write(f"row_{one.place} = spans.{one.span}(state_{one.place}, count)")
+
+    # A split row is read twice: a first launch leaves every part's folded states, from which each program of the
+    # second takes the row's values and what comes before its own part.
+
+    def summary_slots(self) -> list[tuple[Carried, str, list[int]]]:
+        """(station, reduction, slots of its folded state); slot 0 is the count."""
+        found, slot = [], 1
+        for one, span in self.reduction_of.items():
+            size = self.reductions[span].size
+            found.append((one, span, [*range(slot, slot + size)]))
+            slot += size
+        return found
+
+    def summary_store(self) -> None:
+        self.write("tl.store(summary_ptr + part, tl.sum(count_lanes, 0))")
+        for one, span, slots in self.summary_slots():
+            self.write(f"folded_{one.place} = spans.{self.reductions[span].fold.__name__}(state_{one.place})")
+            for place, slot in enumerate(slots):
+                self.write(f"tl.store(summary_ptr + {slot} * stride + part, folded_{one.place}[{place}])")
+
+    def summary_load(self) -> None:
+        self.write(
+            """
+summary_row_ptr = summary_ptr + row.to(tl.int64) * parts
+there = lanes < parts
+earlier = lanes < number
+counts = tl.load(summary_row_ptr + lanes, mask=there, other=0.0)
+count = tl.sum(counts, 0)
+count_earlier = tl.sum(tl.where(earlier, counts, 0.0), 0)
+"""
+        )
+        for one, span, slots in self.summary_slots():
+            functions = self.reductions[span]
+            which = "there" if one in self.reduced else "earlier"
+            self.write(f"nothing = spans.{functions.start.__name__}(lanes)")
+            for place, slot in enumerate(slots):
+                loaded = f"tl.load(summary_row_ptr + {slot} * stride + lanes, mask={which}, other=0.0)"
+                self.write(f"state_{place} = tl.where({which}, {loaded}, nothing[{place}])")
+            state = "".join(f"state_{place}, " for place in range(len(slots)))
+            if one in self.reduced:
+                self.write(f"row_{one.place} = spans.{one.span}(({state}), count)")
+            else:
+                self.write(f"before = spans.{functions.fold.__name__}(({state}))\ncarry_{one.place} = before[0]")
+
+    def turn_pass(self, number: int, one: Carried) -> None:
+        """The mean of every turn, to ``turn_means_ptr``, and each token's turn, to ``turn_of_ptr``."""
+        self.write("total_before = 0.0\ncount_before = 0.0\nturns_before = 0")
+        self.write("for first in range(0, length, BLOCK):")
+        if "turn_ids" in self.fields:  # tokens of a turn are brought together by a stable sort
+            self.write(
+                """
+place = first + lanes
+inside = place < length
+index = tl.load(turn_order_ptr + start + place, mask=inside, other=0)
+before = tl.load(turn_order_ptr + start + place - 1, mask=inside & (place > 0), other=0)
+after = tl.load(turn_order_ptr + start + place + 1, mask=place + 1 < length, other=0)
+turn_id = tl.load(turn_ids_ptr + start + index, mask=inside, other=0)
+id_before = tl.load(turn_ids_ptr + start + before, mask=inside, other=0)
+id_after = tl.load(turn_ids_ptr + start + after, mask=inside, other=0)
+starts = inside & ((place == 0) | (turn_id != id_before))
+ends = inside & ((place + 1 == length) | (turn_id != id_after))
+""",
+                2,
+            )
+            self.load()
+        else:
+            self.write("index = first + lanes\ninside = index < length", 2)
+            self.load()
+            self.write(
+                """
+before = tl.load(mask_ptr + start + index - 1, mask=inside & (index > 0), other=0) != 0
+after = tl.load(mask_ptr + start + index + 1, mask=index + 1 < length, other=0) != 0
+starts = mask & ~before
+ends = mask & ~after
+""",
+                2,
+            )
+        self.write(
+            f"""
+measured = {self.measure(one)}
+total, valid = spans.turn_totals(measured, mask, starts, total_before, count_before)
+turn_of = turns_before + tl.cumsum(tl.where(starts, 1, 0), 0) - 1
+mean = total / tl.maximum(valid, 1.0)
+tl.store(turn_means_ptr + {number} * tokens.to(tl.int64) + start + turn_of, mean, mask=ends)
+tl.store(turn_of_ptr + start + index, turn_of, mask=inside)
+last = lanes == BLOCK - 1
+total_before = tl.sum(tl.where(last, total, 0.0), 0)
+count_before = tl.sum(tl.where(last, valid, 0.0), 0)
+turns_before = tl.sum(tl.where(last, turn_of, 0), 0) + 1
+""",
+            2,
+        )
+        self.write("tl.debug_barrier()  # the means are read by other threads")
+
+    def main_pass(self) -> None:
+        self.write("tally = metering.loss_start(BLOCK)\nbefore_end = tl.zeros([BLOCK // metering.FOLD], tl.int32)")
+        for of in self.composition.series:
+            self.write(f"metered_{of} = metering.mismatch_start(BLOCK)")
+        if not self.split:
+            for one in self.running:
+                self.write(f"carry_{one.place} = {self.first_carry[one.span]}")
+        if self.asks_position:
+            self.write(f"valid_before = {'count_earlier' if self.split else '0.0'}")
+        divided = " / tl.maximum(count, 1.0)" if self.composition.divides_by_count else ""
+        self.write(f"row_scale = row_weight{divided}")
+        self.write("total_weight = tl.load(z).to(tl.float32)" if "z" in self.fields else "total_weight = z")
+        self.blocks()
+        self.load()
+        if self.asks_position:
+            self.write(
+                """
+ones = tl.where(mask, 1.0, 0.0)
+position = valid_before + tl.cumsum(ones, 0)
+valid_before += tl.sum(ones, 0)
+""",
+                2,
+            )
+        factor = "tl.load(row_factor_ptr + row).to(tl.float32)" if "row_factor" in self.fields else "1.0"
+        self.write(f"weight = tl.zeros([BLOCK], tl.float32) + {factor}", 2)
+        self.write("kept = mask\ntruncated = lanes < 0\nvetoed = lanes < 0", 2)
+        for one in self.composition.carried:
+            self.value(one)
+            if one.place != "ratio":
+                self.multiply(one)
+        self.gate()
+        self.meter()
+
+    def value(self, one: Carried) -> None:
+        """What the station's span makes of its measure, as ``value_PLACE``."""
+        value = f"value_{one.place}"
+        if one in self.reduced:
+            self.write(f"{value} = tl.zeros([BLOCK], tl.float32) + row_{one.place}", 2)
+        elif one in self.turns:
+            offset = f"{self.turns.index(one)} * tokens.to(tl.int64) + start"
+            self.write("turn_of = tl.load(turn_of_ptr + start + index, mask=mask, other=0)", 2)
+            self.write(f"{value} = tl.load(turn_means_ptr + {offset} + turn_of, mask=mask, other=0.0)", 2)
+        else:
+            self.write(f"{value} = {self.measure(one)}", 2)
+        if one in self.running:
+            position = "position" if self.asks_position else "0.0"
+            carry = f"carry_{one.place}"
+            self.write(f"{value}, {carry} = spans.{one.span}({value}, mask, {position}, {carry})", 2)
+        if one.place == "ratio":
+            self.write(f"{value} = {self.call('ratio_read', 'ratio', one.of)}", 2)
+        if math.isfinite(one.limit):
+            self.write(f"{value} = {_clamped(value, one.limit)}", 2)
+
+    def multiply(self, one: Carried) -> None:
+        """The station's multiplier and kept flag, as ``Multiplier.__call__`` combines them."""
+        self.write(f"multiplier, inside_bounds = {self.call(f'{one.place}_rule', one.place, one.of)}", 2)
+        self.write("kept_here = inside_bounds & mask\nmultiplier = tl.where(kept_here, multiplier, 0.0)", 2)
+        self.write("weight *= multiplier\nkept = kept & kept_here", 2)
+        if one.bounded:
+            self.write(f"truncated = truncated | (kept_here & (multiplier != tl.exp(value_{one.place})))", 2)
+        if one.vetoes:
+            self.write("vetoed = vetoed | (mask & ~kept_here)", 2)
+
+    def gate(self) -> None:
+        """The surrogate and its derivative, as ``Correction.terms`` has them."""
+        composition = self.composition
+        of = composition.ratio_of
+        has_ratio = any(one.place == "ratio" for one in composition.carried)
+        if has_ratio:
+            self.write(f"log_ratio = tl.minimum(tl.maximum(value_ratio, -{LOG_LIMIT}), {composition.log_limit})", 2)
+        else:
+            self.write("log_ratio = tl.zeros([BLOCK], tl.float32)", 2)
+        if has_ratio and not composition.detached:
+            self.write(f"slope = {self.call('ratio_slope', 'ratio', of)}", 2)
+        else:
+            self.write("slope = tl.zeros([BLOCK], tl.float32) + 1", 2)
+        called = self.call("gate_surrogate", "gate", of, log_ratio="log_ratio", value="log_ratio")
+        self.write(
+            f"""
+ratio = tl.exp(log_ratio) * slope
+surrogate, derivative = {called}
+derivative = derivative * slope
+full = ratio * tl.abs(advantage)
+held_back = tl.where(full > 0, 1 - tl.abs(derivative) / full, 0.0)
+held_back = tl.minimum(tl.maximum(held_back, 0.0), 1.0)
+scale = row_scale * weight / total_weight
+loss = -scale * surrogate
+coefficient = -scale * derivative
+finite = trainable & (tl.abs(loss) < float("inf")) & (tl.abs(coefficient) < float("inf"))
+loss = tl.where(finite, loss, 0.0)
+coefficient = tl.where(finite, coefficient, 0.0)
+tl.store(coefficient_ptr + start + index, coefficient, mask=inside)
+""",
+            2,
+        )
+
+    def meter(self) -> None:
+        self.write("before_end = metering.later(before_end, tl.where(mask, length - index, 0))", 2)
+        for of in self.composition.series:
+            d = " - ".join(_POLICIES[of])
+            self.write(f"metered_{of} = metering.mismatch_step(metered_{of}, {d}, {_COMPARED[of]}, edges_ptr)", 2)
+        self.write(f"unscored = {'trainable & ~scored' if 'rollout_logp' in self.fields else 'lanes < 0'}", 2)
+        self.write(
+            """
+tally = metering.loss_step(
+    tally, mask, loss, held_back, truncated, kept, vetoed, weight, coefficient, unscored, mask & ~finite
+)
+""",
+            2,
+        )
+
+    def tail(self) -> None:
+        self.write("column_ptr = partials_ptr + part")
+        self.write("metering.loss_store(tally, column_ptr, stride)")
+        if not self.composition.series:
+            return
+        # The row's first valid token once more, in every lane.
+        self.write("index = lanes * 0 + length - tl.max(before_end, 0)\ninside = index < length")
+        self.load(1)
+        for number, of in enumerate(self.composition.series):
+            d = " - ".join(_POLICIES[of])
+            self.write(f"first_token = tl.max(tl.where({_COMPARED[of]}, tl.abs({d}), -1.0), 0)")
+            if self.split:
+                self.write("first_token = tl.where(count_earlier > 0, -1.0, first_token)")
+            self.write(
+                f"column_ptr = partials_ptr + (metering.LOSS_SIZE + {number} * metering.MISMATCH_SIZE) * stride + part"
+            )
+            self.write(f"metering.mismatch_store(metered_{of}, first_token, column_ptr, stride)")
+
+
+def _clamped(name: str, limit: float) -> str:
+    return f"tl.minimum(tl.maximum({name}, -{limit}), {limit})"
