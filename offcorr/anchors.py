@@ -35,6 +35,14 @@ Score = Callable[[nn.Module], Tensor]
 class Anchor(ABC):
     """Gives ``old_logp``."""
 
+    resets: int = 0
+    """How often it has begun anew by itself."""
+
+    @property
+    def wants_active(self) -> bool:
+        """Whether ``step`` looks at ``active``."""
+        return False
+
     @abstractmethod
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
         """The anchor's log-probs of the batch's tokens, in the layout of ``batch.logp``, detached."""
@@ -48,8 +56,9 @@ class Anchor(ABC):
 
         Args:
             version: of the weights now, one higher each time.
-            active: share of the global batch's tokens that the last step learned from, for an anchor that resets
-                itself: 1 - ``offcorr/loss/coefficient_zero`` of the merged metrics.
+            active: share of the global batch's tokens that the last step learned from, for an anchor that
+                ``wants_active``: 1 - ``offcorr/loss/coefficient_zero`` of the merged metrics.  Tokens that had
+                nothing to teach, for want of an advantage, are best left out of it.
         """
 
     def check(self, correction: Correction) -> None:  # noqa: B027  (most have nothing to do)
@@ -117,8 +126,8 @@ class LogLinear(Anchor):
     """
 
     def __init__(self, proximal_lag: int = 1) -> None:
-        if proximal_lag < 0:
-            raise ValueError(f"proximal_lag is {proximal_lag}, expected 0 or more optimizer steps")
+        if not _is_number(proximal_lag) or proximal_lag < 0:
+            raise ValueError(f"proximal_lag is {proximal_lag!r}, expected 0 or more optimizer steps")
         self.proximal_lag = proximal_lag
 
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
@@ -160,10 +169,10 @@ class EWMA(Anchor):
         reset_below: float | None = 0.9,
         device: torch.device | str | None = None,
     ) -> None:
-        if window < 0:
-            raise ValueError(f"window is {window}, expected 0 or more optimizer steps")
-        if reset_below is not None and not 0 <= reset_below <= 1:
-            raise ValueError(f"reset_below is {reset_below}, expected a share of tokens, or None")
+        if not _is_number(window) or window < 0:
+            raise ValueError(f"window is {window!r}, expected 0 or more optimizer steps")
+        if reset_below is not None and not (_is_number(reset_below) and 0 <= reset_below <= 1):
+            raise ValueError(f"reset_below is {reset_below!r}, expected a share of tokens, or None")
         self.window, self.reset_below, self.device = window, reset_below, device
         self.beta = window / (window + 2)
         self.resets = 0
@@ -172,6 +181,10 @@ class EWMA(Anchor):
         self._mass = 0.0
         self._mean: dict[str, Tensor] = {}
         self.reset()
+
+    @property
+    def wants_active(self) -> bool:
+        return self.reset_below is not None
 
     @torch.no_grad()
     def step(self, version: int, active: float | None = None) -> None:
@@ -295,6 +308,10 @@ class Snapshots(Anchor):
 
     def __repr__(self) -> str:
         return f"Snapshots(limit={self.limit})"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @torch.no_grad()

@@ -126,10 +126,12 @@ class ESSLearningRate:
     def calibrate(self, gather: Gather | None = None) -> float:
         """Take the ESS of what was added for healthy, and forget it: on on-policy batches, in place of ``applied``.
 
-        ``base`` becomes the mean over the calls.  What is left on-policy is the mismatch of the engine.
+        ``base`` becomes the mean over the calls.  What is left on-policy is the mismatch of the engine.  The step that
+        follows is not scaled.
         """
         ess = self.ess(gather)
-        self._seen = None
+        self.end()
+        self._seen, self.lr_scale = None, 1.0
         self._calibrations += 1
         self.base += (ess - self.base) / self._calibrations  # the first call replaces it
         return ess

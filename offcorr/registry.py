@@ -10,11 +10,12 @@ import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from offcorr.correction import Correction
+from offcorr.schedules import Linear
 from offcorr.station import nearest, station_from_config
 
 _STATION_OPTIONS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
@@ -30,6 +31,7 @@ class Method:
     paper: arXiv id or name. provenance: "official code", "paper text", "secondary" ... where the formula was read.
     on_policy: whether its gradient on-policy is REINFORCE's.
     notes: one line on where frameworks differ or what is unpublished.
+    schedules: the options that run over training unless they are given, for trainers; ``build`` knows no time.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Method:
     provenance: str = ""
     notes: str = ""
     on_policy: bool = True
+    schedules: Mapping[str, Linear] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -69,7 +72,7 @@ _METHODS: dict[str, Method] = {}
 def register(name: str, **about: Any) -> Callable[[Any], Any]:
     """Make a method known by ``name``: decorates a function (or class) from keyword options to a Correction.
 
-    Takes the fields of ``Method``: aliases, multiplier, paper, provenance, notes, on_policy.
+    Takes the fields of ``Method``: aliases, multiplier, paper, provenance, notes, on_policy, schedules.
 
     Raises:
         ValueError: the name exists already.
@@ -158,16 +161,23 @@ def from_config(config: Mapping[str, Any]) -> Correction:
 
 def resolve(spec: str, **options: Any) -> Correction:
     """A correction from what a trainer's ``loss_type`` may say: "minpro", "offcorr:dapo" or "my_file.py:MyLoss"."""
+    found = find(spec)
+    if isinstance(found, Method):
+        return found(**options)
+    if options:
+        raise ValueError(f"{spec} is a finished Correction, expected no options, got {sorted(options)}")
+    return found
+
+
+def find(spec: str) -> Method | Correction:
+    """The method, or the finished Correction, that ``spec`` names; see ``resolve``."""
     path, _, symbol = spec.rpartition(":")
     if path == "offcorr" or not path:
-        return get(symbol, **options)
+        return _method(symbol)
     found = _load_symbol(path, symbol)
     if isinstance(found, Correction):
-        if options:
-            raise ValueError(f"{spec} is a finished Correction, expected no options, got {sorted(options)}")
         return found
-    name = next((m.name for m in catalogue() if m.build is found), None)
-    return _METHODS[name](**options) if name else Method(spec, found)(**options)
+    return next((method for method in catalogue() if method.build is found), None) or Method(spec, found)
 
 
 def _load_symbol(path: str, symbol: str) -> Any:

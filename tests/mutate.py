@@ -32,6 +32,7 @@ class Mutation(NamedTuple):
 
 CONTRACT, ORACLE, PITFALLS = "tests/test_contract.py", "tests/test_oracle.py", "tests/test_pitfalls.py"
 METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/test_rollout_trl.py", "tests/trl/test_trainer.py"
+ANCHORS = "tests/trl/test_anchors.py"
 GOLDEN = f"{ORACLE}::test_golden_table"
 SCANS, CORRECTION, BATCH = "offcorr/kernels/scans.py", "offcorr/correction.py", "offcorr/batch.py"
 
@@ -229,10 +230,59 @@ MUTATIONS = [
     ),
     Mutation(
         "recomputed log-probs in the place of the snapshot's",
-        "offcorr/trl/trainer.py",
-        'old_logp = inputs["old_logp"]',
-        "old_logp = logp.detach()",
+        "offcorr/trl/anchor.py",
+        "old_logp=inputs.get(self._in_force.column)",
+        "old_logp=batch.logp.detach()",
         f"{TRL} snapshot_anchor",
+    ),
+    Mutation(
+        "the trained forward in the place of the EWMA's",
+        "offcorr/trl/trainer.py",
+        "with _set(self, _kept_forwards=None):",
+        "with _set(self, _said=self._said):",
+        f"{ANCHORS} by_hand",
+    ),
+    Mutation(
+        "a solved prompt's tokens counted as left behind",
+        "offcorr/trl/anchor.py",
+        "if correction.gate.scales_with_advantage:",
+        "if not correction.gate.scales_with_advantage:",
+        f"{ANCHORS} teaches_nothing",
+    ),
+    Mutation(
+        "an EWMA that is not restored",
+        "offcorr/trl/anchor.py",
+        "self._anchor(self._asked).load_state_dict(state[self._asked])",
+        "self._anchor(self._asked)",
+        f"{ANCHORS} resume",
+    ),
+    Mutation(
+        "the share of active tokens of one rank",
+        "offcorr/trl/anchor.py",
+        "gather(self._learned).sum(0)",
+        "self._learned",
+        "tests/trl/test_distributed.py::test_two_processes ewma",
+    ),
+    Mutation(
+        "a schedule one step ahead",
+        "offcorr/trl/trainer.py",
+        "done = self.state.global_step / self.state.max_steps",
+        "done = (self.state.global_step + 1) / self.state.max_steps",
+        "tests/trl/test_schedules.py::test_holderpo_anneals_by_itself",
+    ),
+    Mutation(
+        "one fresh sample makes a step on-policy",
+        "offcorr/trl/state.py",
+        "fresh.all() if self._on_policy is None else self._on_policy & fresh.all()",
+        "fresh.any() if self._on_policy is None else self._on_policy & fresh.any()",
+        "tests/trl/test_ess_lr.py::test_one_stale_token_is_not_on_policy",
+    ),
+    Mutation(
+        "a step calibrated on and scaled",
+        "offcorr/optim.py",
+        "        self.end()\n        self._seen, self.lr_scale = None, 1.0",
+        "        self._seen = None",
+        "tests/trl/test_ess_lr.py::test_calibrated_on_policy",
     ),
 ]
 

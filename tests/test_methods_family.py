@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 
 import offcorr
 from offcorr import Batch
-from offcorr.methods.holderpo import PowerSchedule
+from offcorr.schedules import Annealed, Linear
 
 
 def moved(ratios, advantages, **fields):
@@ -181,15 +182,19 @@ def test_holderpo_power_mean():
 
 
 def test_holderpo_schedule():
-    schedule = PowerSchedule(start=3.0, end=1.0)
-    assert [schedule.power(f) for f in (0.0, 0.25, 1.0)] == [3.0, 2.5, 1.0]
-    loss_fn = schedule.at(0.25, eps_high=0.5, aggregate="token-mean")
+    options = {"power": Linear(3.0, 1.0), "eps_high": 0.5, "aggregate": "token-mean"}
+    annealed = Annealed(functools.partial(offcorr.get, "holderpo"), options)
+    assert [annealed.at(done).ratio.power for done in (0.0, 0.25, 1.0)] == [3.0, 2.5, 1.0]
+    loss_fn = annealed.at(0.25)
     assert loss_fn == offcorr.get("holderpo", power=2.5, eps_high=0.5, aggregate="token-mean")
     assert offcorr.from_config(loss_fn.to_config()) == loss_fn
-    with pytest.raises(ValueError, match="fraction is 1.5, expected the share of the training done"):
-        schedule.at(1.5)
-    with pytest.raises(ValueError, match="PowerSchedule: end is nan"):
-        PowerSchedule(end=math.nan)
+    with pytest.raises(ValueError, match="done is 1.5, expected the share of the training that is done"):
+        annealed.at(1.5)
+    with pytest.raises(ValueError, match="Linear: end is nan"):
+        Linear(2.0, math.nan)
+    with pytest.raises(ValueError, match="Clip: eps_low is -0.1"):  # at the door, not in the middle of a run
+        Annealed(functools.partial(offcorr.get, "ppo"), {"eps_low": Linear(0.2, -0.1)})
+    assert offcorr.get("holderpo").ratio.power == 2.0  # without a trainer nothing moves
 
 
 def test_luspo_is_gspo_times_the_length():

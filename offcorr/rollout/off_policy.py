@@ -144,7 +144,7 @@ class OffPolicy:
     def _replica_of(self, trainer: Any) -> Replica:
         if self._replica is None:
             self._replica = Replica(_unwrapped(trainer), trainer.accelerator.device)
-            _give_fused_head(self._replica.module, trainer)
+            give_fused_head(self._replica.module, trainer)
         return self._replica
 
     def _sampling(self, default: Any) -> Sampling:
@@ -280,7 +280,7 @@ def _unwrapped(trainer: Any) -> nn.Module:
     return trainer.accelerator.unwrap_model(trainer.model)
 
 
-def _give_fused_head(module: nn.Module, trainer: Any) -> None:
+def give_fused_head(module: nn.Module, trainer: Any) -> None:
     """Let `module` answer the trainer's log-prob function, which in newer TRL asks for log-probs
     where older ones asked for logits."""
     import trl.trainer.grpo_trainer as grpo

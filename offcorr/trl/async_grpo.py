@@ -29,7 +29,7 @@ from offcorr.aggregate import AGGREGATIONS
 from offcorr.trl.anchor import ANCHORS, check_anchor, choose_anchor
 from offcorr.trl.config import PREFIX, trl_losses
 from offcorr.trl.names import readable, with_field_metrics
-from offcorr.trl.trainer import _set
+from offcorr.trl.replaced import replaced
 
 CARRIED = "offcorr"
 """The key of a sample's ``metrics`` under which its ``Carried`` travels from the queue to the collator."""
@@ -99,7 +99,7 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         self._outputs: Any = None
         # TRL asks CUDA for the device's peak speed, even where there is none.
         without_cuda = {} if torch.cuda.is_available() else {"get_peak_flops_per_device": lambda *_: None}
-        with _set(trl_module, **without_cuda):
+        with replaced(trl_module, **without_cuda):
             super().__init__(model, *rest, args=args, **kwargs)
         if self.accelerator.device.type == "cpu":
             AttentionInterface.register(TREE_ATTENTION, dense_tree_attention)
@@ -205,7 +205,7 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         TRL looks at a sample's age when it reads it, and Accelerate reads a micro-batch ahead, over an optimizer step:
         the reader's limit is one less, so that ``max_staleness`` holds where the sample is trained on.
         """
-        with _set(trl_module, DataCollatorForRollout=CarryingCollator):
+        with replaced(trl_module, DataCollatorForRollout=CarryingCollator):
             loader = super().get_train_dataloader()
         if self._rollout_dataset is not None:
             if not self.args.max_staleness:

@@ -1,10 +1,11 @@
-"""``GRPOConfig``: TRL's and five fields more; and how a ``loss_type`` becomes a correction."""
+"""``GRPOConfig``: TRL's and seven fields more; and how a ``loss_type`` becomes a correction."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import inspect
+import math
 import textwrap
 import warnings
 from dataclasses import dataclass, field
@@ -16,7 +17,11 @@ import trl
 import offcorr
 from offcorr.aggregate import AGGREGATIONS
 from offcorr.optim import RULES
-from offcorr.trl.anchor import ANCHORS
+from offcorr.registry import Method, find
+from offcorr.schedules import Annealed
+from offcorr.trl.anchor import KINDS
+from offcorr.trl.head import HEADS, SUPPORTED
+from offcorr.trl.state import AUTO
 
 PREFIX = "offcorr:"
 """``"offcorr:dapo"`` is this library's dapo; a bare ``"dapo"`` is TRL's."""
@@ -39,16 +44,17 @@ TRL_LOSS_OPTIONS = {
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
-    """TRL's ``GRPOConfig`` and five fields more; ``loss_type`` also takes this library's names.
+    """TRL's ``GRPOConfig`` and seven fields more; ``loss_type`` also takes this library's names.
 
     ``loss_type``: a name that TRL knows runs TRL's own loss; ``"offcorr:dapo"``, ``"minpro"`` or
-    ``"my_file.py:MyLoss"`` a correction.
+    ``"my_file.py:MyLoss"`` a correction.  In ``loss_kwargs`` ``{"start": 2.0, "end": -1.0}`` may stand for a number: it
+    runs linearly over the training, and is logged as ``offcorr/schedule/...``.
 
     >>> GRPOConfig("out", loss_type="minpro", loss_kwargs={"eps_high": 0.28}, bf16=False).loss_kwargs
     {'eps_high': 0.28}
     """
 
-    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs"]
+    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "anchor_kwargs"]
 
     loss_kwargs: dict | str | None = field(
         default=None,
@@ -62,9 +68,17 @@ class GRPOConfig(trl.GRPOConfig):
         metadata={
             "help": "Who plays old_logp. 'snapshot': the log-probs that the sampler supplies (weights that sampled, "
             "trainer's precision). 'rollout': what the engine reported. 'recomputed': the current weights at "
-            "generation. Default: snapshot where the sampler supplies it, else rollout if the correction has no "
-            "engine station, else recomputed.",
-            "choices": list(ANCHORS),
+            "generation. 'ewma': a mean of the weights so far, by one more forward pass (PPO-EWMA). 'log_linear': "
+            "between rollout and current log-probs, by version (A-3PO). Default: snapshot where the sampler supplies "
+            "it, else rollout if the correction has no engine station, else recomputed.",
+            "choices": list(KINDS),
+        },
+    )
+    anchor_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Options of the anchor; on the command line as JSON. ewma: window (optimizer steps; needed), "
+            "reset_below (share of the tokens, 0.9), device. log_linear: proximal_lag (optimizer steps, 1)."
         },
     )
 
@@ -76,9 +90,21 @@ class GRPOConfig(trl.GRPOConfig):
             "choices": list(RULES),
         },
     )
-    ess_base: float = field(
+    ess_base: float | str | None = field(  # with None, or the command line would take numbers only
         default=1.0,
-        metadata={"help": "The effective sample size that counts as healthy, in (0, 1]: 1 (one turn), .55 (several)."},
+        metadata={
+            "help": "The effective sample size that counts as healthy, in (0, 1]: 1 (one turn), .55 (several); or "
+            "'auto': its mean over the optimizer steps whose whole batch is on-policy, which are not scaled."
+        },
+    )
+
+    logprob_head: str = field(
+        default="auto",
+        metadata={
+            "help": "What makes log-probs of hidden states: 'trl', 'offcorr' (offcorr.linear_logprob, TRL 1.16 and "
+            "later), or 'auto', ours for a correction where it was measured to be faster, on a CPU.",
+            "choices": list(HEADS),
+        },
     )
 
     skip_dead_sequences: bool = field(
@@ -92,22 +118,46 @@ class GRPOConfig(trl.GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.loss_kwargs, str):
-            raise ValueError(
-                f"loss_kwargs is {self.loss_kwargs!r}, expected a mapping or a JSON object, "
-                "for instance '{\"eps_high\": 0.28}'"
-            )
-        if self.anchor is not None and self.anchor not in ANCHORS:
-            raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(ANCHORS)} or None")
+        for name, example in (("loss_kwargs", '{"eps_high": 0.28}'), ("anchor_kwargs", '{"window": 16}')):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, expected a mapping or a JSON object, for instance '{example}'"
+                )
+        if self.anchor is not None and self.anchor not in KINDS:
+            raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(KINDS)} or None")
         if self.ess_lr is not None and self.ess_lr not in RULES:
             raise ValueError(f"ess_lr is {self.ess_lr!r}, expected one of {list(RULES)} or None")
-        if not 0 < self.ess_base <= 1:
-            raise ValueError(f"ess_base is {self.ess_base!r}, expected an effective sample size in (0, 1]")
+        self.ess_base = _ess_base(self.ess_base)
+        if self.logprob_head not in HEADS:
+            raise ValueError(f"logprob_head is {self.logprob_head!r}, expected one of {list(HEADS)}")
+        if self.logprob_head == "offcorr" and not SUPPORTED:
+            raise ValueError(
+                "logprob_head='offcorr' takes the place of a function that this TRL does not have: update it (1.16 "
+                "does), or take 'auto'"
+            )
         if self.ess_lr is not None and self.skip_dead_sequences:
             raise ValueError(
                 f"skip_dead_sequences=True leaves sequences out of the forward pass, and ess_lr={self.ess_lr!r} "
                 "looks at all of them: leave one of the two out"
             )
+        if self.skip_dead_sequences and self.anchor is not None and KINDS[self.anchor].computed:
+            raise ValueError(
+                f"skip_dead_sequences=True leaves sequences out before the forward pass, and anchor={self.anchor!r} "
+                "has no log-probs before it: leave one of the two out"
+            )
+
+
+def _ess_base(base: Any) -> float | str:
+    """A number in (0, 1], also as text, or "auto"."""
+    if base == AUTO:
+        return base
+    try:
+        number = float(base)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number <= 1:
+        raise ValueError(f"ess_base is {base!r}, expected an effective sample size in (0, 1], or {AUTO!r}")
+    return number
 
 
 @cache
@@ -123,12 +173,13 @@ def trl_losses() -> frozenset[str]:
     )
 
 
-def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> offcorr.Correction | None:
-    """The correction that ``loss=`` or the config asks for; None: TRL's own loss.
+def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> Annealed | None:
+    """The correction, over training, that ``loss=`` or the config asks for; None: TRL's own loss.
 
     Raises:
         TypeError: ``loss`` is no Correction.
-        ValueError: both ways are used at once, the name or an option is unknown, or options go with a TRL name.
+        ValueError: both ways are used at once, the name or an option is unknown (at the start of its schedule or at
+            its end), or options go with a TRL name.
     """
     loss_type = getattr(args, "loss_type", "dapo")
     options = dict(getattr(args, "loss_kwargs", None) or {})
@@ -141,7 +192,7 @@ def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> offc
                 f"loss={loss!r} was passed beside loss_type={loss_type!r}, loss_kwargs={options or None!r}: "
                 "give the correction in one of the two ways"
             )
-        correction = loss
+        annealed = Annealed(lambda: _with_length(loss, args))
     elif known_to_trl:
         if options:
             raise ValueError(
@@ -150,13 +201,21 @@ def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> offc
             )
         return None
     else:
-        correction = offcorr.resolve(loss_type, **options)
-    _say_what_is_ignored(args, correction)
-    if AGGREGATIONS[correction.aggregate].constant_length and correction.max_length is None:
-        length = getattr(args, "max_completion_length", None)  # as TRL's dr_grpo
-        options = {**correction.options, "max_length": length}
-        correction = dataclasses.replace(correction, max_length=length, options=options)
-    return correction
+        found = find(loss_type)
+        own = found.schedules if isinstance(found, Method) else {}
+        annealed = Annealed(
+            lambda **options: _with_length(offcorr.resolve(loss_type, **options), args), {**own, **options}
+        )
+    _say_what_is_ignored(args, annealed.at(0.0))
+    return annealed
+
+
+def _with_length(correction: offcorr.Correction, args: Any) -> offcorr.Correction:
+    """With the longest completion as the constant length, where one is wanted and none is given: as TRL's dr_grpo."""
+    if not AGGREGATIONS[correction.aggregate].constant_length or correction.max_length is not None:
+        return correction
+    length = getattr(args, "max_completion_length", None)
+    return dataclasses.replace(correction, max_length=length, options={**correction.options, "max_length": length})
 
 
 def _say_what_is_ignored(args: Any, correction: offcorr.Correction) -> None:

@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,13 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 import offcorr
-from offcorr.optim import ESSLearningRate
-from offcorr.trl.anchor import check_anchor, choose_anchor
+from offcorr.trl.anchor import TrainingAnchor, as_trained
 from offcorr.trl.config import choose_correction
-from offcorr.trl.names import readable, with_field_metrics
+from offcorr.trl.head import head
+from offcorr.trl.names import readable
+from offcorr.trl.replaced import replaced
 from offcorr.trl.skip import dead_sequences, only, rows_kept
+from offcorr.trl.state import Keeper, StepRate, saved_state
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
 """What a ``rollout_func`` may return beside TRL's keys; it travels with the batch to the loss."""
@@ -33,7 +35,7 @@ class Forward(NamedTuple):
     """What TRL's forward returns, whichever its version."""
 
     logp: Tensor  # [B, T], with a graph
-    entropy: Tensor  # [B, T]
+    entropy: Tensor  # [B, T]; None where it was not asked for
     aux_loss: Tensor | None = None
 
 
@@ -66,18 +68,24 @@ class GRPOTrainer(trl.GRPOTrainer):
         loss: offcorr.Correction | None = None,
         **kwargs: Any,
     ) -> None:
-        self.correction = choose_correction(args, loss)
-        self.anchor = getattr(args, "anchor", None)
-        check_anchor(self.anchor, self.correction)
+        self._annealed = choose_correction(args, loss)
+        self.correction = None if self._annealed is None else self._annealed.at(0.0)
+        self.anchor = TrainingAnchor(
+            getattr(args, "anchor", None),
+            getattr(args, "anchor_kwargs", None),
+            self.correction,
+            lambda: self.accelerator.unwrap_model(self.model),
+        )
+        rule = getattr(args, "ess_lr", None)
+        self._step_rate = None if rule is None else StepRate(rule, args.ess_base)
+        self._restored: dict[str, Any] | None = None
         self._said: set[str] = set()
-        self._anchor_in_force: str | None = None
         self._kept_forwards: list[tuple] | None = None
         self._mismatch: dict[str, offcorr.Metrics | None] = {"train": None, "eval": None}
         self._sampled: dict[str, list] = {}
         self._groups_made = 0
         self._statistics: Any = None
         self._sampler: Any = None
-        self._ess_lr: ESSLearningRate | None = None
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self.correction is not None:
             self._check_settings()
@@ -87,6 +95,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self.rollout_func.attach(self)
             self._sampler = self.rollout_func
             self.rollout_func = self._remember_sampled(self.rollout_func)
+        self.add_callback(Keeper(self))
 
     # The loss
 
@@ -97,9 +106,10 @@ class GRPOTrainer(trl.GRPOTrainer):
                 loss = super()._compute_loss(model, inputs)
             batch = self._batch(inputs, Forward(*kept[0]))
             self._add_metrics(offcorr.metrics.measure(batch), batch)
-            self._scale_learning_rate(batch)
+            self._scale_learning_rate(batch, inputs)
             return loss
 
+        self._anneal()
         statistics = self._window_statistics(model, inputs)
         denominator = self._denominator(inputs)
         if self._skips_dead:
@@ -113,20 +123,32 @@ class GRPOTrainer(trl.GRPOTrainer):
             if self._has_other_terms:
                 loss = loss + self._other_terms(model, inputs, batch)
         self._add_metrics(out.metrics, batch)
-        self._scale_learning_rate(batch)
+        if self._mode == "train":
+            self.anchor.watch(self.correction, batch, out.coefficient)
+        self._scale_learning_rate(batch, inputs)
         return loss
 
-    def _scale_learning_rate(self, batch: offcorr.Batch) -> None:
+    def _anneal(self) -> None:
+        """The correction in force at this optimizer step, which depends on how much of the training is done alone."""
+        if self._annealed.schedules:
+            done = self.state.global_step / self.state.max_steps if self.state.max_steps else 0.0
+            self.correction = self._annealed.at(done)
+            for name, value in self._annealed.values(done).items():
+                self._metrics[self._mode][f"offcorr/schedule/{name}"] = [value]
+
+    def _scale_learning_rate(self, batch: offcorr.Batch, inputs: dict[str, Any]) -> None:
         """ess_lr: collect the window; at its last micro-batch, whose backward may step, scale the step that follows."""
-        rule = getattr(self.args, "ess_lr", None)
-        if rule is None or self._mode != "train":
+        if self._step_rate is None or self._mode != "train":
             return
-        if self._ess_lr is None or not self._ess_lr.drives(self.optimizer):  # there was none, or another
-            self._ess_lr = ESSLearningRate(self.optimizer, self.args.ess_base, rule)
-        self._ess_lr.add(batch)
+        version = inputs["generated_at"] if batch.rollout_version is None else batch.rollout_version
+        self._step_rate.add(batch, version, self.state.global_step)
         if self.accelerator.sync_gradients:
-            scale = self._ess_lr.begin(lambda vector: self.accelerator.gather(vector[None]))
-            self._metrics["train"]["lr_scale"].append(scale)
+            for name, value in self._step_rate.step(self._gather).items():
+                self._metrics["train"][name].append(value)
+
+    def _gather(self, vector: Tensor) -> Tensor:
+        """[K] of this rank to [ranks, K]."""
+        return self.accelerator.gather(vector[None])
 
     def _window_statistics(self, model: Any, inputs: dict[str, Any]) -> offcorr.Statistics | None:
         """Statistics of the optimizer step's whole batch, all ranks; None for a correction that needs none.
@@ -173,7 +195,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
 
-    def _forward(self, model: Any, inputs: dict[str, Any]) -> Forward:
+    def _forward(self, model: Any, inputs: dict[str, Any], compute_entropy: bool = True) -> Forward:
         """TRL's forward over the completion tokens, with whatever this version of it takes."""
         accepted = forward_arguments()
         options = {name: inputs[name] for name in accepted if name in inputs}
@@ -183,7 +205,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             "logits_to_keep": inputs["completion_ids"].size(1),
-            "compute_entropy": True,
+            "compute_entropy": compute_entropy,
         }
         return Forward(*self._get_per_token_logps_and_entropies(model, **options))
 
@@ -198,32 +220,29 @@ class GRPOTrainer(trl.GRPOTrainer):
             uncertain = self.get_high_entropy_mask(forward.entropy, mask, 1 - self.top_entropy_quantile)
             advantages = advantages.view(len(advantages), -1) * uncertain
 
-        anchor = self._anchor_in_force = choose_anchor(self.anchor, self.correction, inputs)
-        rollout_logp = inputs.get("sampling_per_token_logps")
-        if anchor == "snapshot":
-            old_logp = inputs["old_logp"]
-        elif anchor == "rollout":
-            # A token that the engine could not score keeps the ratio 1.
-            reported = inputs["sampling_per_token_logps"]
-            old_logp = torch.where(reported.isfinite(), reported, logp.detach())
-        else:
-            old_logp = inputs.get("old_per_token_logps")
-            self._warn_if_idle()
         version = inputs.get("rollout_version")
         if version is not None and version.ndim == 1:
             version = version[:, None].expand_as(mask)
-        return offcorr.Batch(
+        batch = offcorr.Batch(
             logp=logp,
             advantages=advantages,
             mask=mask,
-            old_logp=old_logp,
-            rollout_logp=rollout_logp,
+            rollout_logp=inputs.get("sampling_per_token_logps"),
             rewards=inputs.get("rewards"),
             group_ids=inputs.get("group_ids"),
             entropy=forward.entropy.detach(),
             rollout_version=version,
             trainer_version=None if version is None else self.state.global_step,
         )
+        batch = self.anchor.place(batch, self.correction, inputs, partial(self._score, inputs))
+        if batch.old_logp is None:
+            self._warn_if_idle()
+        return batch
+
+    def _score(self, inputs: dict[str, Any], module: Any) -> Tensor:
+        """[B, T]: the batch's log-probs under another module, which is not the forward that is kept."""
+        with replaced(self, _kept_forwards=None):
+            return self._forward(as_trained(self, module), inputs, compute_entropy=False).logp
 
     def _denominator(self, inputs: dict[str, Any]) -> Any:
         """What a micro-batch's sum is divided by, so that a window's gradients add up to TRL's mean.
@@ -264,7 +283,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             "seq-mean-token-sum": ("dr_grpo", 1),
             "seq-mean-token-sum-norm": ("dr_grpo", self.correction.max_length),
         }[self.correction.aggregate]
-        with _set(self, loss_type=loss_type, max_completion_length=length or self.max_completion_length):
+        with replaced(self, loss_type=loss_type, max_completion_length=length or self.max_completion_length):
             loss = super()._compute_loss(model, inputs)
         for name in [*self._metrics[self._mode]]:
             if name.startswith("clip_ratio/") or name == "policy_loss":
@@ -281,16 +300,21 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._kept_forwards = None
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
-        if self._kept_forwards is None:
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if not self._kept_forwards:
-            self._kept_forwards.append(super()._get_per_token_logps_and_entropies(*args, **kwargs))
-        return self._kept_forwards[0]
+        if self._kept_forwards:
+            return self._kept_forwards[0]
+        choice = getattr(self.args, "logprob_head", "auto")
+        if choice == "auto" and self.correction is None:
+            choice = "trl"  # TRL's own loss to the last bit
+        with head(choice, self.accelerator.device):
+            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._kept_forwards is not None:
+            self._kept_forwards.append(result)
+        return result
 
     # What travels with the batch
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, and ``rewards`` [B], ``group_ids`` [B], ``old_logp`` [B, T] and ``rollout_version`` beside it."""
+        """TRL's, and [B] ``rewards``, ``group_ids`` and ``generated_at``, and what the sampler gave, beside it."""
         self._sampled = {}
         output = super()._generate_and_score_completions(inputs)
         ours = len(output["advantages"])
@@ -304,6 +328,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         output["group_ids"] = self._groups_made + place // size
         self._groups_made += -(-ours * self.accelerator.num_processes // size)
         output["rewards"] = self._weighted_rewards(size)[first : first + ours]
+        output["generated_at"] = torch.full_like(place, self.state.global_step)
 
         for name, rows in self._sampled.items():
             if isinstance(rows[0], list | tuple):
@@ -349,9 +374,34 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "itself, without old_logp. Call the tools inside rollout_func and return env_mask"
             )
 
+    # What follows the optimizer's steps, and lies in checkpoints
+
+    @property
+    def _followers(self) -> dict[str, Any]:
+        return {"anchor": self.anchor} | ({} if self._step_rate is None else {"ess_lr": self._step_rate})
+
+    def _begin_run(self) -> None:
+        """Model and optimizer are ready, and loaded where a run resumes."""
+        self.anchor.begin()
+        if self._step_rate is not None:
+            self._step_rate.begin(self.optimizer)
+        restored, self._restored = self._restored, None
+        for name, follower in self._followers.items():
+            if restored is None or not follower.state_dict():
+                continue
+            if follower.state_dict().keys() <= restored.get(name, {}).keys():
+                follower.load_state_dict(restored[name])
+            else:
+                self._say(f"the checkpoint holds nothing of {follower!r}: it begins anew with the weights loaded")
+
+    def _after_step(self) -> None:
+        for name, value in self.anchor.step(self.state.global_step, self._gather).items():
+            self._metrics["train"][name] = [value]
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Called on every start with the checkpoint to resume from; a sampler with snapshots has its own part in it."""
+        """Called on every start with the checkpoint to resume from; what follows the steps has its own part in it."""
         super()._load_optimizer_and_scheduler(checkpoint)
+        self._restored = None if checkpoint is None else saved_state(checkpoint)
         if checkpoint is not None and hasattr(self._sampler, "restore"):
             with suppress(FileNotFoundError):  # a checkpoint from before this sampler was used
                 self._sampler.restore(checkpoint)
@@ -359,14 +409,14 @@ class GRPOTrainer(trl.GRPOTrainer):
     # Metrics: accumulated on the device, one packed vector a rank when they are logged
 
     def _add_metrics(self, metrics: offcorr.Metrics, batch: offcorr.Batch) -> None:
-        metrics = with_field_metrics(metrics, batch, bypass=self._anchor_in_force == "rollout")
+        metrics = self.anchor.metrics(metrics, batch)
         so_far = self._mismatch[self._mode]
         self._mismatch[self._mode] = metrics if so_far is None else so_far.merge(metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         metrics, self._mismatch[self._mode] = self._mismatch[self._mode], None
         if metrics is not None:
-            everywhere = metrics.all_reduce(lambda vector: self.accelerator.gather(vector[None]))
+            everywhere = metrics.all_reduce(self._gather)
             for name, value in readable(everywhere.compute()).items():
                 if name not in self._metrics[self._mode]:  # what TRL measured itself stands
                     self._metrics[self._mode][name] = [value]
@@ -434,16 +484,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         if message not in self._said and self.accelerator.is_main_process:
             warnings.warn(message, stacklevel=2)
         self._said.add(message)
-
-
-@contextmanager
-def _set(owner: Any, **values: Any) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in values}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        vars(owner).update(before)
 
 
 def _padded(rows: list, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -27,6 +27,14 @@ CONFIGS = {
     },
     "kl": {"loss_type": "offcorr:dapo", "beta": 0.1},
     "trl": {"loss_type": "dapo"},
+    "ewma": {
+        "loss_type": "offcorr:dapo",
+        "loss_kwargs": {"eps_low": 0.02, "eps_high": 0.02},
+        "anchor": "ewma",
+        "anchor_kwargs": {"window": 4, "reset_below": 0.1},
+    },
+    "calibrated": {"loss_type": "vcpo", "ess_lr": "linear", "ess_base": "auto"},
+    "annealed": {"loss_type": "holderpo"},
 }
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import HfArgumentParser, TrainerCallback
+from trl import TrlParser
 
 from offcorr.rollout import OffPolicy
-from offcorr.trl import GRPOConfig
+from offcorr.trl import GRPOConfig, GRPOTrainer
 
 STALE = ("old_logp", "rollout_version")
 
@@ -108,6 +109,118 @@ def test_resume_gives_the_same_run(make_trainer, series, tmp_path):
     for name in ("lr_scale", "learning_rate"):
         assert series(resumed, name) == series(whole, name)
     assert min(series(whole, "lr_scale")) < 0.99
+
+
+# ess_base="auto"
+
+
+class Recording(GRPOTrainer):
+    """Keeps the sums of log-ratios of each optimizer step's trajectories."""
+
+    def __init__(self, *args, **kwargs):
+        self.log_weights = {}
+        super().__init__(*args, **kwargs)
+
+    def _batch(self, inputs, forward):
+        batch = super()._batch(inputs, forward)
+        log_ratio = torch.where(batch.mask, batch.logp.detach() - batch.rollout_logp, 0).double()
+        self.log_weights.setdefault(self.state.global_step, []).extend(log_ratio.sum(1).tolist())
+        return batch
+
+    def ess(self, step):
+        weight = torch.tensor(self.log_weights[step], dtype=torch.float64).exp()
+        return (weight.sum() ** 2 / (len(weight) * weight.square().sum())).item()
+
+
+AUTO = dict(loss_type="vcpo", ess_lr="linear", ess_base="auto", max_steps=6)
+
+
+@pytest.fixture
+def fresh_then_stale(replay):
+    """A sampler that says which weights it sampled with: at even steps those of now, at odd ones older."""
+    inner = replay()
+
+    def rollout_func(prompts, trainer):
+        now = trainer.state.global_step
+        return {**inner(prompts, trainer), "rollout_version": [now if now % 2 == 0 else now - 1] * len(prompts)}
+
+    return rollout_func
+
+
+@pytest.mark.parametrize("versions", [True, False])
+def test_calibrated_on_policy(make_trainer, replay, series, fresh_then_stale, versions):
+    """Even steps are on-policy: their ESS is the base, and they are not scaled. Odd ones are scaled by it.
+
+    Where no versions are known, the first step on fresh samples counts as on-policy.
+    """
+    rates = Rates()
+    sampling = dict(rollout_func=fresh_then_stale) if versions else dict(rollout_func=replay(), num_iterations=2)
+    trainer = make_trainer(Recording, callbacks=[rates], **sampling, **AUTO)
+    trainer.train()
+    base, bases, scales = 0.0, [], []
+    for step in range(6):
+        if step % 2 == 0:
+            base += (trainer.ess(step) - base) / (step // 2 + 1)
+        bases.append(base)
+        scales.append(1.0 if step % 2 == 0 else min(1.0, trainer.ess(step) / base))
+    assert series(trainer, "ess_base") == pytest.approx(bases, rel=1e-5)
+    assert series(trainer, "lr_scale") == pytest.approx(scales, rel=1e-5)
+    assert max(bases) < 0.999 and min(scales) < 0.99
+    assert rates.read == pytest.approx([1e-2 * scale for scale in scales[1:]], rel=1e-5)
+
+
+def test_one_stale_token_is_not_on_policy(make_trainer, replay, series):
+    """And before any calibration the base is 1."""
+    inner = replay()
+
+    def rollout_func(prompts, trainer):
+        output, now = inner(prompts, trainer), trainer.state.global_step
+        output["rollout_version"] = [[now] * len(ids) for ids in output["completion_ids"]]
+        output["rollout_version"][-1][-1] = now - 1
+        return output
+
+    trainer = make_trainer(Recording, rollout_func=rollout_func, **{**AUTO, "max_steps": 2})
+    trainer.train()
+    assert series(trainer, "ess_base") == [1.0, 1.0]
+    assert series(trainer, "lr_scale") == pytest.approx([trainer.ess(0), trainer.ess(1)], rel=1e-5)
+
+
+def test_no_step_of_a_lagging_sampler_but_the_first_calibrates(make_trainer, series):
+    trainer = make_trainer(rollout_func=OffPolicy(lag=2, precision="int8"), **AUTO)
+    trainer.train()
+    bases = series(trainer, "ess_base")
+    assert len(set(bases)) == 1 and bases[0] < 1
+    assert series(trainer, "lr_scale")[0] == 1.0
+
+
+def test_the_calibration_is_resumed(make_trainer, series, tmp_path):
+    settings = dict(save_strategy="steps", save_steps=4, **AUTO)
+    sampler = dict(lag=2, precision="int8")
+    whole = make_trainer(rollout_func=OffPolicy(**sampler), output_dir=str(tmp_path / "whole"), **settings)
+    whole.train()
+    resumed = make_trainer(rollout_func=OffPolicy(**sampler), output_dir=str(tmp_path / "again"), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert torch.equal(parameters(resumed), parameters(whole))
+    for name in ("ess_base", "lr_scale"):
+        assert series(resumed, name) == series(whole, name)
+    assert series(whole, "ess_base")[-1] < 1 and min(series(whole, "lr_scale")) < 0.99
+    resumed.train()  # from the beginning: what was calibrated in the run before is none of its own
+    assert series(resumed, "ess_base")[0] != series(whole, "ess_base")[0]
+
+
+def test_the_base_from_command_line_and_yaml(tmp_path):
+    base = ["--output_dir", str(tmp_path), "--bf16", "false", "--use_cpu", "true", "--report_to", "none"]
+    config = tmp_path / "config.yaml"
+    for given, wanted in (("auto", "auto"), ("0.55", 0.55), ("1", 1.0)):
+        (args,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses([*base, "--ess_base", given])
+        assert args.ess_base == wanted and type(args.ess_base) is type(wanted)
+        config.write_text(f"ess_base: {given}\n")
+        (args,) = TrlParser((GRPOConfig,)).parse_args_and_config(["--config", str(config), *base])
+        assert args.ess_base == wanted and type(args.ess_base) is type(wanted)
+    assert HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(base)[0].ess_base == 1.0
+    for wrong in ("always", None, "nan", 0):
+        with pytest.raises(ValueError, match=f"ess_base is {wrong!r}, expected .* or 'auto'"):
+            GRPOConfig("out", bf16=False, use_cpu=True, ess_base=wrong)
 
 
 def test_it_says_what_it_wants(make_trainer):

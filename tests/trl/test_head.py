@@ -1,0 +1,74 @@
+"""This library's log-prob head in TRL's forward: the same numbers, used where it should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offcorr.trl import GRPOConfig
+from offcorr.trl import head as heads
+
+CPU = torch.device("cpu")
+needs_the_place = pytest.mark.skipif(not heads.SUPPORTED, reason="this TRL has no fused head to exchange")
+
+
+def answers(folder, choice, labels, autocast=False, **options):
+    """(log-probs, entropy, log sum of squares, every gradient) by TRL's forward with one of the heads."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "log_sum_sq_probs"), **options)
+    with heads.head(choice, CPU), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(input_ids=labels.clamp(min=0), labels=labels, fused_lm_head=True)
+    (out.log_probs.sum() + 0.3 * out.entropy.square().sum()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return out.log_probs, out.entropy, out.log_sum_sq_probs, gradients
+
+
+@needs_the_place
+@pytest.mark.parametrize("masked", ["some", "all"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "cast_lm_head_to_fp32": True}], ids=["plain", "options"])
+def test_the_same_numbers(model_folder, options, masked):
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.randint(2, 23, (3, 11), generator=draw)
+    labels[:, : 11 if masked == "all" else 4] = -100
+    ours, theirs = (answers(model_folder, choice, labels, **options) for choice in ("offcorr", "trl"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@needs_the_place
+def test_the_same_numbers_under_autocast(model_folder):
+    labels = torch.randint(2, 23, (3, 11), generator=torch.Generator().manual_seed(0))
+    ours, theirs = (answers(model_folder, choice, labels, autocast=True) for choice in ("offcorr", "trl"))
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)  # bfloat16: TRL rounds the logits too
+
+
+@needs_the_place
+@pytest.mark.parametrize(("choice", "used"), [("auto", True), ("offcorr", True), ("trl", False)])
+def test_the_choice(make_trainer, replay, monkeypatch, choice, used):
+    calls = []
+    own = heads.Head.apply
+    monkeypatch.setattr(heads.Head, "apply", staticmethod(lambda *given: calls.append(1) or own(*given)))
+    make_trainer(rollout_func=replay("old_logp"), logprob_head=choice, loss_type="ppo", max_steps=1).train()
+    assert bool(calls) == used
+    calls.clear()
+    make_trainer(rollout_func=replay("old_logp"), logprob_head=choice, loss_type="dapo", max_steps=1).train()
+    assert bool(calls) == (choice == "offcorr")  # TRL's own loss keeps TRL's head unless told otherwise
+    from trl.trainer import utils
+
+    assert utils._ChunkedLogProbFunction is not heads.Head  # put back
+
+
+def test_auto_leaves_what_was_not_measured_to_trl():
+    from contextlib import nullcontext
+
+    assert isinstance(heads.head("auto", torch.device("cuda")), nullcontext)
+
+
+def test_refusals(monkeypatch):
+    with pytest.raises(ValueError, match="logprob_head is 'ours', expected one of"):
+        GRPOConfig("out", logprob_head="ours", bf16=False, report_to=[])
+    monkeypatch.setattr("offcorr.trl.config.SUPPORTED", False)
+    with pytest.raises(ValueError, match="this TRL does not have"):
+        GRPOConfig("out", logprob_head="offcorr", bf16=False, report_to=[])
