@@ -13,7 +13,9 @@ import torch
 from einops import repeat
 from torch import Tensor
 
+from offcorr import gates
 from offcorr.batch import Batch, Tokens
+from offcorr.correction import Correction
 from offcorr.shapes import PerToken
 from offcorr.weights import Truncate, Weight
 
@@ -61,8 +63,9 @@ class OPOB:
     def add(self, log_prob: Tensor, reward: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """One trajectory: its log pi(tau), a scalar with a graph; its reward; its weight, which carries no gradient.
 
-        A score divided by the trajectory's length gives the best baseline for that estimator, which any baseline
-        biases a little.
+        Any scalar whose gradient the estimate multiplies by R - b will do: minus a correction's loss at advantage 1
+        (weight 1, as it is in there), if ``check_proportional`` lets it through.  A score divided by the trajectory's
+        length gives the best baseline for that estimator, which any baseline biases a little.
         """
         if log_prob.numel() != 1:
             raise ValueError(
@@ -95,6 +98,27 @@ class OPOB:
             total.zero_()
         self._energy, self._praise = torch.zeros_like(self._energy), torch.zeros_like(self._praise)
         return float(baseline)
+
+
+def check_proportional(loss_fn: Correction) -> None:
+    """Refuse a correction whose gradient is not proportional to the advantage: it has no baseline of least variance.
+
+    What a clip or a soft gate does to a token depends on the sign of its advantage, and that on the baseline.
+
+    >>> import offcorr
+    >>> check_proportional(offcorr.get("vcpo"))
+    """
+    looking = [s for place, s in loss_fn.stations.items() if place != "gate" and "advantage" in s.asks_for]
+    looking += [] if type(loss_fn.gate) in PROPORTIONAL_GATES else [loss_fn.gate]
+    if looking:
+        raise ValueError(
+            f"an optimal baseline needs a gradient proportional to the advantage, but {looking[0]!r} of "
+            f"{loss_fn.method!r} may treat advantages of one sign otherwise: take a loss such as vcpo or reinforce"
+        )
+
+
+PROPORTIONAL_GATES = (gates.Plain, gates.Detached, gates.Unclipped, gates.Capped)
+"""The surrogate's derivative is the advantage times something that knows nothing of it."""
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
     accelerate launch recipes/accelerate_loop.py                                    # small embedded model, on-policy
     accelerate launch recipes/accelerate_loop.py --loss minpro --lag 8 --precision int8 --ess_lr sqrt
+    accelerate launch recipes/accelerate_loop.py --loss vcpo --baseline opob --ess_lr sqrt --lag 16 --precision int8
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/accelerate_loop.py \\
         --model Qwen/Qwen3-0.6B --task openai/gsm8k --attn flash_attention_2 --learning_rate 1e-6   # GPUs
 
@@ -9,17 +10,23 @@ Each generation samples with weights of ``lag`` updates ago, and is then split i
 ``accumulation`` micro-batches.  A micro-batch is one packed row: its sequences lie end to end, the attention and the
 loss are told where each one starts by the same ``cu_seqlens``, and no token is padding.  Runs unchanged on one process,
 on several (``recipes/accelerate/*.yaml``), under DeepSpeed ZeRO-2 and ZeRO-3 and under FSDP2.  Read from top to bottom.
+
+An advantage is the reward less a baseline: the group's mean, over its deviation (``group``); one a token from the
+trainer's probabilities (``token``); or the one of least variance, from the gradient of every trajectory (``opob``),
+which with ``--loss vcpo --ess_lr sqrt`` is the whole of VCPO (2602.17616).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from itertools import chain, groupby
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -27,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object, set_seed
 from einops import rearrange
 from torch import Tensor, nn
@@ -37,6 +44,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 import offcorr
 from offcorr import Batch, embedded
 from offcorr.aggregate import AGGREGATIONS
+from offcorr.baselines import OPOB, check_proportional, token_baseline
 from offcorr.kernels.logprob import linear_logprob
 from offcorr.metrics import Metrics
 from offcorr.optim import ESSLearningRate
@@ -54,6 +62,7 @@ class Arguments:
     task: str = field(default="embedded", metadata={"help": "as in recipes/grpo.py"})
     loss: str = field(default="ppo", metadata={"help": "a name of offcorr.available(), or my_file.py:MyLoss"})
     loss_kwargs: str = field(default="{}", metadata={"help": "its options, as JSON"})
+    baseline: str = field(default="group", metadata={"help": "what the reward is compared with: group, token or opob"})
     lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})
     precision: str = field(default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, fp8_e4m3 ..."})
     ess_lr: str = field(
@@ -84,18 +93,36 @@ class Arguments:
     def __post_init__(self) -> None:
         if self.ess_lr not in ("off", "sqrt", "linear"):
             raise ValueError(f"ess_lr is {self.ess_lr!r}, expected off, sqrt or linear")
+        if self.baseline not in ("group", "token", "opob"):
+            raise ValueError(f"baseline is {self.baseline!r}, expected group, token or opob")
+        if self.baseline == "opob" and self.accumulation != 1:
+            raise ValueError(
+                f"opob takes an update's trajectories one by one, so accumulation {self.accumulation} has nothing to "
+                "split: leave it at 1"
+            )
         processes = int(os.environ.get("WORLD_SIZE", 1))
         if self.prompts % processes or self.prompts * self.samples % (processes * self.updates * self.accumulation):
             raise ValueError(
                 f"{self.prompts} prompts x {self.samples} samples do not split into {self.updates} updates of "
                 f"{self.accumulation} micro-batches on {processes} processes"
             )
+        if self.baseline == "opob":
+            self.check_groups("opob")
 
     @property
     def micro_batch(self) -> int:
         """Sequences of a micro-batch, on each process."""
         processes = int(os.environ.get("WORLD_SIZE", 1))
         return self.prompts * self.samples // (processes * self.updates * self.accumulation)
+
+    def check_groups(self, who: str) -> None:
+        """Refuse if the samples of a prompt do not lie in one update of one process, which ``who`` needs."""
+        here = self.micro_batch * self.accumulation
+        if here % self.samples:
+            raise ValueError(
+                f"{who} compares the {self.samples} samples of a prompt, which must lie in one update of one process: "
+                f"it has {here} of the {self.prompts} x {self.samples}, expected a multiple of {self.samples}"
+            )
 
 
 # -- the loop ------------------------------------------------------------------------------------------------
@@ -109,8 +136,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)
     loss_fn = offcorr.resolve(args.loss, **json.loads(args.loss_kwargs))
-    if "group_ids" in loss_fn.needs and args.micro_batch * args.accumulation % args.samples:
-        raise ValueError(f"{args.loss} compares the {args.samples} samples of a prompt, which must lie in one update")
+    if "group_ids" in loss_fn.needs:
+        args.check_groups(args.loss)
+    one_by_one = args.baseline == "opob"
+    if one_by_one:
+        check_opob(accelerator, loss_fn)
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=args.attn, dtype=torch.float32)
     answer_with_log_probs(model, args.temperature)
@@ -128,10 +158,16 @@ def main() -> None:
         picked = order.permutation(len(task.train))[: args.prompts]  # the same on every process
         mine = picked[accelerator.process_index :: accelerator.num_processes]
         samples = sampler.sample(task, [task.train[int(i)] for i in mine], version)
+        if args.baseline == "group":
+            samples = less_group_mean(samples)
+        elif args.baseline == "token":
+            samples = less_token_baseline(model, samples, args.packed, accelerator.device)
         seen, scales = Metrics(), []
         for part in split(samples, args.updates):  # in order: whole groups, of random prompts
-            window = [lay_out(micro, args.packed, accelerator.device) for micro in split(part, args.accumulation)]
-            seen = seen.merge(update(accelerator, model, optimizer, loss_fn, window, args.max_grad_norm, ess_lr))
+            micros = split(part, len(part) if one_by_one else args.accumulation)
+            window = [lay_out(micro, args.packed, accelerator.device) for micro in micros]
+            take = opob_update if one_by_one else update
+            seen = seen.merge(take(accelerator, model, optimizer, loss_fn, window, args.max_grad_norm, ess_lr))
             scales += [ess_lr.lr_scale] if ess_lr else []
             version += 1
             sampler.remember(version)
@@ -165,9 +201,7 @@ def update(
     """One optimizer update on this process's micro-batches; what they and the correction measured."""
     # The mean is over the whole update's tokens (or sequences), however they are split over micro-batches and
     # processes.  Accelerate divides by both numbers, so they go out of the denominator.
-    units = sum(micro.units(loss_fn.aggregate) for micro in window)
-    everywhere = accelerator.reduce(torch.tensor(float(units), device=accelerator.device))
-    denominator = everywhere.clamp(min=1) / (accelerator.num_processes * len(window))
+    denominator = global_units(accelerator, loss_fn, window) / (accelerator.num_processes * len(window))
     statistics = global_statistics(model, loss_fn, window, accelerator.device)
 
     seen = Metrics()
@@ -176,18 +210,82 @@ def update(
             batch = trained_batch(model, micro)
             out = loss_fn(batch, denominator=denominator, statistics=statistics)
             seen = seen.merge(out.metrics)
-            scaled: Any = contextlib.nullcontext()
             if ess_lr is not None:
                 ess_lr.add(batch)
-                if accelerator.sync_gradients:
-                    scaled = ess_lr.applied(lambda vector: accelerator.gather(vector[None]))
-            with scaled:
+            with scaled_rate(accelerator, ess_lr):
                 accelerator.backward(out.loss)  # DeepSpeed takes its step in here
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
                 optimizer.step()
             optimizer.zero_grad()
     return seen
+
+
+def opob_update(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    loss_fn: offcorr.Correction,
+    window: Sequence[MicroBatch],
+    max_grad_norm: float = 1.0,
+    ess_lr: ESSLearningRate | None = None,
+) -> Metrics:
+    """As ``update``, the advantage being the reward less its group's minimum-variance baseline.
+
+    A micro-batch is one trajectory, and a group's lie side by side.  A trajectory's gradient is A times what it is at
+    A = 1, which ``check_opob`` made sure of: its score, with the weight and the length that the correction gives it.
+    """
+    denominator = global_units(accelerator, loss_fn, window)
+    statistics = global_statistics(model, loss_fn, window, accelerator.device)
+    opob = OPOB(model.parameters(), float(denominator))
+    seen = Metrics()
+    for _, group in groupby(window, lambda micro: int(micro.fields["group_ids"])):
+        batches = []
+        for micro in group:
+            with accelerator.no_sync(model):  # gradients are taken by torch.autograd.grad, and reduced below
+                batch = trained_batch(model, micro)
+                one = dataclasses.replace(batch, advantages=torch.ones_like(batch.rewards))
+                opob.add(-loss_fn(one, denominator=1.0, statistics=statistics).loss, batch.rewards)
+            batches.append(dataclasses.replace(batch, logp=batch.logp.detach()))
+        baseline = opob.end_group()
+        for batch in batches:
+            if ess_lr is not None:
+                ess_lr.add(batch)
+            batch = dataclasses.replace(batch, advantages=batch.rewards - baseline)
+            seen = seen.merge(loss_fn(batch, denominator=denominator, statistics=statistics).metrics)
+
+    for p in opob.parameters:
+        p.grad = accelerator.reduce(p.grad, "sum")
+    with scaled_rate(accelerator, ess_lr):
+        accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+    optimizer.zero_grad()
+    return seen
+
+
+def check_opob(accelerator: Accelerator, loss_fn: offcorr.Correction) -> None:
+    """Refuse what has no minimum-variance baseline, or shards the gradients that it is made of."""
+    check_proportional(loss_fn)
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        raise ValueError(
+            f"opob needs the whole gradient of each trajectory on its own process, where "
+            f"{accelerator.distributed_type.value} never has it: use plain data parallelism, or baseline token"
+        )
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError("opob forms its gradients beside the loss scaler of mixed_precision fp16: use bf16 or no")
+
+
+def global_units(accelerator: Accelerator, loss_fn: offcorr.Correction, window: Sequence[MicroBatch]) -> Tensor:
+    """Tokens or sequences of the whole update, over all micro-batches and processes; at least 1."""
+    units = sum(micro.units(loss_fn.aggregate) for micro in window)
+    return accelerator.reduce(torch.tensor(float(units), device=accelerator.device)).clamp(min=1)
+
+
+def scaled_rate(accelerator: Accelerator, ess_lr: ESSLearningRate | None) -> contextlib.AbstractContextManager[Any]:
+    """Inside, an optimizer that steps does so at the rate of the effective sample size."""
+    if ess_lr is None or not accelerator.sync_gradients:
+        return contextlib.nullcontext()
+    return ess_lr.applied(lambda vector: accelerator.gather(vector[None]))
 
 
 def global_statistics(
@@ -206,18 +304,23 @@ def global_statistics(
 
 
 def answer_with_log_probs(model: Any, temperature: float) -> None:
-    """Make ``model(input_ids, targets, ...)`` answer with the targets' log-probs, never holding [tokens, vocabulary].
+    """Make ``model(input_ids, targets, ...)`` answer with the targets' log-probs, named as a Batch names them.
 
-    The head is applied inside the model's own forward, where FSDP2 and ZeRO-3 have its weight in one piece.
+    It never holds [tokens, vocabulary].  The head is applied inside the model's own forward, where FSDP2 and ZeRO-3
+    have its weight in one piece.
     """
 
-    def forward(self: Any, input_ids: Tensor, targets: Tensor, wanted: Tensor, **context: Any) -> Tensor:
+    def forward(
+        self: Any, input_ids: Tensor, targets: Tensor, wanted: Tensor, sum_sq_probs: bool = False, **context: Any
+    ) -> dict[str, Tensor]:
         hidden = self.base_model(input_ids=input_ids, use_cache=False, **context).last_hidden_state
         head = self.get_output_embeddings()
-        return linear_logprob(
+        found = linear_logprob(
             hidden, head.weight, targets, bias=head.bias, mask=wanted, temperature=temperature,
             soft_cap=getattr(self.config.get_text_config(), "final_logit_softcapping", None),
-        ).logp  # fmt: skip
+            sum_sq_probs=sum_sq_probs,
+        )  # fmt: skip
+        return {name: value for name, value in found._asdict().items() if value is not None}
 
     model.forward = MethodType(forward, model)
 
@@ -230,10 +333,13 @@ class Sample:
     prompt: int  # tokens of it that are the prompt
     rollout_logp: list[float]  # by the sampler, of the completion's tokens
     old_logp: list[float]  # by the same weights in the trainer's precision
-    advantage: float
+    advantages: list[float]  # of the completion's tokens: the reward, until a baseline is taken from it
     reward: float
     group: int
     version: int
+
+    def with_advantages(self, advantages: list[float]) -> Sample:
+        return dataclasses.replace(self, advantages=advantages)
 
     def padded(self, values: Sequence[float]) -> Tensor:
         """Values of the completion's tokens, with 0 for the prompt's."""
@@ -262,7 +368,7 @@ def lay_out(samples: Sequence[Sample], packed: bool, device: torch.device | str)
         "mask": mask,
         "rollout_logp": join([sample.padded(sample.rollout_logp) for sample in samples]),
         "old_logp": join([sample.padded(sample.old_logp) for sample in samples]),
-        "advantages": torch.tensor([sample.advantage for sample in samples]),
+        "advantages": join([sample.padded(sample.advantages) for sample in samples]),
         "rewards": torch.tensor([sample.reward for sample in samples]),
         "group_ids": torch.tensor([sample.group for sample in samples]),
     }
@@ -286,10 +392,44 @@ def lay_out(samples: Sequence[Sample], packed: bool, device: torch.device | str)
     return MicroBatch(placed(inputs), placed(fields))
 
 
-def trained_batch(model: nn.Module, micro: MicroBatch) -> Batch:
-    """The micro-batch with log-probs under the weights being trained."""
-    logp = model(**micro.inputs).roll(1, -1)
-    return Batch(logp=logp[0] if "cu_seqlens" in micro.fields else logp, **micro.fields)
+def trained_batch(model: nn.Module, micro: MicroBatch, **asked: bool) -> Batch:
+    """The micro-batch with log-probs under the weights being trained, and what else is ``asked`` for."""
+    found = {name: values.roll(1, -1) for name, values in model(**micro.inputs, **asked).items()}
+    if "cu_seqlens" in micro.fields:
+        found = {name: values[0] for name, values in found.items()}
+    return Batch(**found, **micro.fields)
+
+
+# -- advantages that are known before the update ---------------------------------------------------------------
+
+
+def by_group(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """The samples of one prompt after another."""
+    return (list(group) for _, group in groupby(samples, lambda sample: sample.group))
+
+
+def less_group_mean(samples: Sequence[Sample]) -> list[Sample]:
+    """Advantage: the reward less the group's mean, over its standard deviation."""
+
+    def relative(group: list[Sample]) -> list[Sample]:
+        rewards = torch.tensor([sample.reward for sample in group])
+        values = ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist()
+        return [sample.with_advantages([v] * len(sample.advantages)) for sample, v in zip(group, values, strict=True)]
+
+    return list(chain.from_iterable(map(relative, by_group(samples))))
+
+
+@torch.no_grad()
+def less_token_baseline(
+    model: nn.Module, samples: Sequence[Sample], packed: bool, device: torch.device | str
+) -> list[Sample]:
+    """Advantage: the reward less OTB's baseline of each token, under the weights as they are: the first update's."""
+    found = []
+    for group in by_group(samples):
+        batch = trained_batch(model, lay_out(group, packed, device), sum_sq_probs=True).padded()
+        advantages = (batch.advantages - token_baseline(batch)).tolist()
+        found += [s.with_advantages(row[s.prompt : len(s.ids)]) for s, row in zip(group, advantages, strict=True)]
+    return found
 
 
 # -- the sampler ---------------------------------------------------------------------------------------------
@@ -312,7 +452,7 @@ class Sampler:
         self.ring.push(version, changing_weights(self.accelerator.unwrap_model(self.model)))
 
     def sample(self, task: Task, rows: Sequence[dict[str, Any]], version: int) -> list[Sample]:
-        """``args.samples`` completions for each row's prompt, with group-relative advantages."""
+        """``args.samples`` completions for each row's prompt, side by side."""
         args, sampled = self.args, max(0, version - self.args.lag)
         rows = [row for row in rows for _ in range(args.samples)]
         prompts = [self._encode(row["prompt"]) for row in rows]
@@ -321,18 +461,16 @@ class Sampler:
             scorer = self.replica.load(self.ring[sampled])
             old_logp = score(scorer, prompts, decoded.completion_ids, temperature=args.temperature)
         rewards = self._rewards(task, rows, decoded.completion_ids)
-        by_group = rearrange(torch.tensor(rewards), "(g n) -> g n", n=args.samples)
-        relative = by_group - by_group.mean(1, keepdim=True)
-        advantages = (relative / (by_group.std(1, keepdim=True) + 1e-4)).flatten().tolist()
-        first = self.accelerator.process_index * len(by_group)  # no two prompts of a generation share a number
+        first = self.accelerator.process_index * (len(rows) // args.samples)  # no two prompts share a number
         return [
             Sample(
-                [*prompt, *ids], len(prompt), rollout, old, advantage, reward, first + index // args.samples, sampled
+                [*prompt, *ids], len(prompt), rollout, old, [reward] * len(ids), reward,
+                first + index // args.samples, sampled,
             )
-            for index, (prompt, ids, rollout, old, advantage, reward) in enumerate(
-                zip(prompts, decoded.completion_ids, decoded.logp, old_logp, advantages, rewards, strict=True)
+            for index, (prompt, ids, rollout, old, reward) in enumerate(
+                zip(prompts, decoded.completion_ids, decoded.logp, old_logp, rewards, strict=True)
             )
-        ]
+        ]  # fmt: skip
 
     def accuracy(self, task: Task, version: int) -> float:
         """Mean reward of one sample for each held-out example, from the current weights in full precision."""
@@ -376,25 +514,28 @@ class Sampler:
 
 def start_accelerator(args: Arguments) -> Accelerator:
     """An Accelerator for whatever `accelerate launch` was told."""
-    sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    zero, fsdp = (os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("DEEPSPEED", "FSDP"))
+    if zero:
         os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(args.accumulation)
         if args.use_cpu:
             # On a CPU DeepSpeed would compile its shared-memory collectives at every first start; gloo does without.
             import deepspeed
 
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    accelerator = Accelerator(cpu=args.use_cpu, gradient_accumulation_steps=args.accumulation)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    PartialState(cpu=args.use_cpu)
+    # Told of the CPU once more, Accelerate would leave DeepSpeed out without a word.
+    accelerator = Accelerator(cpu=args.use_cpu and not zero, gradient_accumulation_steps=args.accumulation)
+    if zero:
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": args.micro_batch,
             "gradient_accumulation_steps": args.accumulation,
             "gradient_clipping": args.max_grad_norm,
         }
-    elif sharded and args.use_cpu:
+    elif fsdp and args.use_cpu:
         # Accelerate offers FSDP on accelerators only; FSDP2 itself runs on gloo as well, so here it is told to.
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    accelerator.print(f"{accelerator.num_processes} x {accelerator.device.type}, {accelerator.distributed_type.value}")
     return accelerator
 
 

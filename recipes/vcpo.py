@@ -5,7 +5,7 @@
 
 The weight is a loss (``loss_type: vcpo``) and the learning rate an option (``ess_lr: sqrt``): both are configuration.
 What is left for a recipe is the baseline, which belongs where advantages are made.  The exact one needs a gradient for
-every trajectory (``offcorr.baselines.OPOB``, for a loop of your own); this is its proxy, from the probabilities alone.
+every trajectory (recipes/accelerate_loop.py, ``--baseline opob``); this is its proxy, from the probabilities alone.
 Everything else is recipes/grpo.py.
 """
 
@@ -75,7 +75,7 @@ class VCPOTrainer(grpo.GRPOTrainer):
     def probabilities(
         self, prompt_ids: Tensor, completion_ids: Tensor, prompt_mask: Tensor, completion_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob of each completion token, and the sum over the vocabulary of squared probabilities."""
+        """Log-prob of each completion token, and the sum over the vocabulary of squared probabilities; 0 on padding."""
         length = completion_ids.shape[1]
         with self.accelerator.autocast():
             logits = self.model(
@@ -83,8 +83,10 @@ class VCPOTrainer(grpo.GRPOTrainer):
                 attention_mask=torch.cat([prompt_mask, completion_mask], 1),
                 logits_to_keep=length + 1,
             ).logits
-        log_probs = (logits[:, :-1].float() / self.temperature).log_softmax(-1)
-        return log_probs.gather(-1, completion_ids[..., None])[..., 0], log_probs.exp().square().sum(-1)
+        found = offcorr.logits_logprob(
+            logits[:, :-1], completion_ids, mask=completion_mask, temperature=self.temperature, sum_sq_probs=True
+        )
+        return found.logp, found.sum_sq_probs
 
 
 if __name__ == "__main__":

@@ -107,9 +107,11 @@ def main(backend, folder):
 
 def prepare(backend, model):
     """(accelerator, model, optimizer), as a user would have them."""
-    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
 
-    settings = {"cpu": True, "gradient_accumulation_steps": ACCUMULATION}
+    PartialState(cpu=True)  # an Accelerator told so itself would leave DeepSpeed out
+    settings = {"gradient_accumulation_steps": ACCUMULATION}
     if backend.startswith("zero"):
         import deepspeed
 
@@ -122,6 +124,11 @@ def prepare(backend, model):
     elif backend == "fsdp2":
         settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
     accelerator = Accelerator(**settings)
+    if backend == "fsdp2":  # Accelerate offers it on accelerators only; it runs on gloo as well
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = settings["fsdp_plugin"]
+    wanted = {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(backend, "DEEPSPEED")
+    assert accelerator.distributed_type == wanted, accelerator.distributed_type
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     return accelerator, *accelerator.prepare(model, optimizer)
 

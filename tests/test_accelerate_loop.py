@@ -3,6 +3,7 @@
 As a script, started by torchrun, this file is one of two processes that share an update.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,12 +16,16 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from test_recipes import assert_improved
-from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+from tiny import qwen3
+from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 import offcorr
 from offcorr import embedded
+from offcorr.baselines import token_baseline
+from offcorr.optim import ESSLearningRate
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -28,22 +33,14 @@ import accelerate_loop as loop  # noqa: E402
 
 # Token-mean; mean over sequences; looks at the whole update before its first step; looks at whole groups of it.
 METHODS = ("minpro", "gspo", "m2po", "asymre")
+# What two processes must agree on with one: each method, the optimal baseline, the rate of the effective sample size.
+SHARED = {name: {"method": name} for name in METHODS}
+SHARED |= {"opob": {"method": "vcpo", "opob": True}, "opob-m2po": {"method": "m2po", "opob": True}}
+SHARED |= {"ess": {"method": "minpro", "ess": True}, "vcpo": {"method": "vcpo", "opob": True, "ess": True}}
 
 
 def tiny_model():
-    config = Qwen3Config(
-        vocab_size=23,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config)
+    model = qwen3(vocab_size=23, initializer_range=0.2)
     loop.answer_with_log_probs(model, temperature=0.9)
     return model
 
@@ -61,7 +58,8 @@ def some_samples(n=8):
         ids = torch.randint(0, 23, (prompt + length,), generator=generator).tolist()
         old = (-3 + torch.randn(length, generator=generator)).tolist()
         rollout = [x + 0.1 * float(torch.randn((), generator=generator)) for x in old]
-        samples.append(loop.Sample(ids, prompt, rollout, old, (-1.0) ** i * (1 + i / 3), float(i % 2), i // 4, 0))
+        advantages, reward = [(-1.0) ** i * (1 + i / 3)] * length, [0.0, 1.0, 0.3][i % 3]
+        samples.append(loop.Sample(ids, prompt, rollout, old, advantages, reward, i // 4, 0))
     return samples
 
 
@@ -71,15 +69,23 @@ def one_process(accumulation=1):
     return Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
 
 
-def updated_weights(accelerator, method, packed=True):
+def updated_weights(accelerator, method, packed=True, samples=None, opob=False, ess=False):
     """After one update on this process's part of the samples, and what was measured."""
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = accelerator.prepare(model, optimizer)
-    mine = some_samples()[accelerator.process_index :: accelerator.num_processes]
-    window = [loop.lay_out(micro, packed, "cpu") for micro in loop.split(mine, accelerator.gradient_accumulation_steps)]
-    seen = loop.update(accelerator, model, optimizer, offcorr.get(method), window, max_grad_norm=1e9)
+    ess_lr = ESSLearningRate(optimizer) if ess else None
+    samples = samples or some_samples()
+    mine = samples[accelerator.process_index :: accelerator.num_processes]
+    if opob:  # whole groups
+        mine = list(loop.split(samples, accelerator.num_processes))[accelerator.process_index]
+    micros = loop.split(mine, len(mine) if opob else accelerator.gradient_accumulation_steps)
+    window = [loop.lay_out(micro, packed, "cpu") for micro in micros]
+    take = loop.opob_update if opob else loop.update
+    seen = take(accelerator, model, optimizer, offcorr.get(method), window, 1e9, ess_lr)
     merged = seen.all_reduce(lambda vector: accelerator.gather(vector[None])).compute()
+    if ess_lr:
+        merged["lr_scale"] = ess_lr.lr_scale
     weights = {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
     return weights, merged
 
@@ -152,11 +158,111 @@ def test_accumulation_changes_nothing(method, accumulation):
 
 @pytest.mark.slow
 def test_processes_change_nothing(tmp_path):
-    """Two processes of two micro-batches each, against one process with everything."""
-    launch([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"], __file__, [str(tmp_path)])
-    for method in METHODS:
-        whole, _ = updated_weights(one_process(), method)
-        assert_same(torch.load(tmp_path / f"{method}.pt"), whole)
+    """Two processes, of two micro-batches each or of a trajectory at a time, against one process with everything."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch(torchrun, __file__, [str(tmp_path)])
+    for name, options in SHARED.items():
+        whole, measured = updated_weights(one_process(), **options)
+        found, found_measured = torch.load(tmp_path / f"{name}.pt")
+        assert_same(found, whole)
+        assert found_measured == pytest.approx(measured, rel=1e-4, abs=1e-5), name
+        assert 0.05 < measured.get("lr_scale", 0.5) < 0.95
+
+
+# -- baselines ----------------------------------------------------------------------------------------------------
+
+
+def rewarded(samples, baseline):
+    """The samples with what is left of the reward for advantage; ``baseline``: a number for each group."""
+    return [
+        sample.with_advantages([sample.reward - baseline[sample.group]] * len(sample.advantages)) for sample in samples
+    ]
+
+
+@pytest.mark.parametrize("method", ["vcpo", "reinforce", "cispo", "m2po"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_opob_with_a_constant_baseline_is_the_corrections_own_gradient(method, packed, monkeypatch):
+    """Take its baseline away and what is left is the update on advantages R - 0.3, and what that measures."""
+
+    class Constant(loop.OPOB):
+        def end_group(self):
+            self._energy, self._praise = torch.tensor(1.0), torch.tensor(0.3)
+            return super().end_group()
+
+    wanted, measured = updated_weights(
+        one_process(), method, packed, samples=rewarded(some_samples(), [0.3, 0.3]), ess=True
+    )
+    monkeypatch.setattr(loop, "OPOB", Constant)
+    found, found_measured = updated_weights(one_process(), method, packed, opob=True, ess=True)
+    assert_same(found, wanted)
+    assert found_measured == pytest.approx(measured, rel=1e-4, abs=1e-5)
+
+
+def test_opob_is_the_baseline_of_least_variance():
+    """b* = sum w^2 |g|^2 R / sum w^2 |g|^2 for each prompt, g that of the mean log-prob, w written out."""
+    model, samples = tiny_model(), some_samples()
+    energy, praise = [0.0, 0.0], [0.0, 0.0]
+    for sample in samples:
+        batch = loop.trained_batch(model, loop.lay_out([sample], True, "cpu"))
+        logp = batch.logp[batch.mask]
+        weight = min((logp.detach() - torch.tensor(sample.rollout_logp)).sum().exp().item(), 8.0)
+        norm = sum(score.square().sum().item() for score in torch.autograd.grad(logp.mean(), list(model.parameters())))
+        energy[sample.group] += weight**2 * norm
+        praise[sample.group] += weight**2 * norm * sample.reward
+    baseline = [total / of for total, of in zip(praise, energy, strict=True)]
+    assert abs(baseline[0] - baseline[1]) > 0.04
+    wanted, _ = updated_weights(one_process(), "vcpo", samples=rewarded(samples, baseline))
+    found, _ = updated_weights(one_process(), "vcpo", opob=True)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_token_advantages(packed):
+    """R - b_t, b_t from the whole softmax of the model as it is."""
+    model, samples = tiny_model(), some_samples()
+    found = loop.less_token_baseline(model, rewarded(samples, [0.0, 0.0]), packed, "cpu")
+    micro = loop.lay_out(samples, False, "cpu")
+    batch = loop.trained_batch(model, micro)
+    del model.forward  # the plain model again
+    with torch.no_grad():
+        logits = model(input_ids=micro.inputs["input_ids"], attention_mask=micro.inputs["attention_mask"]).logits / 0.9
+    squares = logits.softmax(-1).square().sum(-1).roll(1, -1)
+    wanted = batch.rewards[:, None] - token_baseline(dataclasses.replace(batch, sum_sq_probs=squares))
+    for row, before, after in zip(wanted, samples, found, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(after.advantages), row[before.prompt : len(before.ids)], rtol=1e-4, atol=1e-5
+        )
+        assert dataclasses.replace(after, advantages=before.advantages) == before
+
+
+def test_group_advantages():
+    for before, after in zip(some_samples(), loop.less_group_mean(some_samples()), strict=True):
+        rewards = torch.tensor([sample.reward for sample in some_samples() if sample.group == before.group])
+        wanted = (before.reward - rewards.mean()) / rewards.std()
+        assert after.advantages == pytest.approx([wanted.item()] * len(before.rollout_logp), rel=1e-3)
+
+
+def test_opob_refuses_what_it_cannot_do(monkeypatch):
+    accelerator = one_process()
+    loop.check_opob(accelerator, offcorr.get("vcpo"))
+    with pytest.raises(ValueError, match="Clip.* of 'ppo' may treat advantages of one sign otherwise"):
+        loop.check_opob(accelerator, offcorr.get("ppo"))
+    for kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        accelerator.state.distributed_type = kind
+        with pytest.raises(ValueError, match=f"gradient of each trajectory on its own process, where {kind.value}"):
+            loop.check_opob(accelerator, offcorr.get("vcpo"))
+    accelerator = one_process()
+    accelerator.state._mixed_precision = "fp16"
+    with pytest.raises(ValueError, match="beside the loss scaler of mixed_precision fp16: use bf16 or no"):
+        loop.check_opob(accelerator, offcorr.get("vcpo"))
+    with pytest.raises(ValueError, match="accumulation 2 has nothing to split"):
+        loop.Arguments(baseline="opob", accumulation=2)
+    with pytest.raises(ValueError, match="baseline is 'best', expected group, token or opob"):
+        loop.Arguments(baseline="best")
+    assert loop.Arguments(baseline="opob", prompts=8, samples=8, updates=8).micro_batch == 8
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="it has 4 of the 8 x 8, expected a multiple of 8"):
+        loop.Arguments(baseline="opob", prompts=8, samples=8, updates=8)
 
 
 def test_the_batch_must_split_evenly():
@@ -179,12 +285,22 @@ def launch(launcher, script, flags):
     return run.stdout
 
 
+RUNS_ON = {
+    "one_process": "1 x cpu, NO",
+    "two_cpu_processes": "2 x cpu, MULTI_CPU",
+    "deepspeed_zero2_cpu": "2 x cpu, DEEPSPEED",
+    "deepspeed_zero3_cpu": "2 x cpu, DEEPSPEED",
+    "fsdp2_cpu": "2 x cpu, FSDP",
+}
+
+
 def train(folder, config, *flags):
     """`accelerate launch recipes/accelerate_loop.py`; the logged history."""
     embedded.model_path(progress=False)
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{config}.yaml")]
     said = launch(launcher, ROOT / "recipes" / "accelerate_loop.py", ["--output_dir", str(folder), *flags])
+    assert f"{RUNS_ON[config]}\n" in said  # and no plain data parallelism under another name
     assert "held-out sampled accuracy, end" in said
     assert (folder / "history.png").stat().st_size > 10_000
     assert (folder / "model" / "config.json").exists()
@@ -201,6 +317,17 @@ def test_one_process(tmp_path):
     assert [entry["step"] for entry in trained] == [4, 8, 12, 16]
     assert all(entry["offcorr/engine/abs_mean"] > 1e-4 for entry in trained)
     assert all(0 < entry["lr_scale"] < 1 for entry in trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("baseline", ["token", "opob"])
+def test_baselines(tmp_path, baseline):
+    """VCPO with either baseline logs what the group's does, and learns."""
+    flags = ("--loss", "vcpo", "--baseline", baseline, "--ess_lr", "sqrt", "--lag", "4", "--precision", "int8")
+    history = train(tmp_path, "one_process", *flags, "--generations", "4", "--eval_every", "4", "--use_cpu")
+    assert_improved(history)
+    trained = [entry for entry in history if "reward" in entry]
+    assert all(entry["offcorr/staleness/abs_mean"] > 1e-4 and 0 < entry["lr_scale"] < 1 for entry in trained)
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +356,8 @@ def test_sharded_runs_are_the_same_run(tmp_path, two_plain_processes, config):
 
 if __name__ == "__main__":
     process = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    for name in METHODS:
-        shared, _ = updated_weights(process, name)
+    for name, options in SHARED.items():
+        shared = updated_weights(process, **options)
         if process.is_main_process:
             torch.save(shared, Path(sys.argv[1]) / f"{name}.pt")
     process.wait_for_everyone()

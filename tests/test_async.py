@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from test_recipes import assert_improved
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tiny import qwen3
+from transformers import AttentionInterface, AutoModelForCausalLM
 from trl.experimental.async_grpo.async_grpo_trainer import FixedCountBatcher, RolloutQueueDataset, RolloutSample
 from trl.experimental.async_grpo.packing import TREE_ATTENTION, register_tree_attention
 
@@ -39,23 +40,13 @@ def tiny_model(attention="sdpa"):
     register_tree_attention()
     AttentionInterface.register(TREE_ATTENTION, dense_tree_attention)
     tokenizer = build_tokenizer()
-    config = Qwen3Config(
+    return qwen3(
         vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         attn_implementation=attention,
     )
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(config)
 
 
 def some_samples(seed=0, old_logp=True, version=3):

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from offcorr import Batch, weights
-from offcorr.baselines import OPOB, token_baseline
+import offcorr
+from offcorr import Batch, gates, rejections, weights
+from offcorr.baselines import OPOB, check_proportional, token_baseline
 
 FEATURES = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 0.5], [0.3, -1.2]], dtype=torch.float64)
 BEHAVIOUR = torch.tensor([4, 3, 2, 1])  # of 10 samples each action has this many: the sums below are expectations
@@ -97,6 +98,49 @@ def test_opob_says_what_it_wants(theta):
         OPOB([theta], denominator=0)
     with pytest.raises(ValueError, match="parameters holds none that requires grad"):
         OPOB([torch.zeros(2)], denominator=1)
+
+
+REFUSED = ("ppo", "sapo", "ctpo", "gmpo", "opsm", "dppo", "rec", "bapo", "vespo", "asymre", "kimi")
+
+
+@pytest.mark.parametrize("name", offcorr.available())
+def test_what_has_an_optimal_baseline_is_proportional_to_the_advantage(name):
+    """Coefficients at A, -A and 0.5 A, on log-ratios that clips and budgets act on."""
+    loss_fn = offcorr.get(name, **({"max_length": 6} if name == "dppo" else {}))
+    try:
+        check_proportional(loss_fn)
+    except ValueError as refused:
+        assert name not in ("vcpo", "reinforce", "cispo", "minpro", "m2po") and repr(loss_fn.method) in str(refused)
+        return
+    assert name not in REFUSED
+    torch.manual_seed(0)
+    logp = -2 + torch.randn(32, 6, dtype=torch.float64)
+    batch = Batch(
+        logp=logp,
+        old_logp=logp + 0.3 * torch.randn(32, 6).double(),
+        rollout_logp=logp + 0.3 * torch.randn(32, 6).double(),
+        advantages=torch.ones(32).double(),
+        mask=torch.rand(32, 6) < 0.9,
+        rewards=(torch.rand(32) < 0.5).double(),
+        group_ids=torch.arange(32) // 8,
+    )
+    unit = loss_fn(batch).coefficient
+    assert (unit != 0).any()
+    for scale in (-1.0, 0.5, 0.0):
+        scaled = dataclasses.replace(batch, advantages=scale * batch.advantages)
+        torch.testing.assert_close(loss_fn(scaled).coefficient, scale * unit)
+
+
+def test_a_station_that_looks_at_the_advantage_is_named():
+    with pytest.raises(ValueError, match="OPSM.* of 'reinforce' may treat advantages of one sign otherwise"):
+        check_proportional(offcorr.get("reinforce", reject=rejections.OPSM()))
+    check_proportional(offcorr.get("reinforce", weight=weights.SelfNormalise(weights.Truncate(8.0))))
+
+    class _OneSided(gates.Plain):
+        surrogate = staticmethod(lambda logp, advantage: (advantage.relu() * logp, advantage.relu()))
+
+    with pytest.raises(ValueError, match="_OneSided"):
+        check_proportional(offcorr.Correction(ratio=None, gate=_OneSided()))
 
 
 # -- the proxy -----------------------------------------------------------------------------------------------------

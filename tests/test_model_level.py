@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
+from tiny import qwen3
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offcorr
 from offcorr import Batch
@@ -14,19 +14,7 @@ from offcorr.model import CHORD, LayerPerturbation, distillation_advantages, sch
 
 @pytest.fixture
 def model():
-    config = Qwen3Config(
-        vocab_size=11,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(config).train()
+    return qwen3(vocab_size=11, num_hidden_layers=3).train()
 
 
 @pytest.fixture
@@ -144,7 +132,7 @@ def test_refuses_what_it_could_not_perturb(model, ids):
     with pytest.raises(ValueError, match="no decoder"):
         LayerPerturbation(torch.nn.Linear(2, 2))
 
-    model = Qwen3ForCausalLM(model.config)
+    model = type(model)(model.config)
 
     class Deaf(torch.nn.Module):
         def __init__(self, inner):

@@ -212,6 +212,22 @@ def test_calibration_takes_the_mean_on_policy(optimizer):
     assert ess_lr.scale() == pytest.approx((ess_lr.ess() / ess_lr.base) ** 0.5)
 
 
+def test_a_step_that_is_calibrated_on_is_not_scaled(optimizer):
+    """Nor by what ``begin`` left in force at the step before."""
+    weight = optimizer.param_groups[0]["params"][0]
+    ess_lr = ESSLearningRate(optimizer)
+    moved = []
+    for calibrate in (False, True, False):
+        ess_lr.add(batch_with([0.0, 4.0]))
+        _ = ess_lr.calibrate() if calibrate else ess_lr.begin()
+        before, weight.grad = weight.item(), torch.ones(1)
+        optimizer.step()
+        moved.append((before - weight.item(), ess_lr.lr_scale))
+    scale = moved[0][1]
+    assert 0 < scale < 0.8
+    assert moved == [pytest.approx(pair) for pair in ((scale, scale), (1, 1), (1, 1))]  # base is now this very ESS
+
+
 def test_it_says_what_it_wants(optimizer):
     for wrong, message in (
         ({"rule": "cubic"}, r"rule is 'cubic', expected one of \['sqrt', 'linear'\]"),
@@ -274,7 +290,7 @@ def test_resume_gives_the_same_run(tmp_path):
 @pytest.mark.parametrize("backend", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_the_applied_rate_is_the_computed_one_on_two_processes(backend, tmp_path):
     """Read inside the optimizer's step, computed by hand in one process, and seen in where the weights end."""
-    settings = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore"}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     settings["PYTHONPATH"] = os.pathsep.join([str(WORKER.parents[1]), os.environ.get("PYTHONPATH", "")])
     if backend.startswith("zero"):
         pytest.importorskip("deepspeed")

@@ -1,0 +1,23 @@
+"""A Qwen3 model small enough that a test builds it anew."""
+
+from __future__ import annotations
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+def qwen3(vocab_size: int, **changes) -> Qwen3ForCausalLM:
+    """Two layers of width 16, always the same weights, far enough from 0 that the logits are no constant."""
+    settings = {
+        "vocab_size": vocab_size,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**{**settings, **changes}))
