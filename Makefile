@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := recipes,triton,deepspeed,dev
 TRL_MIN := 1.9.2
+# The ends of the supported range; the version between them is in constraints.txt.
+TRITONS := 3.6.0 3.8.0
 
 # One thread a process: the tests run several processes, and small matrices gain nothing from more.
 export OMP_NUM_THREADS ?= 1
@@ -25,7 +27,7 @@ TRL_TESTS := $(wildcard tests/trl tests/test_rollout*.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv .venv-trl-min demo demo-short test test-all test-fast test-doc test-kernels test-trl-min mutate \
-        lint format docs clean
+        test-triton lint format docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z.][a-z.-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -55,6 +57,18 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(call install,.venv-trl-min,.venv-trl-min/constraints.txt,requests)
 	@touch $@
 
+# Other versions of triton under the same torch; they come last, since a CUDA build of torch asks for its own.
+# triton 3.6's interpreter does not know numpy 2.4.
+TRITON_ENVS := $(TRITONS:%=.venv-triton-%)
+
+$(TRITON_ENVS:%=%/installed): .venv-triton-%/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-triton-$*
+	.venv-triton-$*/bin/python -m pip install --quiet -c constraints.txt torch hatchling editables
+	.venv-triton-$*/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable . \
+	    hypothesis pytest pytest-xdist
+	.venv-triton-$*/bin/python -m pip install --quiet triton==$* $(if $(filter 3.6.%,$*),"numpy<2.4")
+	@touch $@
+
 # ------------------------------------------------------------------------- run
 
 demo: .venv  ## train at lag 16 with an int8 sampler: TRL's loss, MinPRO and CTPO side by side
@@ -79,7 +93,7 @@ endif
 test-fast: .venv
 	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --ignore=tests/kernels --durations=10
 
-test-all: test-doc test-trl-min mutate  ## everything: the slow tests and the oldest TRL too
+test-all: test-doc test-trl-min test-triton mutate  ## everything: the slow tests and the oldest TRL too
 ifneq ($(KERNEL_TESTS),)
 	TRITON_INTERPRET=1 $(PYTEST) -q -n $(WORKERS) $(KERNEL_TESTS)
 endif
@@ -92,6 +106,15 @@ test-trl-min: .venv-trl-min  ## the TRL and rollout tests on the oldest supporte
 ifneq ($(TRL_TESTS),)
 	.venv-trl-min/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" $(TRL_TESTS)
 endif
+
+# Every pointwise part and one composition for each kind of span, interpreted and compiled ahead of time.
+test-triton: $(TRITONS:%=test-triton-%)  ## the kernels on the oldest and newest supported triton
+
+TRITON_SELECTION := rebinding or odd_sizes or error_budget or every_span or a_composition_compiles
+
+test-triton-%: .venv-triton-%/installed
+	TRITON_INTERPRET=1 .venv-triton-$*/bin/python -m pytest -q -n $(WORKERS) -m "not slow" \
+	    -k "$(TRITON_SELECTION)" $(KERNEL_TESTS)
 
 # -------------------------------------------------------------------- upkeep
 
@@ -108,5 +131,5 @@ docs: .venv  ## write the generated tables anew
 	$(BIN)/python -m offcorr.cli docs
 
 clean:  ## remove environments, builds and caches
-	rm -rf .venv .venv-trl-min build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-trl-min $(TRITON_ENVS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
