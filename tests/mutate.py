@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
 CONTRACT, ORACLE, PITFALLS = "tests/test_contract.py", "tests/test_oracle.py", "tests/test_pitfalls.py"
 METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/test_rollout_trl.py", "tests/trl/test_trainer.py"
-ANCHORS = "tests/trl/test_anchors.py"
+ANCHORS, KERNEL, SOURCE = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py", "offcorr/kernels/source.py"
 GOLDEN = f"{ORACLE}::test_golden_table"
 SCANS, CORRECTION, BATCH = "offcorr/kernels/scans.py", "offcorr/correction.py", "offcorr/batch.py"
 
@@ -182,8 +182,8 @@ MUTATIONS = [
     Mutation(
         "self-normalised by the count alone",
         "offcorr/weights.py",
-        "self.total[place] / self.count[place].clamp(min=1)",
-        "self.total[place]",
+        "total[asked] / count[asked].clamp(min=1)",
+        "total[asked]",
         f"{METRICS} mean_one",
     ),
     Mutation(
@@ -284,6 +284,48 @@ MUTATIONS = [
         "        self._seen = None",
         "tests/trl/test_ess_lr.py::test_calibrated_on_policy",
     ),
+    Mutation(
+        "an engine station sees the trainer's log-prob in the kernel",
+        SOURCE,
+        '"logp" if place == "gate" else _POLICIES[of][0]',
+        '"logp"',
+        f"{KERNEL}::test_every_pair_of_policies engine",
+    ),
+    Mutation(
+        "a part of a split row forgets what came before it",
+        SOURCE,
+        'which = "there" if one in self.reduced else "earlier"',
+        'which = "there"',
+        f"{KERNEL}::test_every_span_on_split_rows prefix",
+    ),
+    Mutation(
+        "every part of a split row has a first token",
+        SOURCE,
+        "tl.where(count_earlier > 0, -1.0, first_token)",
+        "first_token",
+        f"{KERNEL}::test_every_method_on_split_rows dapo",
+    ),
+    Mutation(
+        "positions begin anew in every part",
+        SOURCE,
+        "'count_earlier' if self.split else '0.0'",
+        "'0.0'",
+        f"{KERNEL}::test_every_method_on_split_rows ctpo",
+    ),
+    Mutation(
+        "a part of a row counts as a row",
+        "offcorr/kernels/metering_triton.py",
+        "summed = tl.where(kind == 3, parts, 1)",
+        "summed = tl.where(kind == 3, 1, 1)",
+        f"{KERNEL}::test_every_method_on_split_rows dapo",
+    ),
+    Mutation(
+        "a self-normalised weight keeps its size in the kernel",
+        SOURCE,
+        "tl.load(row_factor_ptr + row).to(tl.float32)",
+        "1.0",
+        f"{KERNEL}::test_self_normalised_weights",
+    ),
 ]
 
 
@@ -308,7 +350,7 @@ def survives(mutation: Mutation) -> str | None:
 def _test(copy: Path, mutation: Mutation) -> int:
     node, _, words = mutation.test.partition(" ")
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", node]
-    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     run = subprocess.run(
         [*command, *(["-k", words] if words else [])], cwd=copy, env=environment, capture_output=True, text=True
     )
