@@ -199,6 +199,16 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def machine() -> dict[str, Any]:
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, help="without a suffix; writes .json and .md")
@@ -233,13 +243,7 @@ def main() -> None:
         "rounds": options.rounds,
         "variants": rows,
         "errors": errors(),
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "load": round(os.getloadavg()[0], 1),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "machine": machine(),
     }
     print(table(found))
     if options.output:
