@@ -16,6 +16,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
@@ -62,7 +63,9 @@ def main() -> int:
         logs = train_all(runs, args.runs / str(seed), args.updates, seed)
         rows += [row_of(name, seed, entries) for name, entries in logs.items()]
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report(rows, args), indent=1) + "\n")
+    chosen = f"--methods {' '.join(args.methods)} --seeds {' '.join(map(str, args.seeds))} --updates {args.updates}"
+    setting = {"lag": LAG, "precision": PRECISION, "learning_rate": 5e-4, "anchor": "snapshot"}
+    args.output.write_text(json.dumps(report(rows, f"python benchmarks/methods.py {chosen}", setting), indent=1) + "\n")
     Console().print(table_of(rows))
     print(f"numbers: {args.output}\npicture: {plot(rows, args.output.with_suffix('.png'))}")
     return 0
@@ -81,38 +84,54 @@ def row_of(method: str, seed: int, logs: list[dict[str, Any]]) -> dict[str, Any]
     }
 
 
-def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    chosen = f"--methods {' '.join(args.methods)} --seeds {' '.join(map(str, args.seeds))} --updates {args.updates}"
+def report(rows: list[dict[str, Any]], command: str, setting: dict[str, Any]) -> dict[str, Any]:
     return {
-        "command": f"python benchmarks/methods.py {chosen}",
-        "setting": {"lag": LAG, "precision": PRECISION, "learning_rate": 5e-4, "anchor": "snapshot"},
+        "command": command,
+        "setting": setting,
         "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "offcorr")},
         "runs": rows,
     }
 
 
+def by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each method, a seed each, the best mean end first."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["method"], []).append(row)
+    return dict(sorted(found.items(), key=lambda item: -mean(row["end"] for row in item[1])))
+
+
 def table_of(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"held-out sampled accuracy at lag {LAG}, {PRECISION} sampler")
-    for name in ("method", "seed", "start", "peak", "end", "largest fall", "staleness |d|"):
+    table = Table(title=f"held-out sampled accuracy at lag {LAG}, {PRECISION} sampler; means over the seeds")
+    for name in ("method", "start", "peak", "end", "end of each seed", "largest fall", "staleness |d|"):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    for row in sorted(rows, key=lambda row: -row["end"]):
-        cells = [row["start"], row["peak"], row["end"], row["largest_fall"], row["offcorr/staleness/abs_mean"]]
-        table.add_row(row["method"], str(row["seed"]), *(f"{cell:.3f}" for cell in cells))
+    for method, runs in by_method(rows).items():
+        start, peak, end, fall, moved = (
+            f"{mean(run[name] for run in runs):.3f}"
+            for name in ("start", "peak", "end", "largest_fall", "offcorr/staleness/abs_mean")
+        )
+        table.add_row(method, start, peak, end, " ".join(f"{run['end']:.3f}" for run in runs), fall, moved)
     return table
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> Path:
+    """Each method's mean over the seeds, and between which values they lay."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(9, 5), constrained_layout=True)
-    for i, row in enumerate(rows):
-        style = "-" if i < 10 else "--"
-        axis.plot(row["held_out"]["step"], row["held_out"]["accuracy"], style, label=f"{row['method']} ({row['seed']})")
-    axis.set(xlabel="optimizer update", ylabel="held-out sampled accuracy", title=f"lag {LAG}, {PRECISION} sampler")
+    for i, (method, runs) in enumerate(by_method(rows).items()):
+        steps = runs[0]["held_out"]["step"]
+        values = list(zip(*(run["held_out"]["accuracy"] for run in runs), strict=True))
+        (line,) = axis.plot(steps, [mean(at) for at in values], "-" if i < 10 else "--", label=method)
+        low, high = ([pick(at) for at in values] for pick in (min, max))
+        axis.fill_between(steps, low, high, alpha=0.1, color=line.get_color())
+    seeds = len({row["seed"] for row in rows})
+    title = f"lag {LAG}, {PRECISION} sampler; mean and range of {seeds} seeds"
+    axis.set(xlabel="optimizer update", ylabel="held-out sampled accuracy", title=title)
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(file, dpi=120)
     plt.close(figure)

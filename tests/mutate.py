@@ -238,8 +238,8 @@ MUTATIONS = [
     Mutation(
         "the trained forward in the place of the EWMA's",
         "offcorr/trl/trainer.py",
-        "with _set(self, _kept_forwards=None):",
-        "with _set(self, _said=self._said):",
+        "with replaced(self, _kept_forwards=None):",
+        "with replaced(self, _said=self._said):",
         f"{ANCHORS} by_hand",
     ),
     Mutation(
@@ -265,7 +265,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a schedule one step ahead",
-        "offcorr/trl/trainer.py",
+        "offcorr/trl/corrected.py",
         "done = self.state.global_step / self.state.max_steps",
         "done = (self.state.global_step + 1) / self.state.max_steps",
         "tests/trl/test_schedules.py::test_holderpo_anneals_by_itself",

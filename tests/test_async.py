@@ -1,5 +1,6 @@
 """Corrections on the packed rows of TRL's asynchronous trainer, by its own reader, batcher, collator and trainer."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 import torch
 from test_recipes import assert_improved
 from tiny import qwen3
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, HfArgumentParser, TrainerCallback
 from trl.experimental.async_grpo.async_grpo_trainer import FixedCountBatcher, RolloutQueueDataset, RolloutSample
 from trl.experimental.async_grpo.packing import TREE_ATTENTION, register_tree_attention
 
@@ -191,7 +192,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def trainer_of(folder, tmp_path, worker=None, reward=embedded.reward, loss=None, **options):
+def trainer_of(folder, tmp_path, worker=None, reward=embedded.reward, loss=None, cls=AsyncGRPOTrainer, **options):
     settings = {
         "learning_rate": 1e-3,
         "per_device_train_batch_size": 8,
@@ -212,7 +213,7 @@ def trainer_of(folder, tmp_path, worker=None, reward=embedded.reward, loss=None,
     worker = worker or LocalWorker(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), build_tokenizer(), data, reward, args
     )
-    return AsyncGRPOTrainer(
+    return cls(
         str(folder),
         reward_funcs=reward,
         args=args,
@@ -247,7 +248,7 @@ def test_trls_own_loss_is_ppo_against_the_engine(folder, tmp_path):
     theirs = trainer_of(folder, tmp_path, epsilon=0.2)
     ours = trainer_of(folder, tmp_path, loss=clipped, anchor="rollout")
     assert_close(gradients(ours, [inputs]), gradients(theirs, [inputs]))
-    assert "offcorr/staleness/abs_mean" in ours._mismatch.compute()
+    assert "offcorr/staleness/abs_mean" in ours._mismatch["train"].compute()
     for name in ("ratio", "kl", "clip_ratio/region_mean", "entropy"):
         assert ours._metrics["train"][name] == pytest.approx(theirs._metrics["train"][name])
     assert ours._step_samples == theirs._step_samples == 6
@@ -309,12 +310,8 @@ def test_a_sample_too_old_is_not_trained_on(folder, tmp_path, max_staleness):
     options = {"loss_type": "ppo", "max_staleness": max_staleness, "per_device_train_batch_size": 6}
     trainer = trainer_of(folder, tmp_path, Preloaded(old + fresh), max_steps=max_staleness + 2, **options)
     trainer.train()
-
-    def logged(name):
-        return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-    assert logged("offcorr/staleness/lag_max") == [*range(max_staleness + 1), 0]
-    assert sum(logged("sample/dropped_stale_total")) == len(old) - 6 * (max_staleness + 1)
+    assert logged(trainer, "offcorr/staleness/lag_max") == [*range(max_staleness + 1), 0]
+    assert sum(logged(trainer, "sample/dropped_stale_total")) == len(old) - 6 * (max_staleness + 1)
 
 
 def test_what_the_worker_raises_reaches_the_trainer(folder, tmp_path):
@@ -344,14 +341,228 @@ def test_refused_before_the_model_is_loaded(tmp_path):
         AsyncGRPOTrainer(nowhere, args=config(loss_type="asymre"))
     with pytest.raises(ValueError, match="in one of two ways"):
         AsyncGRPOTrainer(nowhere, args=config(loss_type="ppo"), loss=offcorr.get("ppo"))
-    with pytest.raises(ValueError, match="anchor='rollout' puts rollout_logp in the place of old_logp"):
+    with pytest.raises(ValueError, match=r"'tis': anchor='rollout' puts rollout_logp in the place .* that Truncate\("):
         AsyncGRPOTrainer(nowhere, args=config(loss_type="tis", anchor="rollout"))
+    with pytest.raises(ValueError, match="anchor='ewma' needs window"):
+        AsyncGRPOTrainer(nowhere, args=config(loss_type="ppo", anchor="ewma"))
+    with pytest.raises(ValueError, match="anchor='log_linear' goes with a correction"):
+        AsyncGRPOTrainer(nowhere, args=config(anchor="log_linear"))
+    with pytest.raises(ValueError, match=r"\['power'\] of 'holderpo' runs over the training.* say max_steps"):
+        AsyncGRPOTrainer(nowhere, args=config(loss_type="holderpo"))
+    with pytest.raises(ValueError, match="cap is -1.0, expected"):
+        AsyncGRPOTrainer(nowhere, args=config(loss_type="tis", loss_kwargs={"cap": {"start": 2.0, "end": -1.0}}))
+    with pytest.raises(TypeError, match="loss is a str, expected an offcorr.Correction"):
+        AsyncGRPOTrainer(nowhere, args=config(), loss="ppo")
+
+
+def test_the_command_line(tmp_path):
+    base = ["--output_dir", str(tmp_path), "--bf16", "false", "--use_cpu", "true", "--loss_type", "ppo"]
+    (args,) = HfArgumentParser(AsyncGRPOConfig).parse_args_into_dataclasses(
+        [*base, *("--anchor", "ewma", "--anchor_kwargs", '{"window": 16}', "--ess_lr", "sqrt", "--ess_base", "auto")]
+    )
+    assert (args.anchor, args.anchor_kwargs, args.ess_lr, args.ess_base) == ("ewma", {"window": 16}, "sqrt", "auto")
+    assert args.lr_scheduler_type == "constant" and args.learning_rate == 1e-6  # TRL's own defaults stand
 
 
 def test_a_constant_length_is_the_longest_completion(folder, tmp_path):
     options = {"aggregate": "seq-mean-token-sum-norm"}
     trainer = trainer_of(folder, tmp_path, loss_type="ppo", loss_kwargs=options, max_completion_length=5)
     assert trainer.correction.max_length == 5
+
+
+# -- anchors, schedules and the learning rate, which the synchronous trainer has too ------------------------------
+
+
+class Recording(AsyncGRPOTrainer):
+    """Keeps what each micro-batch was made of, and the correction it met."""
+
+    def __init__(self, *args, **kwargs):
+        self.seen, self.in_force = [], []
+        super().__init__(*args, **kwargs)
+
+    def _batch(self, inputs):
+        batch = super()._batch(inputs)
+        self.seen.append((self.state.global_step, inputs, batch))
+        self.in_force.append(self.correction)
+        return batch
+
+
+class Weights(TrainerCallback):
+    """Copies of the model before the first optimizer step and after each."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.seen = [copy.deepcopy(model.state_dict())]
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.seen.append(copy.deepcopy(model.state_dict()))
+
+
+class Rates(TrainerCallback):
+    """What the optimizer reads inside its steps, from the second on: by then the first step's hooks stand before."""
+
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        if state.global_step == 1:
+            self.read = []
+            optimizer.optimizer.register_step_pre_hook(lambda opt, *_: self.read.append(opt.param_groups[0]["lr"]))
+
+
+def preloaded(steps, first=0, version=99):
+    """Six samples a step, the same at every call."""
+    samples = [sample for seed in range(first, steps + 2) for sample in some_samples(seed, old_logp=False)]
+    return Preloaded([dataclasses.replace(sample, model_version=version) for sample in samples])
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def parameters(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+NARROW = {"eps_low": 1e-3, "eps_high": 1e-3}  # what has moved is clipped
+EWMA = {"loss_type": "ppo", "loss_kwargs": NARROW, "anchor": "ewma", "per_device_train_batch_size": 6}
+
+
+@pytest.mark.parametrize("proximal_lag", [0, 1, 2])
+def test_log_linear_is_its_formula(folder, tmp_path, proximal_lag):
+    options = {"anchor": "log_linear", "anchor_kwargs": {"proximal_lag": proximal_lag}}
+    trainer = trainer_of(folder, tmp_path, cls=Recording, loss_type="ppo", **options)
+    trainer.trainer_version = 3
+    samples = some_samples(old_logp=False)  # sampled by versions 3, 2 and 1
+    (inputs,), _ = through_trl(samples)
+    gradients(trainer, [inputs])
+    ((_, _, batch),) = trainer.seen
+    terms = inputs["token_index"] >= 0
+    reported, sampled = inputs["old_log_probs"][terms].tolist(), inputs["rollout_version"][terms].tolist()
+    alphas = {}
+    for term, (rollout, version) in enumerate(zip(reported, sampled, strict=True)):
+        behind = 3 - version
+        alphas[version] = alpha = max((behind - proximal_lag) / behind, 0) if behind else float(proximal_lag == 0)
+        wanted = rollout + alpha * (batch.logp[term].item() - rollout)
+        assert batch.old_logp[term].item() == pytest.approx(wanted, abs=1e-6)
+    assert [alphas[version] for version in (1, 2, 3)] == {0: [1, 1, 1], 1: [0.5, 0, 0], 2: [0, 0, 0]}[proximal_lag]
+    # Of the gap to the engine its ratio is a part: what is logged is all of it.
+    measured = trainer._mismatch["train"].compute()
+    gap = (batch.logp.detach() - torch.tensor(reported)).abs().mean().item()
+    assert measured["offcorr/staleness/abs_mean"] == pytest.approx(gap, rel=1e-5)
+    assert not any(name.startswith("offcorr/engine/") for name in measured)
+
+
+def test_log_linear_says_what_to_pass(folder, tmp_path):
+    trainer = trainer_of(folder, tmp_path, loss_type="ppo", anchor="log_linear")
+    (inputs,), _ = through_trl(some_samples())
+    del inputs["rollout_version"]
+    with pytest.raises(ValueError, match="anchor='log_linear' wants rollout_version.* model_version"):
+        gradients(trainer, [inputs])
+    trainer = trainer_of(folder, tmp_path, loss_type="ppo", anchor="snapshot")
+    (inputs,), _ = through_trl(some_samples(old_logp=False))
+    with pytest.raises(ValueError, match="anchor='snapshot' wants old_logp.* CorrectedSample"):
+        gradients(trainer, [inputs])
+
+
+@pytest.mark.parametrize("reset_below", [None, 0.5])
+def test_ewma_is_the_one_stepped_by_hand(folder, tmp_path, reset_below):
+    """Every step's old_logp, under the mean of the weights so far, with the resets that the active share says."""
+    weights, options = Weights(), {"anchor_kwargs": {"window": 4, "reset_below": reset_below}}
+    worker = preloaded(4)
+    trainer = trainer_of(folder, tmp_path, worker, cls=Recording, max_steps=4, **EWMA | options)
+    trainer.add_callback(weights)
+    trainer.train()
+    assert [step for step, _, _ in trainer.seen] == [0, 1, 2, 3]
+    beta, held, shares, resets = 4 / 6, [weights.seen[0]], [], []
+    by_hand = tiny_model(TREE_ATTENTION)
+    for step, inputs, batch in trainer.seen:
+        age = [beta**k for k in reversed(range(len(held)))]
+        mean = {
+            name: sum(w * past[name].double() for w, past in zip(age, held, strict=True)) / sum(age)
+            for name in weights.seen[0]
+        }
+        by_hand.load_state_dict({name: value.float() for name, value in mean.items()})
+        with torch.no_grad():
+            wanted = packed_logp(by_hand, inputs)[inputs["token_index"][inputs["token_index"] >= 0]]
+        torch.testing.assert_close(batch.old_logp, wanted, atol=2e-5, rtol=1e-5)
+        shares.append((trainer.correction(batch).coefficient != 0).double().mean().item())
+        moved = weights.seen[step + 1]
+        held = [moved] if reset_below and shares[-1] < reset_below else [*held, moved]
+        resets.append((resets or [0])[-1] + (len(held) == 1))
+    if reset_below:
+        assert logged(trainer, "offcorr/anchor/active") == pytest.approx(shares)
+        assert logged(trainer, "offcorr/anchor/resets") == resets and 0 < resets[-1] < 4
+    staleness = logged(trainer, "offcorr/staleness/abs_mean")
+    assert staleness[0] < 1e-6 and staleness[1] > 1e-3
+
+
+def test_resume_gives_the_same_run(folder, tmp_path):
+    """The mean and the options in force, from a checkpoint."""
+    settings = EWMA | {"loss_type": "holderpo", "anchor_kwargs": {"window": 4, "reset_below": 0.5}}
+    settings |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    whole = trainer_of(folder, tmp_path / "whole", preloaded(5), **settings)
+    whole.train()
+    resumed = trainer_of(folder, tmp_path / "again", preloaded(5, first=3), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert torch.equal(parameters(resumed), parameters(whole))
+    for name in ("offcorr/schedule/power", "offcorr/anchor/resets", "offcorr/staleness/abs_mean"):
+        assert logged(resumed, name) == logged(whole, name) and len(logged(whole, name)) == 5
+
+    (tmp_path / "whole" / "checkpoint-3" / "offcorr_trainer.pt").unlink()
+    anew = trainer_of(folder, tmp_path / "anew", preloaded(5, first=3), **settings)
+    with pytest.warns(UserWarning, match="the checkpoint holds nothing of anchor='ewma': it begins anew"):
+        anew.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert not torch.equal(parameters(anew), parameters(whole))
+
+
+def test_options_that_run_over_training(folder, tmp_path):
+    """holderpo's own, and those asked for, a weight's too: in force at each step, from first to last."""
+    options = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 3}
+    options |= {"loss_type": "holderpo", "cls": Recording}
+    own = trainer_of(folder, tmp_path, preloaded(3), **options)
+    own.train()
+    assert [loss.ratio.power for loss in own.in_force] == pytest.approx([2.0, 2.0, 1.0, 1.0, 0.0, 0.0])
+    assert logged(own, "offcorr/schedule/power") == pytest.approx([2.0, 1.0, 0.0])
+    cap = {"name": "truncate", "cap": {"start": 3, "end": 1.5}}
+    asked = {"power": {"start": 1.0, "end": 4.0}, "weight": [cap]}
+    given = trainer_of(folder, tmp_path, preloaded(3), loss_kwargs=asked, **options)
+    given.train()
+    assert logged(given, "offcorr/schedule/power") == pytest.approx([1.0, 2.0, 3.0])
+    assert (given.in_force[-1].ratio.power, given.in_force[-1].weight[0].cap) == (3.0, 2.0)
+    held = trainer_of(folder, tmp_path, preloaded(3), loss_kwargs={"power": 2.0}, **options)
+    held.train()
+    assert {loss.ratio.power for loss in held.in_force} == {2.0} and not logged(held, "offcorr/schedule/power")
+
+
+@pytest.mark.parametrize(("base", "version"), [(1.0, 1), ("auto", 1), ("auto", 0)])
+def test_the_rate_follows_the_ess_of_the_step(folder, tmp_path, base, version):
+    """Of both micro-batches' trajectories.  Calibrated on what the weights of the moment sampled, or never."""
+    options = {"ess_lr": "linear", "ess_base": base, "learning_rate": 1e-2, "max_staleness": 9}
+    options |= {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "loss_type": "ppo"}
+    rates = Rates()
+    trainer = trainer_of(folder, tmp_path, preloaded(3, version=version), cls=Recording, max_steps=3, **options)
+    trainer.add_callback(rates)
+    trainer.train()
+    ess = []
+    for step in range(3):
+        sums = []
+        for _, _, batch in (entry for entry in trainer.seen if entry[0] == step):
+            log_ratio = (batch.logp.detach() - batch.rollout_logp).double()
+            sums += [part.sum() for part in log_ratio.split(batch.cu_seqlens.diff().tolist()) if len(part)]
+        weight = torch.stack(sums).exp()
+        ess.append((weight.sum() ** 2 / (len(weight) * weight.square().sum())).item())
+    # The trainer's versions are 1, 2 and 3.
+    calibrated = ess[0] if (base, version) == ("auto", 1) else 1.0
+    scales = [min(1.0, one / calibrated) for one in ess]
+    assert logged(trainer, "lr_scale") == pytest.approx(scales, rel=1e-5) and min(scales) < 0.99
+    assert rates.read == pytest.approx([1e-2 * scale for scale in scales[1:]], rel=1e-5)
+    assert logged(trainer, "ess_base") == pytest.approx([calibrated] * 3 if base == "auto" else [])
+
+
+def test_between_weight_syncs_nothing_is_on_policy(folder, tmp_path):
+    """The trainer's version is that of the last sync, and its weights are no longer."""
+    options = {"ess_lr": "linear", "ess_base": "auto", "weight_sync_steps": 2, "per_device_train_batch_size": 6}
+    trainer = trainer_of(folder, tmp_path, preloaded(2, version=1), max_steps=2, loss_type="ppo", **options)
+    trainer.train()
+    first, second = logged(trainer, "ess_base")
+    assert first == second < 1 and logged(trainer, "lr_scale")[0] == 1.0
 
 
 # -- the recipe ----------------------------------------------------------------------------------------------

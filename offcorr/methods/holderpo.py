@@ -3,8 +3,8 @@
 dL/dlogp_t = -s^(1 - p) r_t^p A_t / Z where s = (mean r^p)^(1/p) is inside [1 - eps_low, 1 + eps_high] or recovering,
 else 0.  p > 1 favours the largest ratios, p < 0 the smallest; p = 1 is the arithmetic mean, 0 the geometric one.
 
-The paper publishes neither eps nor the shape of the annealing; here it is linear.  ``offcorr.trl.GRPOTrainer`` anneals,
-and holds an exponent that is given; a loop of one's own asks ``offcorr.schedules.Annealed``.
+The paper publishes neither eps nor the shape of the annealing; here it is linear.  The trainers of ``offcorr.trl``
+anneal, and hold an exponent that is given; a loop of one's own asks ``offcorr.schedules.Annealed``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from offcorr.schedules import Linear
     multiplier="s^(1 - p) r_t^p where s is inside or recovering, else 0",
     paper="2605.12058",
     provenance="secondary",
-    notes="eps and the shape of the annealing are unpublished; GRPOTrainer runs p linearly from 2 to -1, unless given",
+    notes="eps and the shape of the annealing are unpublished; the trainers of offcorr.trl run p linearly from 2 to "
+    "-1, unless given",
     schedules={"power": Linear(2.0, -1.0)},
 )
 def holderpo(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import offcorr
 from offcorr.anchors import EWMA, Anchor, LogLinear, Rollout, Score
+from offcorr.batch import Tokens
 from offcorr.metrics import Mean, measure
 from offcorr.optim import Gather
 from offcorr.rollout.off_policy import give_fused_head
@@ -63,17 +64,16 @@ KINDS = {
     "log_linear": Kind(LogLinear, needs=("sampling_per_token_logps", "rollout_version"), computed=True, bypass=True),
 }
 
-ANCHORS = tuple(name for name, kind in KINDS.items() if not kind.computed)
-"""Those that need no more than what comes with the batch: all that ``AsyncGRPOTrainer`` takes."""
-
 _MISSING = {
-    "old_logp": "wants old_logp, and the rollout_func returned none: return 'old_logp', a list of log-probs for each "
-    "completion (offcorr.rollout.OffPolicy does), or take another anchor",
+    "old_logp": "wants old_logp, and the sampler gave none: let the rollout_func return 'old_logp', a list of "
+    "log-probs for each completion (offcorr.rollout.OffPolicy does), or the rollout worker put it into a "
+    "CorrectedSample (LocalWorker does), or take another anchor",
     "sampling_per_token_logps": "wants the engine's log-probs, and this run has none (TRL's own generation reports "
     "none): use a rollout_func or vLLM, or take another anchor",
-    "rollout_version": "wants rollout_version, and the rollout_func returned none: return 'rollout_version', for each "
-    "completion the version (optimizer step) of the weights that sampled it, or a list with one for each token "
-    "(offcorr.rollout.OffPolicy does), or take another anchor",
+    "rollout_version": "wants rollout_version, and the sampler gave none: let the rollout_func return "
+    "'rollout_version', for each completion the version (optimizer step) of the weights that sampled it, or a list "
+    "with one for each token (offcorr.rollout.OffPolicy does; of a rollout worker's sample it is the model_version), "
+    "or take another anchor",
 }
 
 
@@ -172,7 +172,7 @@ class TrainingAnchor:
     def place(
         self, batch: offcorr.Batch, correction: offcorr.Correction | None, inputs: Mapping[str, Any], score: Score
     ) -> offcorr.Batch:
-        """The batch with ``old_logp``; ``inputs`` is TRL's batch."""
+        """The batch with ``old_logp``; ``inputs`` is TRL's batch, its columns in the layout of ``batch.logp``."""
         name = choose_anchor(self._asked, correction, inputs)
         self._in_force = KINDS[name]
         if self._in_force.column is not None:
@@ -194,7 +194,7 @@ class TrainingAnchor:
         could = batch.mask.bool()
         if correction.gate.scales_with_advantage:
             # A prompt that is solved always teaches nothing, wherever the anchor is.
-            could = could & (batch.advantages.reshape(len(could), -1) != 0)
+            could = could & (batch.repack(Tokens(batch).advantages) != 0)
         learned = Mean.of(coefficient != 0, could)
         self._learned = learned if self._learned is None else self._learned + learned
 
@@ -235,10 +235,12 @@ class TrainingAnchor:
         return f"anchor={self._asked!r}"
 
 
-def as_trained(trainer: Any, module: nn.Module) -> Callable[..., Any]:
+def as_trained(
+    trainer: Any, module: nn.Module, give_head: Callable[[nn.Module, Any], None] = give_fused_head
+) -> Callable[..., Any]:
     """What TRL and accelerate would make of a module that they train: its forward, in the same precision."""
     if "forward" not in vars(base_of(module)):  # not yet TRL's
-        give_fused_head(module, trainer)
+        give_head(module, trainer)
 
     def forward(**inputs: Any) -> Any:
         with trainer.accelerator.autocast():

@@ -12,7 +12,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -26,10 +26,13 @@ from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
 import offcorr
 from offcorr.aggregate import AGGREGATIONS
-from offcorr.trl.anchor import ANCHORS, check_anchor, choose_anchor
-from offcorr.trl.config import PREFIX, trl_losses
-from offcorr.trl.names import readable, with_field_metrics
+from offcorr.rollout.replica import base_of
+from offcorr.schedules import Annealed
+from offcorr.trl.anchor import as_trained
+from offcorr.trl.config import PREFIX, CorrectionOptions, given, named, trl_losses
+from offcorr.trl.corrected import Corrected
 from offcorr.trl.replaced import replaced
+from offcorr.trl.state import Keeper
 
 CARRIED = "offcorr"
 """The key of a sample's ``metrics`` under which its ``Carried`` travels from the queue to the collator."""
@@ -37,41 +40,32 @@ CARRIED = "offcorr"
 PER_TERM = {"rewards": torch.float32, "group_ids": torch.long, "rollout_version": torch.long, "old_logp": torch.float32}
 """What the collator adds to TRL's batch: one number for each loss term, [rows, terms]."""
 
+NO_VERSION = -1
+"""Of weights that no sampler has had."""
+
 
 @dataclass
-class AsyncGRPOConfig(trl_async.AsyncGRPOConfig):
-    """TRL's ``AsyncGRPOConfig`` and three fields more.
+class AsyncGRPOConfig(CorrectionOptions, trl_async.AsyncGRPOConfig):
+    """TRL's ``AsyncGRPOConfig`` and six fields more: ``loss_type``, and the ``CorrectionOptions``, as ``GRPOConfig``.
 
     >>> AsyncGRPOConfig("out", loss_type="minpro", loss_kwargs={"eps_high": 0.28}, bf16=False).loss_type
     'minpro'
     """
 
-    _VALID_DICT_FIELDS = [*trl_async.AsyncGRPOConfig._VALID_DICT_FIELDS, "loss_kwargs"]
+    _VALID_DICT_FIELDS = [*trl_async.AsyncGRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "anchor_kwargs"]
 
     loss_type: str | None = field(
         default=None, metadata={"help": "A correction: a name of offcorr.available(). None: TRL's own loss."}
     )
-    loss_kwargs: dict | str | None = field(default=None, metadata={"help": "Its options; on the command line as JSON."})
-    anchor: str | None = field(
-        default=None,
-        metadata={
-            "help": "Who plays old_logp. 'snapshot': what the worker supplies (weights that sampled, trainer's "
-            "precision). 'rollout': what the engine reported. 'recomputed': the weights being trained, so that every "
-            "staleness ratio is 1. Default: snapshot where supplied, else rollout if the correction has no engine "
-            "station, else recomputed.",
-            "choices": list(ANCHORS),
-        },
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.anchor is not None and self.anchor not in ANCHORS:
-            raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(ANCHORS)} or None")
+        self._check_options()
         if self.loss_kwargs and self.loss_type is None:
             raise ValueError(f"loss_kwargs={self.loss_kwargs!r} goes with a correction: name one in loss_type")
 
 
-class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
+class AsyncGRPOTrainer(Corrected, trl_async.AsyncGRPOTrainer):
     """TRL's ``AsyncGRPOTrainer``, with a correction for off-policy data.
 
     Args:
@@ -89,11 +83,8 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
     def __init__(
         self, model: str, *rest: Any, args: Any = None, loss: offcorr.Correction | None = None, **kwargs: Any
     ) -> None:
-        self.correction = choose_async_correction(args, loss)
-        self.anchor = getattr(args, "anchor", None)
-        check_anchor(self.anchor, self.correction)
+        self._follow(args, choose_async_correction(args, loss))
         self.trainer_version = 0
-        self._mismatch: offcorr.Metrics | None = None
         self._window: list[dict[str, Tensor]] = []
         self._statistics: Any = None
         self._outputs: Any = None
@@ -105,6 +96,7 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
             AttentionInterface.register(TREE_ATTENTION, dense_tree_attention)
         if self.rollout_queue is not None:
             self.rollout_queue = Labelled(self.rollout_queue)
+        self.add_callback(Keeper(self))
 
     # The loss
 
@@ -116,8 +108,10 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
             loss = super().compute_loss(self._remembering(model), inputs)
             batch = self._batch(inputs)
             self._add_metrics(offcorr.metrics.measure(batch), batch)
+            self._scale_learning_rate(batch, inputs)
             return loss
 
+        self._anneal()
         statistics = self._window_statistics(model)
         # TRL's compute_loss for its metrics and accounts; the forward inside it is the one that is trained.
         with torch.no_grad():
@@ -125,6 +119,8 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         batch = self._batch(inputs)
         out = self.correction(batch, denominator=self._denominator(), statistics=statistics)
         self._add_metrics(out.metrics, batch)
+        self.anchor.watch(self.correction, batch, out.coefficient)
+        self._scale_learning_rate(batch, inputs)
         loss = out.loss
         if self.aux_loss_enabled:
             share = self.router_aux_loss_coef / self.current_gradient_accumulation_steps
@@ -190,14 +186,27 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         """The loss terms of this rank's row, as a packed batch."""
         logp = self._outputs.log_probs.flatten()
         batch = packed_batch(inputs, logp, self._outputs.entropy.flatten().detach(), self.trainer_version)
-        if not batch.old_logp.isfinite().all():  # the worker supplied none
-            batch = dataclasses.replace(batch, old_logp=None)
-        supplied = {"sampling_per_token_logps"} | ({"old_logp"} if batch.old_logp is not None else set())
-        self._anchor_in_force = choose_anchor(self.anchor, self.correction, supplied)
-        if self._anchor_in_force == "rollout":
-            reported: Any = batch.rollout_logp
-            return dataclasses.replace(batch, old_logp=torch.where(reported.isfinite(), reported, batch.logp.detach()))
-        return batch if self._anchor_in_force == "snapshot" else dataclasses.replace(batch, old_logp=None)
+        old_logp = batch.old_logp
+        if old_logp is not None and not old_logp.isfinite().all():  # the worker supplied none
+            old_logp = None
+        columns = {
+            "old_logp": old_logp,
+            "sampling_per_token_logps": batch.rollout_logp,
+            "rollout_version": batch.rollout_version,
+        }
+        supplied = {name: column for name, column in columns.items() if column is not None}
+        return self.anchor.place(batch, self.correction, supplied, partial(self._score, inputs))
+
+    def _score(self, inputs: dict[str, Any], module: Any) -> Tensor:
+        """[M]: the loss terms' log-probs under another module."""
+        terms = inputs["token_index"][inputs["token_index"] >= 0]
+        return as_trained(self, module, _give_head)(**self._model_inputs(inputs)).log_probs.flatten()[terms]
+
+    def _versions(self, batch: offcorr.Batch, inputs: dict[str, Any]) -> tuple[Tensor, int]:
+        sampled: Any = batch.rollout_version
+        # Versions count weight syncs; what is trained between two of them no sampler has had.
+        synced = self.state.global_step % self.args.weight_sync_steps == 0
+        return sampled, self.trainer_version if synced else NO_VERSION
 
     def get_train_dataloader(self) -> Any:
         """TRL's, whose collator also lays out what a correction needs.
@@ -222,55 +231,48 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         super()._sync_weight()
         self.trainer_version = broadcast_object_list([self.model_version])[0]
 
-    # Metrics
-
-    def _add_metrics(self, metrics: offcorr.Metrics, batch: offcorr.Batch) -> None:
-        metrics = with_field_metrics(metrics, batch.padded(), bypass=self._anchor_in_force == "rollout")
-        self._mismatch = metrics if self._mismatch is None else self._mismatch.merge(metrics)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        metrics, self._mismatch = self._mismatch, None
-        if metrics is not None:
-            everywhere = metrics.all_reduce(lambda vector: self.accelerator.gather(vector[None]))
-            for name, value in readable(everywhere.compute()).items():
-                if name not in self._metrics["train"]:  # what TRL measured itself stands
-                    self._metrics["train"][name] = [value]
-        super().log(logs, start_time)
-
 
 class _Asked(Exception):
     """Raised in place of a forward pass."""
 
 
-def choose_async_correction(args: Any, loss: offcorr.Correction | None = None) -> offcorr.Correction | None:
-    """The correction that ``loss=`` or the config asks for; None: TRL's own loss.
+def _give_head(module: Any, trainer: Any) -> None:
+    """TRL's head of a trained model, for log-probs alone."""
+    trl_module.add_fused_lm_head(base_of(module), temperature=trainer.temperature)
+
+
+def choose_async_correction(args: Any, loss: offcorr.Correction | None = None) -> Annealed | None:
+    """The correction, over training, that ``loss=`` or the config asks for; None: TRL's own loss.
 
     TRL's asynchronous trainer has one loss without a name, so every name is this library's here.
     """
-    name, options = getattr(args, "loss_type", None), dict(getattr(args, "loss_kwargs", None) or {})
+    name: Any = getattr(args, "loss_type", None)
     if loss is not None and name is not None:
         raise ValueError(f"loss={loss!r} was passed beside loss_type={name!r}: give the correction in one of two ways")
-    if loss is not None and not isinstance(loss, offcorr.Correction):
-        raise TypeError(f"loss is a {type(loss).__name__}, expected an offcorr.Correction")
-    if loss is None and name is not None:
-        loss = offcorr.resolve(PREFIX + name if name in trl_losses() else name, **options)
-    if loss is None:
+    if loss is None and name is None:
         return None
-    if not loss.count_rejected:
+    if loss is not None:
+        annealed = given(loss, args)
+    else:
+        annealed = named(PREFIX + name if name in trl_losses() else name, args)
+    if annealed.schedules and args.max_steps <= 0:
+        raise ValueError(
+            f"{list(annealed.schedules)} of {name!r} runs over the training, and where it ends by num_train_epochs its "
+            "length in steps is not known before: say max_steps, or give a number in loss_kwargs"
+        )
+    correction = annealed.at(0.0)
+    if not correction.count_rejected:
         raise ValueError(
             "count_rejected=False divides by what was kept, which no micro-batch and no rank knows of the others: "
             "leave it out in training with TRL"
         )
-    if "group_ids" in loss.needs:
+    if "group_ids" in correction.needs:
         warnings.warn(
-            f"{loss.method!r} compares the completions of a prompt: it sees those that reached the same optimizer "
-            "step, which need not be all",
+            f"{correction.method!r} compares the completions of a prompt: it sees those that reached the same "
+            "optimizer step, which need not be all",
             stacklevel=3,
         )
-    if AGGREGATIONS[loss.aggregate].constant_length and loss.max_length is None:
-        length = args.max_completion_length
-        loss = dataclasses.replace(loss, max_length=length, options={**loss.options, "max_length": length})
-    return loss
+    return annealed
 
 
 # -- from the queue to the loss --------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""``GRPOConfig``: TRL's and seven fields more; and how a ``loss_type`` becomes a correction."""
+"""``GRPOConfig``: TRL's and seven fields more, most of them the asynchronous trainer's too; and how a name of a loss
+becomes a correction.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,12 @@ TRL_LOSS_OPTIONS = {
 
 
 @dataclass
-class GRPOConfig(trl.GRPOConfig):
-    """TRL's ``GRPOConfig`` and seven fields more; ``loss_type`` also takes this library's names.
+class CorrectionOptions:
+    """What both of this library's configurations add to TRL's.
 
-    ``loss_type``: a name that TRL knows runs TRL's own loss; ``"offcorr:dapo"``, ``"minpro"`` or
-    ``"my_file.py:MyLoss"`` a correction.  In ``loss_kwargs`` ``{"start": 2.0, "end": -1.0}`` may stand for a number: it
-    runs linearly over the training, and is logged as ``offcorr/schedule/...``.
-
-    >>> GRPOConfig("out", loss_type="minpro", loss_kwargs={"eps_high": 0.28}, bf16=False).loss_kwargs
-    {'eps_high': 0.28}
+    In ``loss_kwargs`` ``{"start": 2.0, "end": -1.0}`` may stand for a number: it runs linearly over the training, and
+    is logged as ``offcorr/schedule/...``.
     """
-
-    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "anchor_kwargs"]
 
     loss_kwargs: dict | str | None = field(
         default=None,
@@ -68,9 +64,10 @@ class GRPOConfig(trl.GRPOConfig):
         metadata={
             "help": "Who plays old_logp. 'snapshot': the log-probs that the sampler supplies (weights that sampled, "
             "trainer's precision). 'rollout': what the engine reported. 'recomputed': the current weights at "
-            "generation. 'ewma': a mean of the weights so far, by one more forward pass (PPO-EWMA). 'log_linear': "
-            "between rollout and current log-probs, by version (A-3PO). Default: snapshot where the sampler supplies "
-            "it, else rollout if the correction has no engine station, else recomputed.",
+            "generation; in the asynchronous trainer those being trained, so every staleness ratio is 1. 'ewma': a "
+            "mean of the weights so far, by one more forward pass (PPO-EWMA). 'log_linear': between rollout and "
+            "current log-probs, by version (A-3PO). Default: snapshot where the sampler supplies it, else rollout if "
+            "the correction has no engine station, else recomputed.",
             "choices": list(KINDS),
         },
     )
@@ -78,7 +75,8 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={
             "help": "Options of the anchor; on the command line as JSON. ewma: window (optimizer steps; needed), "
-            "reset_below (share of the tokens, 0.9), device. log_linear: proximal_lag (optimizer steps, 1)."
+            "reset_below (share of the tokens, 0.9), device. log_linear: proximal_lag (versions, 1): optimizer steps; "
+            "in the asynchronous trainer weight syncs."
         },
     )
 
@@ -97,6 +95,34 @@ class GRPOConfig(trl.GRPOConfig):
             "'auto': its mean over the optimizer steps whose whole batch is on-policy, which are not scaled."
         },
     )
+
+    def _check_options(self) -> None:
+        """Raise ``ValueError`` for what none of the options can be; ``ess_base`` as a number where it is one."""
+        for name, example in (("loss_kwargs", '{"eps_high": 0.28}'), ("anchor_kwargs", '{"window": 16}')):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, expected a mapping or a JSON object, for instance '{example}'"
+                )
+        if self.anchor is not None and self.anchor not in KINDS:
+            raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(KINDS)} or None")
+        if self.ess_lr is not None and self.ess_lr not in RULES:
+            raise ValueError(f"ess_lr is {self.ess_lr!r}, expected one of {list(RULES)} or None")
+        self.ess_base = _ess_base(self.ess_base)
+
+
+@dataclass
+class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
+    """TRL's ``GRPOConfig`` and seven fields more; ``loss_type`` also takes this library's names.
+
+    ``loss_type``: a name that TRL knows runs TRL's own loss; ``"offcorr:dapo"``, ``"minpro"`` or
+    ``"my_file.py:MyLoss"`` a correction.  In ``loss_kwargs`` ``{"start": 2.0, "end": -1.0}`` may stand for a number: it
+    runs linearly over the training, and is logged as ``offcorr/schedule/...``.
+
+    >>> GRPOConfig("out", loss_type="minpro", loss_kwargs={"eps_high": 0.28}, bf16=False).loss_kwargs
+    {'eps_high': 0.28}
+    """
+
+    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "anchor_kwargs"]
 
     logprob_head: str = field(
         default="auto",
@@ -118,16 +144,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, example in (("loss_kwargs", '{"eps_high": 0.28}'), ("anchor_kwargs", '{"window": 16}')):
-            if isinstance(getattr(self, name), str):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, expected a mapping or a JSON object, for instance '{example}'"
-                )
-        if self.anchor is not None and self.anchor not in KINDS:
-            raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(KINDS)} or None")
-        if self.ess_lr is not None and self.ess_lr not in RULES:
-            raise ValueError(f"ess_lr is {self.ess_lr!r}, expected one of {list(RULES)} or None")
-        self.ess_base = _ess_base(self.ess_base)
+        self._check_options()
         if self.logprob_head not in HEADS:
             raise ValueError(f"logprob_head is {self.logprob_head!r}, expected one of {list(HEADS)}")
         if self.logprob_head == "offcorr" and not SUPPORTED:
@@ -185,14 +202,12 @@ def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> Anne
     options = dict(getattr(args, "loss_kwargs", None) or {})
     known_to_trl = loss_type in trl_losses()
     if loss is not None:
-        if not isinstance(loss, offcorr.Correction):
-            raise TypeError(f"loss is a {type(loss).__name__}, expected an offcorr.Correction")
+        annealed = given(loss, args)
         if options or not known_to_trl:
             raise ValueError(
                 f"loss={loss!r} was passed beside loss_type={loss_type!r}, loss_kwargs={options or None!r}: "
                 "give the correction in one of the two ways"
             )
-        annealed = Annealed(lambda: _with_length(loss, args))
     elif known_to_trl:
         if options:
             raise ValueError(
@@ -201,13 +216,27 @@ def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> Anne
             )
         return None
     else:
-        found = find(loss_type)
-        own = found.schedules if isinstance(found, Method) else {}
-        annealed = Annealed(
-            lambda **options: _with_length(offcorr.resolve(loss_type, **options), args), {**own, **options}
-        )
+        annealed = named(loss_type, args)
     _say_what_is_ignored(args, annealed.at(0.0))
     return annealed
+
+
+def given(loss: Any, args: Any) -> Annealed:
+    """The correction that was passed as ``loss=``.  TypeError: it is none."""
+    if not isinstance(loss, offcorr.Correction):
+        raise TypeError(f"loss is a {type(loss).__name__}, expected an offcorr.Correction")
+    return Annealed(lambda: _with_length(loss, args))
+
+
+def named(name: str, args: Any) -> Annealed:
+    """The correction of this name with the ``loss_kwargs`` of ``args``, over training.
+
+    ValueError: the name or an option is unknown (at the start of its schedule or at its end).
+    """
+    found = find(name)
+    own = found.schedules if isinstance(found, Method) else {}
+    options = getattr(args, "loss_kwargs", None) or {}
+    return Annealed(lambda **in_force: _with_length(offcorr.resolve(name, **in_force), args), {**own, **options})
 
 
 def _with_length(correction: offcorr.Correction, args: Any) -> offcorr.Correction:

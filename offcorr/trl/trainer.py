@@ -7,7 +7,6 @@ TRL's methods change with every release, so little is overridden: ``_compute_los
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial, reduce
@@ -19,13 +18,13 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 import offcorr
-from offcorr.trl.anchor import TrainingAnchor, as_trained
+from offcorr.trl.anchor import as_trained
 from offcorr.trl.config import choose_correction
+from offcorr.trl.corrected import Corrected
 from offcorr.trl.head import head
-from offcorr.trl.names import readable
 from offcorr.trl.replaced import replaced
 from offcorr.trl.skip import dead_sequences, only, rows_kept
-from offcorr.trl.state import Keeper, StepRate, saved_state
+from offcorr.trl.state import Keeper
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
 """What a ``rollout_func`` may return beside TRL's keys; it travels with the batch to the loss."""
@@ -45,7 +44,7 @@ def forward_arguments() -> frozenset[str]:
     return frozenset(inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 
 
-class GRPOTrainer(trl.GRPOTrainer):
+class GRPOTrainer(Corrected, trl.GRPOTrainer):
     """TRL's ``GRPOTrainer``, with a correction for off-policy data.
 
     Args:
@@ -68,20 +67,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         loss: offcorr.Correction | None = None,
         **kwargs: Any,
     ) -> None:
-        self._annealed = choose_correction(args, loss)
-        self.correction = None if self._annealed is None else self._annealed.at(0.0)
-        self.anchor = TrainingAnchor(
-            getattr(args, "anchor", None),
-            getattr(args, "anchor_kwargs", None),
-            self.correction,
-            lambda: self.accelerator.unwrap_model(self.model),
-        )
-        rule = getattr(args, "ess_lr", None)
-        self._step_rate = None if rule is None else StepRate(rule, args.ess_base)
-        self._restored: dict[str, Any] | None = None
-        self._said: set[str] = set()
+        self._follow(args, choose_correction(args, loss))
         self._kept_forwards: list[tuple] | None = None
-        self._mismatch: dict[str, offcorr.Metrics | None] = {"train": None, "eval": None}
         self._sampled: dict[str, list] = {}
         self._groups_made = 0
         self._statistics: Any = None
@@ -128,27 +115,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._scale_learning_rate(batch, inputs)
         return loss
 
-    def _anneal(self) -> None:
-        """The correction in force at this optimizer step, which depends on how much of the training is done alone."""
-        if self._annealed.schedules:
-            done = self.state.global_step / self.state.max_steps if self.state.max_steps else 0.0
-            self.correction = self._annealed.at(done)
-            for name, value in self._annealed.values(done).items():
-                self._metrics[self._mode][f"offcorr/schedule/{name}"] = [value]
-
-    def _scale_learning_rate(self, batch: offcorr.Batch, inputs: dict[str, Any]) -> None:
-        """ess_lr: collect the window; at its last micro-batch, whose backward may step, scale the step that follows."""
-        if self._step_rate is None or self._mode != "train":
-            return
-        version = inputs["generated_at"] if batch.rollout_version is None else batch.rollout_version
-        self._step_rate.add(batch, version, self.state.global_step)
-        if self.accelerator.sync_gradients:
-            for name, value in self._step_rate.step(self._gather).items():
-                self._metrics["train"][name].append(value)
-
-    def _gather(self, vector: Tensor) -> Tensor:
-        """[K] of this rank to [ranks, K]."""
-        return self.accelerator.gather(vector[None])
+    def _versions(self, batch: offcorr.Batch, inputs: dict[str, Any]) -> tuple[Tensor, int]:
+        sampled = inputs["generated_at"] if batch.rollout_version is None else batch.rollout_version
+        return sampled, self.state.global_step
 
     def _window_statistics(self, model: Any, inputs: dict[str, Any]) -> offcorr.Statistics | None:
         """Statistics of the optimizer step's whole batch, all ranks; None for a correction that needs none.
@@ -190,10 +159,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         rows = rows_kept(dead_sequences(self.correction, batch))
         size = len(inputs["advantages"])
         return only(inputs, rows), rows.new_tensor([size - len(rows), size], dtype=torch.float64)
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
 
     def _forward(self, model: Any, inputs: dict[str, Any], compute_entropy: bool = True) -> Forward:
         """TRL's forward over the completion tokens, with whatever this version of it takes."""
@@ -374,53 +339,12 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "itself, without old_logp. Call the tools inside rollout_func and return env_mask"
             )
 
-    # What follows the optimizer's steps, and lies in checkpoints
-
-    @property
-    def _followers(self) -> dict[str, Any]:
-        return {"anchor": self.anchor} | ({} if self._step_rate is None else {"ess_lr": self._step_rate})
-
-    def _begin_run(self) -> None:
-        """Model and optimizer are ready, and loaded where a run resumes."""
-        self.anchor.begin()
-        if self._step_rate is not None:
-            self._step_rate.begin(self.optimizer)
-        restored, self._restored = self._restored, None
-        for name, follower in self._followers.items():
-            if restored is None or not follower.state_dict():
-                continue
-            if follower.state_dict().keys() <= restored.get(name, {}).keys():
-                follower.load_state_dict(restored[name])
-            else:
-                self._say(f"the checkpoint holds nothing of {follower!r}: it begins anew with the weights loaded")
-
-    def _after_step(self) -> None:
-        for name, value in self.anchor.step(self.state.global_step, self._gather).items():
-            self._metrics["train"][name] = [value]
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Called on every start with the checkpoint to resume from; what follows the steps has its own part in it."""
+        """Called on every start with the checkpoint to resume from; the sampler has its own part in it."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        self._restored = None if checkpoint is None else saved_state(checkpoint)
         if checkpoint is not None and hasattr(self._sampler, "restore"):
             with suppress(FileNotFoundError):  # a checkpoint from before this sampler was used
                 self._sampler.restore(checkpoint)
-
-    # Metrics: accumulated on the device, one packed vector a rank when they are logged
-
-    def _add_metrics(self, metrics: offcorr.Metrics, batch: offcorr.Batch) -> None:
-        metrics = self.anchor.metrics(metrics, batch)
-        so_far = self._mismatch[self._mode]
-        self._mismatch[self._mode] = metrics if so_far is None else so_far.merge(metrics)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        metrics, self._mismatch[self._mode] = self._mismatch[self._mode], None
-        if metrics is not None:
-            everywhere = metrics.all_reduce(self._gather)
-            for name, value in readable(everywhere.compute()).items():
-                if name not in self._metrics[self._mode]:  # what TRL measured itself stands
-                    self._metrics[self._mode][name] = [value]
-        super().log(logs, start_time)
 
     # Checks, said once
 
@@ -479,11 +403,6 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "where the engine reports log-probs, or make more steps a generation (num_iterations, "
                 "steps_per_generation)"
             )
-
-    def _say(self, message: str) -> None:
-        if message not in self._said and self.accelerator.is_main_process:
-            warnings.warn(message, stacklevel=2)
-        self._said.add(message)
 
 
 def _padded(rows: list, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
