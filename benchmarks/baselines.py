@@ -1,0 +1,77 @@
+"""VCPO's baselines side by side: the group's mean, the token proxy OTB, and the exact minimum-variance OPOB.
+
+    python benchmarks/baselines.py [--baselines group token opob] [--seeds 0 1 2] [--output FILE.json]
+
+Every run is recipes/accelerate_loop.py with the whole of VCPO but for the baseline (sequence weight, ESS learning
+rate), at lag 16 with an int8 sampler, padded rows, one thread, four updates on each generation.  ``group`` also divides
+by the group's deviation, as GRPO does, and the other two do not.  Seconds are of the whole run, sampling and evaluation
+included, and of whatever else the machine was doing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from methods import plot, report, row_of, table_of  # noqa: E402
+
+from offcorr import embedded  # noqa: E402
+
+SETTING = {"loss": "vcpo", "ess_lr": "sqrt", "lag": 16, "precision": "int8", "packed": False, "updates": 4}
+
+
+def run(baseline: str, seed: int, generations: int, folder: Path) -> dict[str, Any]:
+    """Held-out accuracy over the run, and its seconds."""
+    flags = SETTING | {"baseline": baseline, "seed": seed, "generations": generations, "eval_every": 4}
+    listed = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    script = HERE.parent / "recipes" / "accelerate_loop.py"
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, str(script), *listed, "--output_dir", str(folder), "--use_cpu"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"the run {baseline!r}, seed {seed}, failed:\n{done.stderr[-3000:]}")
+    logs = json.loads((folder / "history.json").read_text())
+    return row_of(baseline, seed, logs) | {"seconds": time.perf_counter() - began}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--baselines", nargs="+", default=("group", "token", "opob"))
+    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
+    parser.add_argument("--generations", type=int, default=40)
+    parser.add_argument("--runs", type=Path, default=Path("runs/baselines"))
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/baselines.json"))
+    args = parser.parse_args()
+    for seed in args.seeds:
+        embedded.model_path(seed=seed)
+    chosen = list(product(args.seeds, args.baselines))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        started = pool.map(lambda c: run(c[1], c[0], args.generations, args.runs / f"{c[1]}-{c[0]}"), chosen)
+        rows = list(track(started, total=len(chosen), description="runs"))
+    command = f"python benchmarks/baselines.py --baselines {' '.join(args.baselines)}"
+    command += f" --seeds {' '.join(map(str, args.seeds))} --generations {args.generations}"
+    args.output.write_text(json.dumps(report(rows, command, SETTING), indent=1) + "\n")
+    Console().print(table_of(rows))
+    print(f"numbers: {args.output}\npicture: {plot(rows, args.output.with_suffix('.png'))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
