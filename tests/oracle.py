@@ -220,9 +220,15 @@ def _holderpo(o, batch):
     return Composition(clip_gate(o), ("PowerMean", {"power": o.power}))
 
 
-@method("dppo", aggregate=SMTS_NORM, divergence="tv", low=0.2, high=0.2, delta=0.05, cap=20.0)
+@method("dppo", "dppo_tv", aggregate=SMTS_NORM, divergence="tv", low=0.2, high=0.2, delta=0.05, cap=20.0)
 def _dppo(o, batch):
     keep = {"divergence": o.divergence, "low": o.low, "high": o.high, "delta": o.delta}
+    return Composition(("Capped", {"cap": o.cap}), ("Token", {"of": "total"}), [], [("DPPO", keep)])
+
+
+@method("dppo_kl", aggregate=SMTS_NORM, delta=0.05, cap=20.0)
+def _dppo_kl(o, batch):
+    keep = {"divergence": "kl", "delta": o.delta}
     return Composition(("Capped", {"cap": o.cap}), ("Token", {"of": "total"}), [], [("DPPO", keep)])
 
 

@@ -27,7 +27,7 @@ GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_cases.json").read_
 # Methods whose own stations compare with the engine: they need rollout_logp.
 ENGINE_METHODS = {
     *("tis", "seq_tis", "icepop", "seq_mis", "geo_rs", "veto", "decoupled_ppo"),
-    *("binary_kl", "dppo", "vcpo", "aipo"),
+    *("binary_kl", "dppo", "dppo_tv", "dppo_kl", "vcpo", "aipo"),
 }
 
 
@@ -237,6 +237,16 @@ def with_ppo(own: Callable[[random.Random], Options]) -> Callable[[random.Random
     return lambda rng: {**ppo_options(rng), **own(rng)}
 
 
+def dppo_options(rng: random.Random) -> Options:
+    return {
+        "divergence": rng.choice(["tv", "kl"]),
+        "low": rng.uniform(0.01, 0.3),
+        "high": rng.uniform(0.01, 0.3),
+        "delta": rng.uniform(0.001, 0.2),
+        "cap": rng.uniform(1.0, 20.0),
+    }
+
+
 OPTIONS: dict[str, Callable[[random.Random], Options]] = {
     "reinforce": lambda rng: {},
     "token_is": optional_cap,
@@ -281,13 +291,9 @@ OPTIONS: dict[str, Callable[[random.Random], Options]] = {
     },
     "turn_ppo": ppo_options,
     "holderpo": with_ppo(lambda rng: {"power": rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0])}),
-    "dppo": lambda rng: {
-        "divergence": rng.choice(["tv", "kl"]),
-        "low": rng.uniform(0.01, 0.3),
-        "high": rng.uniform(0.01, 0.3),
-        "delta": rng.uniform(0.001, 0.2),
-        "cap": rng.uniform(1.0, 20.0),
-    },
+    "dppo": dppo_options,
+    "dppo_tv": dppo_options,
+    "dppo_kl": lambda rng: {"delta": rng.uniform(0.001, 0.2), "cap": rng.uniform(1.0, 20.0)},
     "vespo": lambda rng: {key: rng.uniform(0.5, 4.0) for key in ("k_pos", "lam_pos", "k_neg", "lam_neg")},
     "dgpo": lambda rng: {
         "eps_low": rng.uniform(0.05, 0.9),

@@ -16,10 +16,11 @@ from offcorr.registry import register
 
 @register(
     "dppo",
+    aliases=("dppo_tv",),
     multiplier="min(R, cap)",
     paper="2602.04879",
     provenance="official code",
-    notes="low and high bound a difference of probabilities; the anchor is the rollout policy",
+    notes="low and high bound a difference of probabilities; the anchor is the rollout policy; with a KL: dppo_kl",
 )
 def dppo(
     divergence: Literal["tv", "kl"] = "tv",
