@@ -2,18 +2,14 @@
 
 import copy
 import dataclasses
-import json
-import os
 import queue
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_recipes import assert_improved
+from test_recipes import assert_improved, launch
 from tiny import qwen3
 from transformers import AttentionInterface, AutoModelForCausalLM, HfArgumentParser, TrainerCallback
 from trl.experimental.async_grpo.async_grpo_trainer import FixedCountBatcher, RolloutQueueDataset, RolloutSample
@@ -572,23 +568,8 @@ def test_between_weight_syncs_nothing_is_on_policy(folder, tmp_path):
 def test_the_recipe(tmp_path):
     """Sampling and training at the same time, int8 against fp32, one update of lag at most; to the end, and better."""
     embedded.model_path(progress=False)
-    flags = "--loss_type minpro --precision int8 --max_staleness 1 --max_steps 16 --eval_steps 16 --use_cpu true"
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch"),
-            *("--config_file", str(ROOT / "recipes/accelerate/one_process.yaml")),
-            *(str(ROOT / "recipes/async_grpo.py"), "--output_dir", str(tmp_path), "--disable_tqdm", "true"),
-            *flags.split(),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=570,
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    assert (tmp_path / "history.png").stat().st_size > 10_000
-    history = json.loads((tmp_path / "history.json").read_text())
+    flags = "--loss_type minpro --precision int8 --max_staleness 1 --use_cpu true"
+    history = launch(tmp_path, *flags.split(), recipe="async_grpo.py", steps=16)
     assert_improved(history)
     lags = [entry["offcorr/staleness/lag_max"] for entry in history if "offcorr/staleness/lag_max" in entry]
     assert max(lags) == 1

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from test_recipes import assert_improved
+from test_recipes import assert_improved, launch
 
 from offcorr import embedded
 
@@ -23,20 +20,8 @@ import vcpo  # noqa: E402
 @pytest.mark.slow
 def test_sixteen_updates_behind(tmp_path):
     embedded.model_path(progress=False)
-    flags = ["--config", str(ROOT / "recipes/configs/vcpo.yaml"), "--output_dir", str(tmp_path)]
-    flags += ["--max_steps", "40", "--eval_steps", "20", "--disable_tqdm", "true"]
-    run = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-        + [str(ROOT / "recipes/accelerate/one_process.yaml"), str(ROOT / "recipes/vcpo.py"), *flags],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=570,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    history = json.loads((tmp_path / "history.json").read_text())
+    flags = ("--config", str(ROOT / "recipes/configs/vcpo.yaml"), "--eval_steps", "20")
+    history = launch(tmp_path, *flags, recipe="vcpo.py", steps=40)
     assert_improved(history)
     assert max(entry.get("offcorr/staleness/lag_max", 0) for entry in history) == 16 + 3
     scales = [entry["lr_scale"] for entry in history if "lr_scale" in entry]

@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 EVALUATED = 256
 
 
-def launch(folder, *flags, config=None, steps=12):
-    """`accelerate launch recipes/grpo.py`; the logged history."""
+def launch(folder, *flags, recipe="grpo.py", config=None, steps=12):
+    """`accelerate launch recipes/...`; the logged history."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{config or 'one_process'}.yaml")]
     fixed = ["--output_dir", str(folder), "--disable_tqdm", "true"]
     fixed += ["--max_steps", str(steps), "--eval_steps", str(steps)]
     run = subprocess.run(
-        [*launcher, str(ROOT / "recipes" / "grpo.py"), *fixed, *flags],
+        [*launcher, str(ROOT / "recipes" / recipe), *fixed, *flags],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -6,8 +6,8 @@ rollout's is above ``delta`` and that moves on in the direction that A pushes.
 
 from __future__ import annotations
 
-from offcorr import gates, ratios, rejections
 from offcorr.correction import Correction
+from offcorr.methods.dppo import dppo
 from offcorr.registry import register
 
 
@@ -28,9 +28,4 @@ def dppo_kl(delta: float = 0.05, cap: float | None = 20.0) -> Correction:
     >>> -3 * offcorr.get("dppo_kl", max_length=3)(batch).coefficient  # the multipliers
     tensor([[1.6487, 0.6065, 0.0000]])
     """
-    return Correction(
-        ratio=ratios.Token(of="total"),
-        gate=gates.Capped(cap),
-        reject=rejections.DPPO("kl", delta=delta),
-        aggregate="seq-mean-token-sum-norm",
-    )
+    return dppo("kl", delta=delta, cap=cap)

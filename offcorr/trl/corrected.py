@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from typing import Any
 
 import transformers
@@ -15,7 +16,7 @@ from offcorr.trl.names import readable
 from offcorr.trl.state import StepRate, saved_state
 
 
-class Corrected(transformers.Trainer):
+class Corrected(transformers.Trainer, ABC):
     """Its correction is annealed, anchor and learning rate follow the optimizer's steps, and all of it is logged.
 
     To stand before one of TRL's trainers; ``_follow`` comes before its ``__init__`` and a ``Keeper`` after it.
@@ -68,9 +69,9 @@ class Corrected(transformers.Trainer):
             for name, value in self._step_rate.step(self._gather).items():
                 self._metrics["train"][name].append(value)
 
+    @abstractmethod
     def _versions(self, batch: offcorr.Batch, inputs: dict[str, Any]) -> tuple[Tensor, int]:
         """Of the weights that sampled, as far as is known, and of those that are trained."""
-        raise NotImplementedError
 
     # What lies in checkpoints
 
