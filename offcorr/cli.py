@@ -6,6 +6,7 @@ Every table is generated from the code that it describes.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -90,10 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.command == "docs":
         return _write_docs(args.root, args.check)
-    if args.markdown:
-        print(markdown(TABLES[args.command]()))
-    else:
-        _print(short_methods_table() if args.command == "methods" else metrics_table())
+    try:
+        if args.markdown:
+            print(markdown(TABLES[args.command]()))
+        else:
+            _print(short_methods_table() if args.command == "methods" else metrics_table())
+        sys.stdout.flush()
+    except BrokenPipeError:  # `offcorr methods | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -36,6 +36,14 @@ def test_command_line():
     assert listed == set(offcorr.available())
 
 
+def test_a_reader_may_stop_early():
+    command = [sys.executable, "-m", "offcorr.cli", "methods"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as shown:
+        shown.stdout.close()
+        assert shown.stderr.read() == b""
+    assert shown.returncode == 0
+
+
 def test_links_lead_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
