@@ -48,14 +48,18 @@ def check_aggregate(name: str, max_length: int | None) -> None:
 
 def row_weights(name: str, count: PerSequence, max_length: int | None, width: int) -> PerSequence:
     """[B] weight of each sequence's sum."""
-    aggregation = AGGREGATIONS[name]
-    if aggregation.constant_length and max_length is None:
+    return AGGREGATIONS[name].row_weight(count, constant_length(name, max_length, width))
+
+
+def constant_length(name: str, max_length: int | None, width: int) -> float:
+    """What a sequence's sum is divided by where the aggregation divides by a constant."""
+    if AGGREGATIONS[name].constant_length and max_length is None:
         warnings.warn(
             f"{name} without max_length divides by the padded width, {width} here, which differs from batch to "
             "batch; pass max_length=, the longest completion allowed",
-            stacklevel=4,
+            stacklevel=5,
         )
-    return aggregation.row_weight(count, float(max_length or max(width, 1)))
+    return float(max_length or max(width, 1))
 
 
 def total(name: str, count: PerSequence, sequences: Scalar | int) -> Scalar:

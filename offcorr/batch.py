@@ -11,7 +11,7 @@ from einops import repeat
 from torch import Tensor
 
 from offcorr.kernels.scans import Rows
-from offcorr.shapes import Pair, PerToken, TokenMask
+from offcorr.shapes import Pair, PerToken, Scalar, TokenMask
 
 LOG_LIMIT = 20.0
 """Log-ratios (nats) are clamped to +-LOG_LIMIT, token by token and again before ``exp``."""
@@ -53,7 +53,10 @@ class Batch:
 
     Raises:
         TypeError: a field is not a tensor, or of the wrong kind of dtype.
-        ValueError: a shape, device or mask value does not fit; the message says what came and what was wanted.
+        ValueError: a shape, device or mask value does not fit, or ``cu_seqlens`` does not rise from 0 to N; the message
+            says what came and what was wanted.  On a GPU values are not looked at, as that costs a synchronisation:
+            a mask is taken at its word, and a wrong ``cu_seqlens`` ends in a device-side assertion, as a wrong index
+            does in torch.
 
     >>> import torch
     >>> batch = Batch(logp=torch.zeros(4, 128), advantages=torch.ones(4), mask=torch.ones(4, 128).bool())
@@ -117,7 +120,7 @@ class Batch:
             if allowed and tuple(value.shape) not in allowed:
                 wanted = " or ".join(map(str, allowed))
                 raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {wanted} to go with logp {tokens}")
-        if self.mask.dtype != torch.bool and not self.mask.is_cuda:
+        if self.mask.dtype != torch.bool and not _unseen(self.mask):
             self.check_mask_values()
 
     @property
@@ -137,7 +140,10 @@ class Batch:
         return dataclasses.replace(self, **{name: value[index] for name, value in self._tensors().items()})
 
     def padded(self) -> Batch:
-        """The same batch, padded; itself if it already is.  Differentiable in ``logp``."""
+        """The same batch, padded; itself if it already is.  Differentiable in ``logp``.
+
+        Padding reads the longest length from the device, which is a synchronisation.
+        """
         if self.cu_seqlens is None:
             return self
         index, inside = self._token_index(self.cu_seqlens)
@@ -153,7 +159,7 @@ class Batch:
         return dataclasses.replace(self, cu_seqlens=None, **fields)
 
     def repack(self, padded: Tensor) -> Tensor:
-        """A [B, T] result in the layout of ``logp``."""
+        """A [B, T] result in the layout of ``logp``; of a packed batch, with a synchronisation."""
         if self.cu_seqlens is None:
             return padded
         _, inside = self._token_index(self.cu_seqlens)
@@ -166,11 +172,14 @@ class Batch:
     def _check_cu_seqlens(self, ends: Tensor) -> None:
         if ends.ndim != 1 or ends.shape[0] < 1:
             raise ValueError(f"cu_seqlens has shape {tuple(ends.shape)}, expected (S + 1,)")
-        lengths = ends.diff()
-        if ends[0] != 0 or ends[-1] != self.logp.shape[0] or (lengths < 0).any():
+        tokens = self.logp.shape[0]
+        rises = rises_to(tokens, ends)
+        if _unseen(ends):
+            torch._assert_async(rises, f"cu_seqlens does not rise from 0 to {tokens}, the number of tokens in logp")
+        elif not rises:
             raise ValueError(
                 f"cu_seqlens goes from {int(ends[0])} to {int(ends[-1])}, expected to rise "
-                f"from 0 to {self.logp.shape[0]}, the number of tokens in logp"
+                f"from 0 to {tokens}, the number of tokens in logp"
             )
 
     def _token_index(self, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,6 +189,16 @@ class Batch:
         place = torch.arange(width, device=ends.device)
         inside = place < repeat(lengths, "s -> s 1")
         return torch.where(inside, repeat(ends[:-1], "s -> s 1") + place, 0), inside
+
+
+def rises_to(tokens: int, ends: Tensor) -> Scalar:
+    """Whether ``ends`` [S + 1] goes from 0 to ``tokens`` and never falls: a bool on its device."""
+    return (ends[0] == 0) & (ends[-1] == tokens) & (ends.diff() >= 0).all()
+
+
+def _unseen(values: Tensor) -> bool:
+    """Whether values are not looked at: on a GPU that is a synchronisation, on "meta" there are none."""
+    return values.is_cuda or values.is_meta
 
 
 class LogRatio(NamedTuple):

@@ -14,10 +14,14 @@ A controller is a station with two more methods, in place of its pointwise parts
 
 Every controller here reads ahead like that, since each is defined on the batch that it bounds; one that tolerates a
 lag of a step is given the last step's statistics instead.  Nothing is kept between steps, so there is no state to
-save. ``loss_fn.resolve(merged)`` shows what was found, for instance ``gate=Clip(eps_low=0.3, ...)``; what
-``found(resolved)`` names of it is logged under ``offcorr/control/``.
+save.  ``loss_fn.resolve(merged)`` shows what was found; what ``found(resolved)`` names of it is logged under
+``offcorr/control/``.
 
-A user's own controller is written and used the same way:
+Nothing here waits for the device: what is found stays there, as 0-dim tensors in place of the resolved station's
+numbers, and is read only by who prints it.  (The tokens of a packed batch are padded first, which reads the longest
+length, and statistics that are merged over ranks travel by way of the host.)
+
+A user's own controller is written and used the same way; ``.tolist()`` or ``if`` in it would be right, and wait:
 
 >>> import torch, offcorr
 >>> from dataclasses import dataclass
@@ -33,19 +37,21 @@ A user's own controller is written and used the same way:
 ...         moved = tokens.log_ratio("staleness").clamped.abs()
 ...         return Sum(torch.stack([torch.where(tokens.mask, moved, 0).sum(), tokens.mask.sum()]))
 ...     def resolve(self, statistics):
-...         moved, count = statistics.total.tolist()
-...         return offcorr.gates.Clip(2 * moved / max(count, 1), 2 * moved / max(count, 1))
+...         moved, count = statistics.total
+...         eps = 2 * moved / count.clamp(min=1)
+...         return offcorr.gates.Clip(eps, eps)
 >>> loss_fn = offcorr.Correction(gate=ClipTwiceTheMean())
 >>> old = torch.zeros(2, 2)
 >>> batch = offcorr.Batch(logp=old + 0.125, old_logp=old, advantages=torch.ones(2), mask=old == 0)
->>> loss_fn.resolve(loss_fn.statistics(batch)).gate
-Clip(eps_low=0.25, eps_high=0.25, dual_clip=None)
+>>> loss_fn.resolve(loss_fn.statistics(batch)).gate.to_config()
+{'name': 'clip', 'eps_low': 0.25, 'eps_high': 0.25, 'dual_clip': None}
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -55,7 +61,7 @@ from offcorr.batch import Tokens
 from offcorr.gates import Clip, Gate
 from offcorr.rejections import K2, Rejection
 from offcorr.shapes import Pair
-from offcorr.station import check_number, check_order, check_pair
+from offcorr.station import Number, check_number, check_order, check_pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +82,7 @@ class BalancedClip(Gate):
     From [low_start, high_start], first the lower bound and then the upper one is raised by its step to its maximum,
     while  sum of min(r, c_high) A over A >= 0  is below  target * sum of max(r, c_low) |A| over A < 0.
     r is the token's staleness ratio.  A token clipped at c_low still counts, with c_low |A|, so raising c_low never
-    lowers the blame: where the first bounds miss the target, c_low ends at its maximum.  Resolving reads two short
-    vectors from the device.
+    lowers the blame: where the first bounds miss the target, c_low ends at its maximum.
 
     Args:
         target: praise / blame; the paper's rho_0 is a share, praise / (praise + blame): .5 there is 1 here.
@@ -129,20 +134,27 @@ class BalancedClip(Gate):
         )
 
     def resolve(self, statistics: Balance) -> Clip:
-        """The clip with the bounds found."""
-        praise, blame = statistics.praise.tolist(), statistics.blame.tolist()
-        wanted = ((i, j) for i, j in self._path() if praise[j] >= self.target * blame[i])
-        i, j = next(wanted, (-1, -1))
-        return Clip(1 - self.lows[i], self.highs[j] - 1, self.dual_clip)
+        """The clip with the bounds found, both 0-dim tensors."""
+        praise, blame = statistics.praise, self.target * statistics.blame
+        # Every pair in the order tried, but for the last, which is taken if none balances.
+        balanced = torch.cat([praise[:1] >= blame[:-1], praise[:-1] >= blame[-1:]])
+        in_vain = (~balanced).cumprod(0).sum()  # how many come before the first that does
+        eps_low, eps_high = _path(tuple(self.lows), tuple(self.highs), praise.device).index_select(0, in_vain)[0]
+        return Clip(eps_low, eps_high, self.dual_clip)
 
-    def found(self, resolved: Clip) -> dict[str, float]:
+    def found(self, resolved: Clip) -> dict[str, Number]:
         """The bounds on the ratio."""
         return {"c_low": 1 - resolved.eps_low, "c_high": 1 + resolved.eps_high}
 
-    def _path(self) -> list[tuple[int, int]]:
-        """Every pair of bounds in the order tried: the lower one first."""
-        last = len(self.lows) - 1
-        return [(i, 0) for i in range(last)] + [(last, j) for j in range(len(self.highs))]
+
+@lru_cache
+def _path(lows: tuple[float, ...], highs: tuple[float, ...], device: torch.device) -> Tensor:
+    """[L + H - 1, 2], every (eps_low, eps_high) in the order tried: the lower bound is raised first.
+
+    Kept on the device: making it anew would wait for the host every time.
+    """
+    bounds = [(low, highs[0]) for low in lows[:-1]] + [(lows[-1], high) for high in highs]
+    return torch.tensor([(1 - low, high - 1) for low, high in bounds], dtype=torch.float64, device=device)
 
 
 def _steps(start: float, stop: float, step: float) -> list[float]:
@@ -153,9 +165,12 @@ def _steps(start: float, stop: float, step: float) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class SquaredLogRatios:
-    """Every token's log^2 ratio; merges by joining, as an exact sort over the global batch wants them all."""
+    """Every token's log^2 ratio; merges by joining, as an exact sort over the global batch wants them all.
 
-    values: Tensor  # [N]
+    Masked tokens hold their place, at infinity: to leave them out would be to wait for their number.
+    """
+
+    values: Tensor  # [B T]
 
     def merge(self, other: SquaredLogRatios) -> SquaredLogRatios:
         return SquaredLogRatios(torch.cat([self.values, other.values]))
@@ -166,7 +181,7 @@ class MomentBudget(Rejection):
     """Drop the tokens with the largest log^2 ratio until the mean over what is left is <= ``tau`` (M2PO, 2510.01161).
 
     One threshold for the global batch, by an exact sort; tokens at the threshold are kept.  Statistics are 4 bytes a
-    token (8 in float64); resolving reads one number from the device.
+    position (8 in float64), masked or not.
 
     Args:
         tau: nats^2.
@@ -183,17 +198,18 @@ class MomentBudget(Rejection):
 
     def statistics(self, tokens: Tokens) -> SquaredLogRatios:
         pair = tokens.log_ratio(self.of)
-        return SquaredLogRatios(pair.clamped[pair.compared].square())
+        return SquaredLogRatios(torch.where(pair.compared, pair.clamped.square(), math.inf).flatten())
 
     def resolve(self, statistics: SquaredLogRatios) -> K2:
-        """The rejection with the threshold known: log^2(ratio) / 2 <= bound."""
+        """The rejection with the threshold known: log^2(ratio) / 2 <= bound, a 0-dim tensor."""
         squares = statistics.values.sort().values
         count = torch.arange(1, len(squares) + 1, device=squares.device)
         fits = squares.cumsum(0, dtype=torch.float64) <= self.tau * count
         # Where not even the smallest fits, every square is above 0, and a threshold of 0 keeps none.
-        largest = torch.where(fits, squares, 0).amax() if len(squares) else 0
-        return K2(float(largest) / 2, level="token", of=self.of)
+        kept = torch.where(fits, squares, 0)
+        largest = kept.amax() if len(kept) else kept.sum()
+        return K2(largest / 2, level="token", of=self.of)
 
-    def found(self, resolved: K2) -> dict[str, float]:
+    def found(self, resolved: K2) -> dict[str, Number]:
         """The largest squared log-ratio that is kept."""
         return {"squared_log_ratio": 2 * resolved.bound}

@@ -22,7 +22,7 @@ from offcorr.multipliers import Multiplied
 from offcorr.ratios import Ratio, Token
 from offcorr.rejections import Rejection
 from offcorr.shapes import PerToken, Scalar, TokenMask
-from offcorr.station import Station, apply
+from offcorr.station import Number, Station, apply, plain
 from offcorr.weights import Weight
 
 
@@ -312,19 +312,18 @@ class Correction:
 
     def _found(self, statistics: Statistics, known: Correction, device: torch.device) -> dict[str, Tensor]:
         """The ``offcorr/control/`` series: what batch-coupled stations became."""
-        found: dict[str, float] = {}
+        found: dict[str, Number] = {}
         for place in statistics.parts:
             found |= self.stations[place].found(known.stations[place])
-        return {
-            CONTROL + name: torch.tensor([value, 1.0], dtype=torch.float64, device=device)
-            for name, value in found.items()
-        }
+        one = torch.ones((), dtype=torch.float64, device=device)  # filled there: a list would be copied from the host
+        return {CONTROL + name: torch.stack([one * value, one]) for name, value in found.items()}
 
     def _scale(
         self, tokens: Tokens, kept: TokenMask, denominator: float | Tensor | None
     ) -> tuple[Scalar | float, Tensor]:
         """Z, and the weight of each row."""
-        count, sequences = tokens.rows.count, torch.as_tensor(len(tokens.mask))
+        count = tokens.rows.count
+        sequences = count.new_full((), len(tokens.mask))
         if not self.count_rejected:
             count = (tokens.mask & kept).sum(1).to(tokens.dtype)
             sequences = ((count > 0) | (tokens.rows.count == 0)).sum()
@@ -368,7 +367,7 @@ def _plain(value: Any) -> Any:
         return value.to_config()
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]
-    return value
+    return plain(value)
 
 
 class _Attach(torch.autograd.Function):
@@ -378,10 +377,13 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, logp: Tensor, loss: Tensor, coefficient: Tensor) -> Tensor:
         ctx.save_for_backward(coefficient)
         ctx.dtype = logp.dtype
-        return loss.clone()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
         (coefficient,) = ctx.saved_tensors
-        limits = torch.finfo(ctx.dtype)
-        return (incoming * coefficient).clamp(limits.min, limits.max).to(ctx.dtype), None, None
+        if ctx.dtype == torch.float16:  # the one dtype whose range the product may leave
+            limits = torch.finfo(ctx.dtype)
+            return (incoming * coefficient).clamp(limits.min, limits.max).to(ctx.dtype), None, None
+        gradient = torch.empty_like(coefficient, dtype=ctx.dtype)
+        return torch.mul(coefficient, incoming, out=gradient), None, None

@@ -7,11 +7,12 @@ ratio as a constant and lets the gradient through ``logp`` alone; for the others
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from offcorr import ops
 from offcorr.batch import LOG_LIMIT, Tokens
-from offcorr.station import Station, check_number, check_order
+from offcorr.station import Number, Station, check_number, check_order
 
 
 class Gate(Station, kind="gate"):
@@ -71,9 +72,9 @@ class Unclipped(Gate):
 
 
 class ClipBounds(NamedTuple):
-    low: float
-    high: float
-    dual: float
+    low: Number
+    high: Number
+    dual: Number
 
 
 def clip(log_ratio: Any, advantage: Any, p: Any) -> Any:
@@ -94,9 +95,9 @@ class Clip(Gate):
         dual_clip: for A < 0 the loss is at most ``-dual_clip * A``; None: off.
     """
 
-    eps_low: float = 0.2
-    eps_high: float = 0.2
-    dual_clip: float | None = None
+    eps_low: Number = 0.2
+    eps_high: Number = 0.2
+    dual_clip: Number | None = None
 
     surrogate: ClassVar[Any] = staticmethod(clip)
 
@@ -105,15 +106,15 @@ class Clip(Gate):
         check_number(self, "eps_high", low=0)
         check_number(self, "dual_clip", low=1, optional=True)
 
-    @property
+    @cached_property  # of tensors, every 1 - eps is a launch
     def params(self) -> ClipBounds:
         dual = ops.UNBOUNDED if self.dual_clip is None else self.dual_clip
         return ClipBounds(1 - self.eps_low, 1 + self.eps_high, dual)
 
 
 class CapBounds(NamedTuple):
-    low: float
-    high: float
+    low: Number
+    high: Number
 
 
 def capped(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
@@ -130,8 +131,8 @@ class Capped(Gate):
         low: absolute lower bound.
     """
 
-    cap: float | None = 5.0
-    low: float = 0.0
+    cap: Number | None = 5.0
+    low: Number = 0.0
 
     surrogate: ClassVar[Any] = staticmethod(capped)
     detached: ClassVar = True
@@ -148,8 +149,8 @@ class Capped(Gate):
 
 
 class Temperatures(NamedTuple):
-    positive: float
-    negative: float
+    positive: Number
+    negative: Number
 
 
 def soft(log_ratio: Any, advantage: Any, p: Any) -> Any:
@@ -167,8 +168,8 @@ class Soft(Gate):
         tau_pos, tau_neg: temperature for A > 0 and A <= 0.
     """
 
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    tau_pos: Number = 1.0
+    tau_neg: Number = 1.05
 
     surrogate: ClassVar[Any] = staticmethod(soft)
 
@@ -182,10 +183,10 @@ class Soft(Gate):
 
 
 class PositionBounds(NamedTuple):
-    low: float
-    high: float
-    dual: float
-    power: float
+    low: Number
+    high: Number
+    dual: Number
+    power: Number
 
 
 def position_clip(log_ratio: Any, advantage: Any, position: Any, p: Any) -> Any:
@@ -211,10 +212,10 @@ class PositionClip(Gate):
         log_dual: for A < 0 the loss is at most -exp(log_dual t^power) A; None: ``log_high``.
     """
 
-    log_low: float = 0.025
-    log_high: float = 0.05
-    power: float = 0.5
-    log_dual: float | None = None
+    log_low: Number = 0.025
+    log_high: Number = 0.05
+    power: Number = 0.5
+    log_dual: Number | None = None
 
     surrogate: ClassVar[Any] = staticmethod(position_clip)
     log_limit: ClassVar = 10.0

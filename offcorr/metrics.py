@@ -397,5 +397,5 @@ def loss_metrics(
     values = {name: torch.stack([total, n]) for name, total in zip(shares, sums, strict=True)}
     values["unscored"] = unscored.sum(dtype=torch.float64).reshape(1)
     values["nonfinite"] = nonfinite.sum(dtype=torch.float64).reshape(1)
-    values["skipped"] = n.new_tensor([0, len(mask)])
+    values["skipped"] = torch.stack([torch.zeros_like(n), n.new_full((), len(mask))])
     return {f"offcorr/loss/{name}": value for name, value in values.items()}

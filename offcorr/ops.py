@@ -30,7 +30,7 @@ def maximum(a: Tensor, b: Tensor | float) -> Tensor:
 
 
 def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
-    if not (isinstance(a, Tensor) or isinstance(b, Tensor)):
-        # torch would answer in float32, whatever the inputs' precision
+    if not any(isinstance(x, Tensor) and x.ndim >= condition.ndim for x in (a, b)):
+        # torch would answer in float32, or in the numbers' own precision, whatever the inputs'
         raise TypeError("ops.where of two plain numbers has no dtype; write ops.zeros_like(x) + number for one of them")
     return torch.where(condition, a, b)

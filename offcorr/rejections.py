@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
+
+from torch import Tensor
 
 from offcorr import ops
 from offcorr.batch import Tokens
 from offcorr.multipliers import Multiplier
 from offcorr.shapes import Pair
-from offcorr.station import check_choice, check_number, check_order, check_pair
+from offcorr.station import Number, check_choice, check_number, check_order, check_pair
 
 Level = Literal["token", "seq-sum", "seq-mean", "seq-max"]
 _SPAN_OF_LEVEL = {
@@ -26,12 +29,16 @@ class Rejection(Multiplier, kind="rejection"):
 
 
 class Interval(NamedTuple):
-    low: float
-    high: float
+    low: Number
+    high: Number
 
 
 class Threshold(NamedTuple):
-    bound: float
+    bound: Number
+
+
+def _log(number: Number) -> Number:
+    return number.log() if isinstance(number, Tensor) else math.log(number)
 
 
 def within(value: Any, p: Any) -> Any:
@@ -54,8 +61,8 @@ class Geometric(Rejection):
         low, high: absolute bounds on the T-th root of the product.
     """
 
-    low: float = 0.999
-    high: float = 1.001
+    low: Number = 0.999
+    high: Number = 1.001
     of: Pair = "engine"
 
     span: ClassVar[Any] = "geometric"
@@ -67,9 +74,9 @@ class Geometric(Rejection):
         check_order(self, "low", "high")
         check_pair(self)
 
-    @property
+    @cached_property
     def params(self) -> Interval:
-        return Interval(math.log(self.low), math.log(self.high))
+        return Interval(_log(self.low), _log(self.high))
 
 
 class _Divergence(Rejection):
@@ -87,10 +94,10 @@ class _Divergence(Rejection):
 
 
 class K1Band(NamedTuple):
-    low: float
-    high: float
-    middle: float
-    half: float
+    low: Number
+    high: Number
+    middle: Number
+    half: Number
 
 
 def k1_distance(log_ratio: Any, p: Any) -> Any:
@@ -110,8 +117,8 @@ class K1(_Divergence):
         level: "token", "seq-sum", "seq-mean" or "seq-max" (all tokens inside).
     """
 
-    low: float
-    high: float
+    low: Number
+    high: Number
     level: Level = "seq-mean"
     of: Pair = "engine"
 
@@ -129,9 +136,9 @@ class K1(_Divergence):
     def rule(self) -> Any:  # type: ignore[override]
         return k1_within_half if self.level == "seq-max" else within
 
-    @property
+    @cached_property
     def params(self) -> K1Band:
-        low, high = math.log(self.low), math.log(self.high)
+        low, high = _log(self.low), _log(self.high)
         return K1Band(low, high, (low + high) / 2, (high - low) / 2)
 
 
@@ -144,7 +151,7 @@ def k3(log_ratio: Any) -> Any:
 
 
 class _BoundedDivergence(_Divergence):
-    bound: float
+    bound: Number
     rule: ClassVar[Any] = staticmethod(at_most)
 
     def __post_init__(self) -> None:
@@ -160,7 +167,7 @@ class _BoundedDivergence(_Divergence):
 class K2(_BoundedDivergence):
     """Keep where log^2(ratio) / 2 <= bound, at a level (see K1)."""
 
-    bound: float
+    bound: Number
     level: Level = "seq-mean"
     of: Pair = "engine"
 
@@ -171,7 +178,7 @@ class K2(_BoundedDivergence):
 class K3(_BoundedDivergence):
     """Keep where ratio - 1 - log ratio <= bound, at a level (see K1); seq-max is TRM (2512.23075)."""
 
-    bound: float
+    bound: Number
     level: Level = "seq-mean"
     of: Pair = "engine"
 
@@ -186,7 +193,7 @@ def raw(raw_log_ratio: Any) -> Any:
 class Veto(Rejection):
     """Drop a sequence that has a valid token whose unclamped ratio is below ``threshold`` (slime, verl)."""
 
-    threshold: float = 1e-4
+    threshold: Number = 1e-4
     of: Pair = "engine"
 
     span: ClassVar[Any] = "sequence_min"
@@ -198,9 +205,9 @@ class Veto(Rejection):
         check_number(self, "threshold", low=0, above=True)
         check_pair(self)
 
-    @property
+    @cached_property
     def params(self) -> Threshold:
-        return Threshold(math.log(self.threshold))
+        return Threshold(_log(self.threshold))
 
 
 def negative_and_far(value: Any, advantage: Any, p: Any) -> Any:
@@ -229,7 +236,7 @@ class OPSM(_TotalIfKnown):
         of: None: total where ``rollout_logp`` is given, else staleness.
     """
 
-    delta: float = 0.5
+    delta: Number = 0.5
     of: Pair | None = None
 
     span: ClassVar[Any] = "geometric"
@@ -258,7 +265,7 @@ def both_bernoulli_kls(value: Any, logp: Any, anchor_logp: Any, p: Any) -> Any:
 class BinaryKL(Rejection):
     """Keep tokens whose Bernoulli KLs (this token or another), both ways round, are <= ``bound`` (AReaL's KPop)."""
 
-    bound: float
+    bound: Number
     of: Pair = "engine"
 
     span: ClassVar[Any] = "token"
@@ -274,9 +281,9 @@ class BinaryKL(Rejection):
 
 
 class Shift(NamedTuple):
-    low: float
-    high: float
-    delta: float
+    low: Number
+    high: Number
+    delta: Number
 
 
 def probability_shift(value: Any, logp: Any, anchor_logp: Any, advantage: Any, p: Any) -> Any:
@@ -304,9 +311,9 @@ class DPPO(Rejection):
     """
 
     divergence: Literal["tv", "kl"] = "tv"
-    low: float = 0.2
-    high: float = 0.2
-    delta: float = 0.05
+    low: Number = 0.2
+    high: Number = 0.2
+    delta: Number = 0.05
     of: Pair = "total"
 
     span: ClassVar[Any] = "token"
@@ -344,7 +351,7 @@ class VACO(_TotalIfKnown):
         of: None: total where ``rollout_logp`` is given, else staleness.
     """
 
-    bound: float = 0.2
+    bound: Number = 0.2
     of: Pair | None = None
 
     span: ClassVar[Any] = "geometric"

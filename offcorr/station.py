@@ -10,7 +10,12 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, get_args
 
+from torch import Tensor
+
 from offcorr.shapes import Pair
+
+Number = float | Tensor
+"""A number of a station: the host's own, or a 0-dim tensor on the batch's device, which is not read."""
 
 INPUTS = frozenset(
     {
@@ -67,15 +72,15 @@ class Station:
 
     @property
     def params(self) -> tuple[Any, ...]:
-        """The numbers that the pointwise parts see as ``p``: a NamedTuple of floats, run-time arguments of a kernel."""
+        """What the pointwise parts see as ``p``: a NamedTuple of ``Number``, run-time arguments of a kernel."""
         return ()
 
     # A batch-coupled station also has ``statistics(tokens)``, mergeable, and ``resolve(statistics)``, the same
-    # station with what it needs of the global batch known.
+    # station with what it needs of the global batch known: its numbers are 0-dim tensors, so nothing waits for them.
     statistics: ClassVar[Any] = None
     resolve: ClassVar[Any] = None
 
-    def found(self, resolved: Any) -> dict[str, float]:
+    def found(self, resolved: Any) -> dict[str, Number]:
         """The numbers of what a batch-coupled station became, by name: logged under ``offcorr/control/``."""
         return {}
 
@@ -85,11 +90,17 @@ class Station:
         return frozenset(name for part in self.POINTWISE for name in arguments(getattr(self, part)))
 
     def to_config(self) -> dict[str, Any]:
+        """Plain data that makes the same station; numbers on a device are read."""
         config: dict[str, Any] = {"name": self.name()}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            config[field.name] = value.to_config() if isinstance(value, Station) else value
+            config[field.name] = value.to_config() if isinstance(value, Station) else plain(value)
         return config
+
+
+def plain(value: Any) -> Any:
+    """A number as the host's own; anything else as it is."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 @cache
@@ -146,18 +157,30 @@ def nearest(word: str, words: Any) -> str:
 def check_number(
     owner: Any, field: str, *, low: float = -math.inf, above: bool = False, optional: bool = False
 ) -> None:
-    """``owner.field`` is a finite number >= ``low`` (> ``low`` with ``above``); None passes if ``optional``."""
+    """``owner.field`` is a finite number >= ``low`` (> ``low`` with ``above``); None passes if ``optional``.
+
+    A 0-dim tensor is taken at its word, as looking costs a synchronisation.
+    """
     value = getattr(owner, field)
     if optional and value is None:
         return
     wanted = "a finite number" + ("" if low == -math.inf else f" {'>' if above else '>='} {low:g}")
     wanted += " or None" if optional else ""
+    if isinstance(value, Tensor):
+        if value.ndim:
+            raise ValueError(
+                f"{type(owner).__name__}: {field} has shape {tuple(value.shape)}, expected {wanted}, or a 0-dim tensor"
+            )
+        return
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < low or (above and value == low):
         raise ValueError(f"{type(owner).__name__}: {field} is {value!r}, expected {wanted}")
 
 
 def check_order(owner: Any, low: str, high: str) -> None:
+    """``owner.low`` <= ``owner.high``; a tensor is taken at its word."""
+    if any(isinstance(getattr(owner, field), Tensor) for field in (low, high)):
+        return
     if getattr(owner, low) > getattr(owner, high):
         raise ValueError(
             f"{type(owner).__name__}: {low} = {getattr(owner, low)!r} is above {high} = {getattr(owner, high)!r}, "

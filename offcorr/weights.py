@@ -12,14 +12,14 @@ from offcorr import ops
 from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.multipliers import Multiplier
 from offcorr.shapes import Pair, PerSequence, PerToken, TokenMask
-from offcorr.station import check_choice, check_number, check_order, check_pair
+from offcorr.station import Number, check_choice, check_number, check_order, check_pair
 
 Level = Literal["token", "turn", "prefix", "geometric", "sequence"]
 
 
 class Bounds(NamedTuple):
-    low: float
-    high: float
+    low: Number
+    high: Number
 
 
 def clamp(value: Any, p: Any) -> Any:
@@ -55,8 +55,8 @@ class _Bounded(Weight):
 
     @property
     def params(self) -> Bounds:
-        bound = self.bound
-        return Bounds(bound.low or 0.0, ops.UNBOUNDED if bound.high is None else bound.high)
+        low, high = self.bound.low, self.bound.high
+        return Bounds(0.0 if low is None else low, ops.UNBOUNDED if high is None else high)
 
     def truncated(self, weight: PerToken, kept: TokenMask, value: PerToken) -> TokenMask:
         return kept & (weight != value.exp())
@@ -80,8 +80,8 @@ class Bound(_Bounded):
     'token'
     """
 
-    low: float | None = None
-    high: float | None = None
+    low: Number | None = None
+    high: Number | None = None
     outside: Literal["clamp", "zero"] = "clamp"
     level: Level = "token"
     of: Pair = "engine"
@@ -104,7 +104,7 @@ class Bound(_Bounded):
 class Truncate(_Bounded):
     """min(ratio, cap): truncated importance sampling.  ``cap`` None: the bare ratio.  Levels as in ``Bound``."""
 
-    cap: float | None = 2.0
+    cap: Number | None = 2.0
     level: Level = "token"
     of: Pair = "engine"
 
@@ -121,8 +121,8 @@ class Truncate(_Bounded):
 class Band(_Bounded):
     """The ratio where low <= ratio <= high, else 0: masked importance sampling.  Levels as in ``Bound``."""
 
-    low: float | None = 0.5
-    high: float | None = 5.0
+    low: Number | None = 0.5
+    high: Number | None = 5.0
     level: Level = "token"
     of: Pair = "engine"
 

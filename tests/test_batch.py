@@ -5,9 +5,11 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import offcorr
 from offcorr import Batch, gates, ratios, rejections, weights
+from offcorr.batch import rises_to
 
 LOGP = torch.zeros(4, 128)
 GOOD = {"logp": LOGP, "advantages": torch.ones(4), "mask": torch.ones(4, 128, dtype=torch.bool)}
@@ -52,6 +54,42 @@ def test_refused_packed(ends, message):
             mask=torch.ones(5),
             cu_seqlens=torch.tensor(ends),
         )
+
+
+@pytest.mark.parametrize(
+    "ends, rises",
+    [
+        ([0, 2, 5], True),
+        ([0, 0, 5, 5], True),
+        ([0, 3], False),
+        ([1, 5], False),
+        ([0, 4, 2, 5], False),
+        ([0, 6], False),
+        ([0, 6, 5], False),
+        ([-1, 5], False),
+        ([0], False),
+    ],
+)
+def test_what_cu_seqlens_must_do(ends, rises):
+    """One condition: looked at on a CPU, asserted on a GPU by the GPU."""
+    assert bool(rises_to(5, torch.tensor(ends, dtype=torch.int32))) == rises
+    assert bool(rises_to(0, torch.tensor([0])))
+
+
+def test_cu_seqlens_are_not_looked_at_where_that_would_wait():
+    """On "meta" there is nothing to look at, and a look is an error."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            asserted.extend([args[1]] if func is torch.ops.aten._assert_async.msg else [])
+            return func(*args, **kwargs or {})
+
+    asserted, tokens = [], torch.zeros(5, device="meta")
+    ends = torch.zeros(3, dtype=torch.int32, device="meta")
+    with Seen():
+        batch = Batch.packed(logp=tokens, advantages=tokens[:2], mask=tokens, cu_seqlens=ends)
+    assert batch.sequences == 2
+    assert asserted == ["cu_seqlens does not rise from 0 to 5, the number of tokens in logp"]
 
 
 def test_packed_per_token_advantages():

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import math
+import pickle
 from functools import reduce
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import offcorr
-from offcorr import Batch, Statistics
-from offcorr.controllers import BalancedClip, MomentBudget, SquaredLogRatios
+from offcorr import Batch, Statistics, gates, ops, rejections, weights
+from offcorr.controllers import Balance, BalancedClip, MomentBudget, SquaredLogRatios
 
 METHODS = {
     "bapo": {"target": 0.76},
@@ -130,6 +133,25 @@ def test_bapo_finds_the_bounds_of_the_authors_search(target, seed):
     assert found.dual_clip == 3.0
 
 
+@pytest.mark.parametrize("low_start, high_start", [(0.6, 1.5), (0.8, 1.5), (0.6, 2.0), (0.8, 2.0)])
+def test_bapo_takes_the_first_bounds_that_balance(low_start, high_start):
+    """Of any sums, ties among them; the last bounds if none do."""
+    gate = BalancedClip(target=2.0, low_start=low_start, high_start=high_start, low_step=0.1, high_step=0.25)
+    path = [(i, 0) for i in range(len(gate.lows))] + [(-1, j) for j in range(1, len(gate.highs))]
+    draw, places = torch.Generator().manual_seed(0), set()
+    for _ in range(100):
+        praise, blame = (
+            torch.randint(9, (len(bounds),), generator=draw).double() / part
+            for bounds, part in ((gate.highs, 1), (gate.lows, 2))
+        )
+        balanced = [p for p in path if praise[p[1]] >= 2 * blame[p[0]]]
+        i, j = (balanced or path[-1:])[0]
+        found = gate.resolve(Balance(praise, blame))
+        assert (found.eps_low, found.eps_high) == (1 - gate.lows[i], gate.highs[j] - 1)
+        places.add((i, j))
+    assert places == set(path)
+
+
 def test_bapo_stops_part_of_the_way():
     loss_fn, batch = offcorr.get("bapo", target=0.76), batch_of()
     gate = loss_fn.resolve(loss_fn.statistics(batch)).gate
@@ -223,6 +245,22 @@ def test_m2po_shows_its_threshold():
     assert 2 * found.bound == pytest.approx(left[-1], rel=1e-12)
 
 
+def test_m2po_joins_parts_of_any_width():
+    """A masked token holds a place in the statistics and counts nowhere; neither does a part that has none else."""
+    loss_fn, batch = offcorr.get("m2po"), batch_of()
+    alone = loss_fn.resolve(loss_fn.statistics(batch)).reject
+    fields = {name: getattr(batch, name) for name in ("logp", "old_logp", "mask")}
+    parts = [
+        Batch(**{name: field[rows, :width] for name, field in fields.items()}, advantages=batch.advantages[rows])
+        for rows, width in ((slice(0, 40), 24), (slice(40, 64), 24), (slice(0, 0), 24), (slice(0, 8), 0))
+    ]
+    nothing = dataclasses.replace(parts[0], mask=torch.zeros_like(parts[0].mask))
+    joined = reduce(Statistics.merge, map(loss_fn.statistics, [nothing, *parts]))
+    assert loss_fn.resolve(joined).reject == alone
+    assert loss_fn.resolve(loss_fn.statistics(nothing)).reject[0].bound == 0
+    assert not loss_fn(nothing).coefficient.any()
+
+
 # -- both ----------------------------------------------------------------------------------------------------
 
 
@@ -252,7 +290,7 @@ def test_what_was_found_is_logged():
     parts = [batch.rows(slice(i, i + 16)) for i in range(0, 64, 16)]
     for loss_fn, wanted in (
         (offcorr.get("bapo", target=0.76), {"c_low": 0.8, "c_high": 1.45}),
-        (offcorr.get("m2po"), {"squared_log_ratio": 2 * found_by(offcorr.get("m2po"), batch).reject[0].bound}),
+        (offcorr.get("m2po"), {"squared_log_ratio": 2 * float(found_by(offcorr.get("m2po"), batch).reject[0].bound)}),
         (offcorr.get("ppo"), {}),
     ):
         statistics = merged(loss_fn, parts) if wanted else None
@@ -264,3 +302,207 @@ def test_what_was_found_is_logged():
 
 def found_by(loss_fn, batch):
     return loss_fn.resolve(loss_fn.statistics(batch))
+
+
+# -- nothing waits for the device ----------------------------------------------------------------------------
+
+
+class Waits(TorchDispatchMode):
+    """Notes every operation that would make the host wait for a GPU.
+
+    On a CPU one sees lists that become tensors, a copy to the device on a GPU; on "meta", where there is nothing to
+    read, one sees copies between devices, and a read is an error of torch's own.
+    """
+
+    READS = {
+        *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "argwhere", "masked_select"),
+        *("_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "lift_fresh"),
+    }
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.waits = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        self.seen.append(name)
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        copies = name in ("_to_copy", "copy_")
+        if (
+            name in self.READS
+            or (
+                name in ("index", "index_put", "index_put_")
+                and any(i.dtype == torch.bool for i in args[1] if i is not None)
+            )
+            or (name == "repeat_interleave" and kwargs.get("output_size") is None)
+            or (copies and len({x.device.type for x in tensors} | {kwargs.get("device", tensors[0].device).type}) > 1)
+        ):
+            self.waits.append(str(func))
+        return func(*args, **kwargs)
+
+
+def on(device, batch):
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return Batch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[0].tolist(),
+        lambda x: float(x[0, 0]),
+        lambda x: max(x[0, 0], 1),
+        lambda x: x[:, (x[0] > 0).sum() - 1],
+        lambda x: x[x > 0],
+        lambda x: (x > 0).nonzero(),
+        lambda x: x.unique(),
+        lambda x: x[0].repeat_interleave((x[0] > 0).long()),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.tensor([0.2, 0.3], device=x.device),
+        lambda x: x.new_tensor([0.2, 0.3]),
+        lambda x: torch.as_tensor(3).to(x),
+        lambda x: x.cpu() + x.cpu(),
+    ],
+)
+def test_what_waits_is_seen(wait):
+    """On one device or the other, by the recorder or by torch."""
+    waits = 0
+    for device in ("cpu", "meta"):
+        with Waits() as recorder:
+            try:
+                wait(torch.ones(2, 3, device=device))
+            except (RuntimeError, NotImplementedError):
+                assert device == "meta"
+                waits += 1
+        waits += len(recorder.waits)
+    assert waits
+
+
+@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_waits_for_the_device(name, device, dtype, aggregate):
+    loss_fn = dataclasses.replace(correction(name), aggregate=aggregate)
+    batch = on(device, batch_of(dtype=dtype))
+    parts = [batch.rows(slice(i, i + 16)) for i in range(0, 64, 16)]
+    logp = torch.zeros_like(batch.logp[:16], requires_grad=True)
+    train = dataclasses.replace(parts[0], logp=logp)
+
+    def step():
+        statistics = reduce(Statistics.merge, map(loss_fn.statistics, parts))
+        found = loss_fn.resolve(statistics)
+        alone = loss_fn(batch)
+        out = loss_fn(train, denominator=100.0, statistics=statistics)
+        out.loss.backward()
+        return found, alone.metrics.merge(out.metrics)
+
+    step()  # tables that are made once for a device
+    with Waits() as recorder:
+        found, metrics = step()
+    assert recorder.waits == []
+    assert logp.grad.shape == logp.shape and found.statistics(batch) is None
+    assert {"where", "sum"} <= set(recorder.seen)
+    control = {name for name in metrics.data if "/control/" in name}
+    assert len(control) == {"bapo": 2, "m2po": 1}.get(name, 0)
+
+
+# -- numbers that are tensors --------------------------------------------------------------------------------
+
+STATIONS = [
+    gates.Clip(0.1, 0.15, dual_clip=1.5),
+    gates.Capped(1.2, 0.8),
+    gates.Soft(),
+    gates.PositionClip(log_dual=0.2),
+    weights.Bound(0.8, 1.2),
+    weights.Truncate(1.1),
+    weights.Band(0.8, 1.2, level="sequence"),
+    rejections.Geometric(),
+    rejections.K1(0.9, 1.1, level="token"),
+    rejections.K1(0.9, 1.1, level="seq-max"),
+    rejections.K2(0.01, level="token"),
+    rejections.K3(0.01),
+    rejections.Veto(0.8),
+    rejections.OPSM(0.01),
+    rejections.BinaryKL(0.001),
+    rejections.DPPO(low=0.02, high=0.02),
+    rejections.DPPO("kl", delta=0.001),
+    rejections.VACO(0.3),
+]
+
+
+def with_tensors(station, device="cpu"):
+    values = {f.name: getattr(station, f.name) for f in dataclasses.fields(station)}
+    numbers = {k: torch.tensor(v, dtype=torch.float64) for k, v in values.items() if isinstance(v, float)}
+    assert numbers
+    return dataclasses.replace(station, **{name: number.to(device) for name, number in numbers.items()})
+
+
+def with_station(station):
+    place = {gates.Gate: "gate", weights.Weight: "weight", rejections.Rejection: "reject"}
+    return offcorr.Correction(**{next(name for kind, name in place.items() if isinstance(station, kind)): station})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("station", STATIONS, ids=repr)
+def test_numbers_may_be_tensors(station, dtype):
+    """The same update in the same precision: a 0-dim float64 raises no float32 to it."""
+    batch = batch_of(dtype=dtype)
+    plainly, loss_fn = with_station(station), with_station(with_tensors(station))
+    wanted, out = (one(batch, denominator=1000.0) for one in (plainly, loss_fn))
+    exact = {"rtol": 0, "atol": 0} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-9}
+    torch.testing.assert_close(out.coefficient, wanted.coefficient, **exact)
+    torch.testing.assert_close(out.loss, wanted.loss, **exact)
+    without = offcorr.Correction()(batch, denominator=1000.0).coefficient
+    assert not torch.equal(out.coefficient, without)  # the station does something here
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("station", STATIONS, ids=repr)
+def test_numbers_that_are_tensors_are_not_read(station, device):
+    batch = on(device, batch_of())
+    with_station(station)(batch)  # tables that are made once for a device
+    tensors = with_tensors(station, device)
+    with Waits() as recorder:
+        with_station(dataclasses.replace(tensors))(batch)
+    assert recorder.waits == []
+
+
+def test_a_clip_of_tensors_is_a_clip():
+    clip, one = with_tensors(gates.Clip(0.25, 0.5)), torch.tensor(1.0)
+    assert clip == gates.Clip(0.25, 0.5) != with_tensors(gates.Clip(0.25, 0.75))
+    assert clip.params is clip.params == (0.75, 1.5, ops.UNBOUNDED)
+    assert dataclasses.replace(clip, eps_low=one).params == (0, 1.5, ops.UNBOUNDED)
+    assert hash(clip) == hash(dataclasses.replace(clip))
+    sent = pickle.loads(pickle.dumps(clip))
+    assert sent == clip and sent.params == clip.params
+
+
+def test_a_configuration_of_what_was_found_is_plain():
+    loss_fn, batch = offcorr.Correction(gate=BalancedClip(target=0.76), reject=MomentBudget()), batch_of()
+    found = loss_fn.resolve(loss_fn.statistics(batch))
+    config = json.loads(json.dumps(found.to_config()))
+    assert config["gate"] == pytest.approx({"name": "clip", "eps_low": 0.2, "eps_high": 0.45, "dual_clip": 3.0})
+    again = offcorr.from_config(config)
+    torch.testing.assert_close(again(batch).coefficient, found(batch).coefficient, rtol=0, atol=0)
+    assert offcorr.get("ppo", eps_low=torch.tensor(0.25)).to_config()["eps_low"] == 0.25
+    assert json.dumps(offcorr.get("ppo", eps_low=torch.tensor(0.25)).to_config())
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (1, 1)])
+def test_a_number_is_no_vector(shape):
+    said = (
+        rf"Clip: eps_low has shape \({', '.join(map(str, shape))},?\), expected a finite number >= 0, or a 0-dim tensor"
+    )
+    with pytest.raises(ValueError, match=said):
+        gates.Clip(torch.zeros(shape))
+
+
+def test_where_of_two_numbers_has_no_precision():
+    """Neither of two plain ones, nor of tensors: the answer would be float64 for float32 tokens."""
+    mask, number = torch.ones(2, 3).bool(), torch.tensor(0.5, dtype=torch.float64)
+    for a, b in ((0.5, 1.0), (number, 1.0), (0.5, number), (number, number)):
+        with pytest.raises(TypeError, match="ops.where of two plain numbers"):
+            ops.where(mask, a, b)
+    assert ops.where(mask, torch.zeros(2, 3), number).dtype == torch.float32

@@ -18,12 +18,12 @@ from offcorr import gates
 from offcorr.batch import Tokens
 from offcorr.correction import Correction
 from offcorr.registry import register
-from offcorr.station import check_number
+from offcorr.station import Number, check_number
 from offcorr.weights import GroupSums
 
 
 class Shift(NamedTuple):
-    delta_v: float
+    delta_v: Number
 
 
 def shifted(logp: Any, reward: Any, p: Any) -> Any:
@@ -34,7 +34,7 @@ def shifted(logp: Any, reward: Any, p: Any) -> Any:
 class _Rewarded(gates.Gate):
     """(reward - delta_v) log pi."""
 
-    delta_v: float
+    delta_v: Number
 
     surrogate: ClassVar[Any] = staticmethod(shifted)
     detached: ClassVar = True
@@ -58,7 +58,7 @@ class Asymmetric(_Rewarded):
         delta_v: how far the baseline is moved; below 0 it is moved down.
     """
 
-    delta_v: float = -0.1
+    delta_v: Number = -0.1
 
     def __post_init__(self) -> None:
         check_number(self, "delta_v")
@@ -78,7 +78,7 @@ class Asymmetric(_Rewarded):
 class _Centred(_Rewarded):
     """An Asymmetric whose baselines are known."""
 
-    delta_v: float
+    delta_v: Number
     sums: GroupSums = field(repr=False)
 
     def inputs(self, tokens: Tokens, inputs: dict[str, Any]) -> dict[str, Any]:
