@@ -22,7 +22,7 @@ import offcorr
 from offcorr import gates, rejections, weights
 from offcorr.kernels import correction as fused
 from offcorr.kernels.compose import numbers
-from offcorr.kernels.metering_triton import merge_rows
+from offcorr.kernels.metering_triton import divide_by_kept
 
 EVERYTHING = "(minprefix, truncated by turn, four rejections)"
 
@@ -77,31 +77,34 @@ def launches(given: offcorr.Batch, names: list[str]) -> dict[str, dict[str, Any]
             loss_fn = dataclasses.replace(loss_fn, max_length=2048)
         with fused.use("triton"):
             call = fused._prepare(loss_fn.resolve(loss_fn.statistics(given)), given, None)
-        source = call.composition.source + repr(sorted(map(str, call.composition.functions.items())))
+        source = call.composition.writer.text() + repr(sorted(map(str, call.composition.functions.items())))
         if source in found:
             found[source]["methods"].append(name)
             continue
-        rows = call.batch.sequences
-        partials, coefficient = torch.empty(1, rows), torch.empty(call.batch.logp.numel())
-        arguments = [*call.arguments(coefficient, partials), *numbers(call.loss_fn)]
+        arguments = [*call.arguments(call.outputs()), *numbers(call.loss_fn, given.logp.device)]
         found[source] = {"methods": [name], "kernels": call.kernels, "arguments": arguments}
         found[source] |= {"BLOCK": call.block, "options": call.options}
     return {", ".join(one["methods"]): one for one in found.values()}
 
 
-def signature(kernel: Any, arguments: list[Any], block: int) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:
+def signature(
+    kernel: Any, arguments: list[Any], block: int, **constexprs: Any
+) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:
     """(types, constants, attributes), as a launch with these arguments specialises them."""
+    constexprs["BLOCK"] = block
     types: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     attributes: dict[Any, Any] = {}
-    for place, (name, value) in enumerate(zip(kernel.arg_names, [*arguments, block], strict=True)):
-        if value is None or name == "BLOCK":
+    for place, (name, value) in enumerate(zip(kernel.arg_names, [*arguments, *constexprs.values()], strict=True)):
+        if value is None or name in constexprs:
             types[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             types[name] = "*" + _TYPES[value.dtype]
             attributes[(place,)] = DIVISIBLE_BY_16
         elif isinstance(value, tuple):
-            types[name] = type(value)(*["fp32"] * len(value))
+            types[name] = type(value)(
+                *("*" + _TYPES[x.dtype] if isinstance(x, torch.Tensor) else "fp32" for x in value)
+            )
         elif isinstance(value, float):
             types[name] = "fp32"
         else:
@@ -131,12 +134,12 @@ def measure(targets: list[str], names: list[str]) -> list[dict[str, Any]]:
                 found = resources(target, kernel, *specialised, one["options"])
                 step = "" if kernel is one["kernels"][-1] else ", summary"
                 rows.append({"methods": methods, "layout": layout + step, "target": target, **found})
-    merging = [torch.empty(1), torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.float64), torch.empty(1)]
-    for target in targets:
-        found = resources(
-            target, merge_rows, *signature(merge_rows, [*merging, 64, 1], fused.MERGED_BLOCK), {"num_warps": 4}
-        )
-        rows.append({"methods": "(merging the rows' metrics)", "layout": "all", "target": target, **found})
+    for target, divides in itertools.product(targets, (False, True)):
+        columns = [torch.empty(1), torch.empty(1), torch.empty(1), None, 2048, 64, 1, 1, 2048]
+        specialised = signature(divide_by_kept, columns, fused.BLOCK, DIVIDES=divides)
+        found = resources(target, divide_by_kept, *specialised, {"num_warps": fused.WARPS})
+        layout = "by Z and each row's count" if divides else "by Z"
+        rows.append({"methods": "(count_rejected=False: dividing)", "layout": layout, "target": target, **found})
     return rows
 
 

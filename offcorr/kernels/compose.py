@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import Tensor
+
+from offcorr.aggregate import AGGREGATIONS
 from offcorr.batch import LOG_LIMIT, Batch
 from offcorr.multipliers import Multiplier
 from offcorr.ratios import Ratio
@@ -21,6 +25,7 @@ from offcorr.weights import _Bounded
 
 if TYPE_CHECKING:
     from offcorr.correction import Correction
+    from offcorr.kernels.source import Source
 
 
 class NotFused(Exception):
@@ -53,14 +58,18 @@ class Composition:
     surrogate: Part
     detached: bool
     log_limit: float
-    has_params: frozenset[str]
-    divides_by_count: bool
+    parameters: tuple[tuple[str, type[Any], frozenset[str]], ...]
+    """(place, NamedTuple of numbers, those of them that are tensors)."""
+    divides_by: Literal["", "valid", "kept"]
+    """Which tokens of a row its sum is divided by the number of."""
+    unit: Literal["", "kept", "rows"]
+    """What Z counts, where the kernel has to find it."""
     fields: frozenset[str]
 
     @property
     def functions(self) -> dict[str, Part]:
         """The pointwise parts, under the names that the source calls."""
-        found = {"gate_surrogate": self.surrogate}
+        found: dict[str, Part] = {"gate_surrogate": self.surrogate}
         for one in self.carried:
             found[f"{one.place}_measure"] = one.measure
             found |= {f"{one.place}_{name}": part for name, part in one.parts}
@@ -78,16 +87,12 @@ class Composition:
         return "split" in self.fields
 
     @property
-    def summary_size(self) -> int:
-        """How many numbers the first launch leaves of each part of a row."""
-        return 1 + sum(len(slots) for *_, slots in self._writer.summary_slots())
+    def params(self) -> dict[str, tuple[type[Any], frozenset[str]]]:
+        """By place: the kind of a station's numbers, and those of them that are tensors."""
+        return {place: (kind, on_device) for place, kind, on_device in self.parameters}
 
     @property
-    def source(self) -> str:
-        return self._writer.text()
-
-    @property
-    def _writer(self) -> Any:
+    def writer(self) -> Source:
         from offcorr.kernels.source import Source  # needs triton
 
         return Source(self)
@@ -110,7 +115,7 @@ def compose(
     Args:
         z_on_device: Z is a tensor.
         row_factor: weights have a factor of each sequence.
-        split: several programs should share a row; they cannot where a station looks at turns.
+        split: several programs share a row.
 
     Raises:
         NotFused: a station does something that is no pointwise part.
@@ -147,7 +152,7 @@ def compose(
     # As ``Batch`` reads them: where S = N, advantages are per sequence.
     if batch.advantages.shape != (batch.sequences,):
         fields.add("advantages")
-    given = {"z": z_on_device, "row_factor": row_factor, "split": split and all(c.span != "turn" for c in carried)}
+    given = {"z": z_on_device, "row_factor": row_factor, "split": split}
     fields |= {name for name, there in given.items() if there}
     return Composition(
         tuple(carried),
@@ -155,17 +160,43 @@ def compose(
         loss_fn.gate.surrogate,
         loss_fn.gate.detached,
         float(loss_fn.gate.log_limit),
-        frozenset(place.replace(".", "_") for place, station in loss_fn.stations.items() if station.params),
-        # Where rejected tokens leave the denominator, rows are weighted after the kernel.
-        DIVIDES_BY_COUNT[loss_fn.aggregate] and loss_fn.count_rejected,
+        _parameters(loss_fn, batch.logp.device),
+        ("valid" if loss_fn.count_rejected else "kept") if DIVIDES_BY_COUNT[loss_fn.aggregate] else "",
+        "" if loss_fn.count_rejected else _UNITS[AGGREGATIONS[loss_fn.aggregate].unit],
         frozenset(fields),
     )
 
 
-def numbers(loss_fn: Correction) -> list[tuple[float, ...]]:
+_UNITS: dict[str, Literal["kept", "rows"]] = {"tokens": "kept", "sequences": "rows"}
+
+
+def _parameters(loss_fn: Correction, device: torch.device) -> tuple[tuple[str, type[Any], frozenset[str]], ...]:
+    return tuple(
+        (
+            place.replace(".", "_"),
+            type(params),
+            frozenset(name for name, value in params._asdict().items() if _on(device, value)),
+        )
+        for place, params in _params(loss_fn)
+    )
+
+
+def numbers(loss_fn: Correction, device: torch.device) -> list[tuple[Any, ...]]:
     """Every station's parameters, in the order of the kernel's arguments; as floats, since an int is specialised on."""
-    given: list[Any] = [station.params for _, station in sorted(loss_fn.stations.items()) if station.params]
-    return [type(params)(*map(float, params)) for params in given]
+    return [
+        type(params)(*(value if _on(device, value) else float(value) for value in params))
+        for _, params in _params(loss_fn)
+    ]
+
+
+def _params(loss_fn: Correction) -> list[tuple[str, Any]]:
+    known = ((place, station.params) for place, station in sorted(loss_fn.stations.items()))
+    return [(place, params) for place, params in known if params]
+
+
+def _on(device: torch.device, value: Any) -> bool:
+    """Whether the kernel reads a number there, so that nobody waits for it."""
+    return isinstance(value, Tensor) and value.device == device
 
 
 def _pair(station: Multiplier, batch: Batch) -> Pair:

@@ -1,6 +1,7 @@
-"""A correction in two launches: one composed kernel over the rows, one that merges what the rows metered.
+"""A correction in one launch: a composed kernel over the rows, whose last program merges what all of them metered.
 
 A few long rows are split, so that they fill a GPU; each part has to know what came before it, which is a launch more.
+So is dividing by what was kept (``count_rejected=False``), which is known when all rows have been read.
 
 ``run`` gives what ``Correction`` needs of a batch, or None where the reference has to do it; ``backend`` says which it
 is and why.  The torch reference stays the definition; float64 always runs there.
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from offcorr.aggregate import AGGREGATIONS, row_weights, total
+from offcorr.aggregate import AGGREGATIONS, constant_length
 from offcorr.batch import Batch
 from offcorr.gates import Gate
 from offcorr.kernels.compose import Composition, NotFused, compose, numbers
@@ -36,14 +37,15 @@ if TYPE_CHECKING:
     from offcorr.correction import Correction
 
 Choice = Literal["auto", "reference", "triton"]
-BLOCK, WARPS = 512, 4
-"""Tokens a program looks at together (fewer where the rows are shorter), and the warps that do."""
+BLOCK, WARPS, REGISTERS = 512, 4, 168
+"""Tokens a program looks at together (fewer where the rows are shorter), the warps that do, and the registers that a
+thread may have: left alone, the assembler spills some."""
 SPLIT_WARPS, SPLIT_REGISTERS = 8, 128
-"""The same where a row is split, and the registers a thread may have: left alone, the assembler spills some."""
+"""The same where a row is split."""
 FILL, PART = 512, 4096
 """Rows of more than two parts are split, a part is PART tokens or more, until there are FILL programs."""
-MERGED_BLOCK = 256
-"""Rows that a merging program looks at together."""
+ALONE = 256
+"""Up to so many rows the last program merges them all; of more it merges groups, each merged by its own last."""
 
 _choice: contextvars.ContextVar[Choice] = contextvars.ContextVar("offcorr_backend", default="auto")
 
@@ -198,7 +200,17 @@ def _denominator(loss_fn: Correction, batch: Batch, denominator: float | Tensor 
         return denominator if on_device else float(denominator)
     if AGGREGATIONS[loss_fn.aggregate].unit == "sequences":
         return float(max(batch.sequences, 1))
-    return batch.mask.sum().clamp(min=1)
+    return batch.mask.sum()
+
+
+class Outputs(NamedTuple):
+    """What the kernel writes, in the order of its arguments."""
+
+    coefficient: Tensor
+    partials: Tensor  # [columns, slots], an entry of every program and of every group
+    merged: Tensor  # float64, the metrics
+    totals: Tensor  # [2]: the loss, and what it was divided by where the kernel found that
+    tickets: Tensor
 
 
 class _Call(NamedTuple):
@@ -213,38 +225,76 @@ class _Call(NamedTuple):
     row_factor: Tensor | None = None
 
     def __call__(self) -> Fused:
-        from offcorr.kernels.metering_triton import merge_rows
+        layout, outputs = self.layout, self.outputs()
+        with _on(self.batch.logp.device):
+            self.launch(outputs)
+            if self.composition.unit:
+                self.divide_by_kept(outputs)
+        sizes = [KINDS[name].kind.size for name in layout.names]
+        metrics = dict(zip(layout.names, outputs.merged.split(sizes), strict=True))
+        return Fused(outputs.totals[0], outputs.coefficient, metrics)
 
-        batch, device = self.batch, self.batch.logp.device
-        rows, parts = batch.sequences, self.parts
-        series = self.composition.series
-        jobs = _jobs(tuple(series), device)
-        coefficient = torch.empty(batch.logp.shape, dtype=torch.float32, device=device)
-        partials = torch.empty(jobs.columns, rows * parts, dtype=torch.float32, device=device)
-        merged = torch.empty(jobs.size, dtype=torch.float64, device=device)
-        loss = torch.empty((), dtype=torch.float32, device=device)
-        with _on(device):
-            self.launch(coefficient, partials)
-            if not self.loss_fn.count_rejected:
-                self.scale(coefficient, partials)
-            merge_rows[(len(jobs.table),)](
-                partials, jobs.table, merged, loss, rows, parts, BLOCK=_power_of_two(rows * parts, MERGED_BLOCK)
-            )
-        sizes = [KINDS[name].kind.size for name in jobs.names]
-        return Fused(loss, coefficient, dict(zip(jobs.names, merged.split(sizes), strict=True)))
-
-    def launch(self, coefficient: Tensor, partials: Tensor) -> None:
+    def launch(self, outputs: Outputs) -> None:
         from triton.compiler.errors import CompilationError
         from triton.runtime.errors import InterpreterError
 
-        arguments = (*self.arguments(coefficient, partials), *numbers(self.loss_fn))
-        grid = (self.batch.sequences * self.parts,)
+        arguments = (*self.arguments(outputs), *numbers(self.loss_fn, self.batch.logp.device))
         try:
             for kernel in self.kernels:
-                kernel[grid](*arguments, BLOCK=self.block, **self.options)
+                kernel[self.entries,](*arguments, BLOCK=self.block, **self.options)
         except (CompilationError, InterpreterError) as error:
+            _tickets.cache_clear()  # the interpreter may have stopped half-way
             _not_compiled[self.composition] = f"Triton cannot compile it: {error}"
             raise NotFused(_not_compiled[self.composition]) from error
+
+    def divide_by_kept(self, outputs: Outputs) -> None:
+        from offcorr.kernels.metering_triton import divide_by_kept
+
+        divide_by_kept[self.entries,](
+            outputs.coefficient,
+            outputs.partials,
+            outputs.totals,
+            self.cu_seqlens,
+            self.width,
+            self.entries,
+            self.group,
+            self.parts,
+            self.part_length,
+            DIVIDES=self.composition.divides_by == "kept",
+            BLOCK=self.block,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        return _layout(tuple(self.composition.series), self.batch.logp.device)
+
+    def outputs(self) -> Outputs:
+        """Buffers for what the kernel writes."""
+        device = self.batch.logp.device
+        slots = self.entries + (self.groups if self.group > 1 else 0)
+        return Outputs(
+            torch.empty(self.batch.logp.shape, dtype=torch.float32, device=device),
+            torch.empty(self.layout.columns, slots, dtype=torch.float32, device=device),
+            torch.empty(self.layout.size, dtype=torch.float64, device=device),
+            torch.empty(2, dtype=torch.float32, device=device),
+            _tickets_on(device, 1 + self.groups),
+        )
+
+    @property
+    def entries(self) -> int:
+        """Programs, each of which leaves an entry in the columns of the metrics."""
+        return self.batch.sequences * self.parts
+
+    @property
+    def group(self) -> int:
+        """Entries that are merged before the last program merges what is left: a row's parts, or as many as groups."""
+        if self.composition.split:
+            return self.parts
+        return 1 if self.entries <= ALONE else 1 << (math.isqrt(self.entries - 1).bit_length())
+
+    @property
+    def groups(self) -> int:
+        return -(-self.entries // self.group)
 
     @property
     def width(self) -> int:
@@ -258,10 +308,8 @@ class _Call(NamedTuple):
     @property
     def options(self) -> dict[str, int]:
         """For the compiler."""
-        if not self.composition.split:
-            return {"num_warps": WARPS}
-        registers = {} if torch.version.hip else {"maxnreg": SPLIT_REGISTERS}  # Triton on ROCm has no such option
-        return {"num_warps": SPLIT_WARPS} | registers
+        warps, registers = (SPLIT_WARPS, SPLIT_REGISTERS) if self.composition.split else (WARPS, REGISTERS)
+        return {"num_warps": warps} | ({} if torch.version.hip else {"maxnreg": registers})  # ROCm has no such option
 
     @property
     def parts(self) -> int:
@@ -270,23 +318,29 @@ class _Call(NamedTuple):
 
     @property
     def part_length(self) -> int:
-        """Tokens of a row that one of them looks at: whole blocks."""
+        """Positions of a row that one of them looks at: whole blocks."""
         longest = self.width or self.batch.logp.numel()
         return -(-longest // (self.parts * self.block)) * self.block
 
-    def arguments(self, coefficient: Tensor, partials: Tensor) -> list[Any]:
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        ends = self.batch.cu_seqlens
+        return None if ends is None else ends.contiguous()
+
+    def arguments(self, outputs: Outputs) -> list[Any]:
         """In the order of ``source.ARGUMENTS``."""
         batch, tokens = self.batch, self.batch.logp.numel()
-        turn_ids = order = means = turn_of = summary = None
-        turns = sum(one.span == "turn" for one in self.composition.carried)
-        if turns:
-            means = torch.empty(turns, tokens, dtype=torch.float32, device=batch.logp.device)
-            turn_of = torch.empty(tokens, dtype=torch.int32, device=batch.logp.device)
-            if batch.turn_ids is not None:
-                turn_ids, order = batch.turn_ids.contiguous(), _turn_order(batch).contiguous()
+        writer, device = self.composition.writer, batch.logp.device
+        ids = totals = counts = means = summary = turn_ids = None
+        if turns := len(writer.turns):
+            means = torch.empty(turns, tokens, dtype=torch.float32, device=device)
+            turn_ids = None if batch.turn_ids is None else batch.turn_ids.contiguous()
+        if writer.joins_runs:
+            ids = torch.empty(tokens, dtype=torch.int64, device=device)
+            totals = torch.empty(turns, tokens, dtype=torch.float32, device=device)
+            counts = torch.empty(tokens, dtype=torch.float32, device=device)
         if self.composition.split:
-            slots, programs = self.composition.summary_size, batch.sequences * self.parts
-            summary = torch.empty(slots, programs, dtype=torch.float32, device=batch.logp.device)
+            summary = torch.empty(writer.summary_size, self.entries, dtype=torch.float32, device=device)
         fields = (batch.logp, batch.old_logp, batch.rollout_logp, batch.advantages)
         mask = batch.mask if batch.mask.dtype == torch.bool else batch.mask.bool()
         return [
@@ -294,15 +348,16 @@ class _Call(NamedTuple):
             mask.contiguous().view(torch.uint8),
             None if self.rewards is None else self.rewards.contiguous(),
             turn_ids,
-            order,
+            ids,
+            totals,
+            counts,
             means,
-            turn_of,
-            None if batch.cu_seqlens is None else batch.cu_seqlens.contiguous(),
-            _edges(batch.logp.device),
-            coefficient,
-            partials,
+            self.cu_seqlens,
             None if self.row_factor is None else self.row_factor.contiguous(),
             summary,
+            _edges(device),
+            self.layout.places,
+            *outputs,
             self.row_weight,
             self.z,
             tokens,
@@ -310,14 +365,14 @@ class _Call(NamedTuple):
             batch.sequences,
             self.parts,
             self.part_length,
+            self.group,
         ]
 
     @property
     def row_weight(self) -> float:
         """The weight of a row with one token; the kernel divides by the count where the aggregation does."""
-        if not self.loss_fn.count_rejected:
-            return 1.0
-        return float(row_weights(self.loss_fn.aggregate, torch.ones(1), self.loss_fn.max_length, self.longest)[0])
+        name = self.loss_fn.aggregate
+        return _weight_of_one(name, constant_length(name, self.loss_fn.max_length, self.longest))
 
     @property
     def longest(self) -> int:
@@ -327,32 +382,10 @@ class _Call(NamedTuple):
         needed = AGGREGATIONS[self.loss_fn.aggregate].constant_length and self.loss_fn.max_length is None
         return int(self.batch.cu_seqlens.diff().max()) if needed else 1
 
-    def scale(self, coefficient: Tensor, partials: Tensor) -> None:
-        """count_rejected=False: the weights of rows and Z follow from what the kernel kept."""
-        from offcorr.kernels.metering_triton import LOSS_COLUMNS
 
-        name, batch = self.loss_fn.aggregate, self.batch
-        kept, valid = (partials[LOSS_COLUMNS.index(column)].view(-1, self.parts).sum(1) for column in ("kept", "valid"))
-        z = total(name, kept, ((kept > 0) | (valid == 0)).sum())
-        scale = row_weights(name, kept, self.loss_fn.max_length, self.longest) / z
-        partials[LOSS_COLUMNS.index("loss")] *= scale.repeat_interleave(self.parts)
-        if batch.cu_seqlens is None:
-            coefficient *= scale[:, None]
-        else:
-            coefficient *= scale.repeat_interleave(batch.cu_seqlens.diff(), output_size=len(coefficient))
-
-
-def _turn_order(batch: Batch) -> Tensor:
-    """Within each row, its positions sorted by turn, stably."""
-    assert batch.turn_ids is not None
-    if batch.cu_seqlens is None:
-        return batch.turn_ids.argsort(dim=1, stable=True)
-    ends = batch.cu_seqlens
-    row = torch.arange(batch.sequences, device=ends.device)
-    row = row.repeat_interleave(ends.diff(), output_size=len(batch.turn_ids))
-    by_turn = batch.turn_ids.argsort(stable=True)
-    order = by_turn[row[by_turn].argsort(stable=True)]
-    return order - ends[:-1][row]
+@functools.cache
+def _weight_of_one(aggregate: str, length: float) -> float:
+    return float(AGGREGATIONS[aggregate].row_weight(torch.ones(1), length))
 
 
 def _power_of_two(n: int, most: int) -> int:
@@ -366,60 +399,76 @@ def _on(device: torch.device) -> Any:
 # -- tables --------------------------------------------------------------------------------------------------
 
 
-class Jobs(NamedTuple):
-    """What ``metering_triton.merge_rows`` does with which column, and where the result belongs."""
+class Layout(NamedTuple):
+    """Where the numbers that programs leave belong in the vector of the metrics."""
 
-    table: Tensor  # [jobs, JOB_SIZE] int32
-    names: list[str]  # of the metrics, in their order in the merged vector
+    places: Tensor  # int32, for ``metering_triton._place``: [WIDE, PLACES] of the loss, of every series and its bins
+    names: list[str]  # of the metrics, in their order in the vector
     columns: int
     size: int
 
 
 @functools.cache
-def _jobs(series: tuple[str, ...], device: torch.device) -> Jobs:
+def _layout(series: tuple[str, ...], device: torch.device) -> Layout:
     from offcorr.kernels import metering_triton as metering
 
     metrics = [(f"offcorr/{of}/", metric) for of in series for metric in MISMATCH]
     metrics += [("offcorr/loss/", metric) for metric in LOSS]
-    places, size = {}, 0
+    at, size = {}, 0
     for prefix, metric in metrics:
-        places[prefix + metric.name] = size
+        at[prefix + metric.name] = size
         size += metric.kind.size
-    table: list[list[int]] = []
 
-    def job(kind: int, column: int, *where: int, count: int = 0) -> None:
-        table.append([kind, column, count, *where, *([-1] * (metering.PLACES - len(where)))])
+    def table(columns: tuple[str, ...], places: dict[str, list[int]]) -> list[list[int]]:
+        rows = [places.get(column, []) for column in columns]
+        rows += [[]] * (int(metering.WIDE) - len(rows))
+        return [[*row, *([-1] * (int(metering.PLACES) - len(row)))] for row in rows]
 
-    loss = {name: column for column, name in enumerate(metering.LOSS_COLUMNS)}
-    at = {metric.name: places[f"offcorr/loss/{metric.name}"] for metric in LOSS}
-    job(metering.SUM, loss["loss"])
-    job(metering.SUM, loss["valid"], *(at[m.name] + 1 for m in LOSS if m.kind.size == 2 and m.name != "skipped"))
-    for metered, source in (
-        *((name, name) for name in ("clipped", "truncated", "rejected", "vetoed", "kept", "unscored", "nonfinite")),
-        ("weight_mean", "weight"),
-        ("coefficient_zero", "zero"),
-    ):
-        job(metering.SUM, loss[source], at[metered])
-    job(metering.NO_ROWS, 0, at["skipped"])
-    for number, of in enumerate(series):
-        first = len(metering.LOSS_COLUMNS) + number * int(metering.MISMATCH_SIZE)
-        column = {name: first + i for i, name in enumerate(metering.MISMATCH_COLUMNS)}
-        at = {metric.name: places[f"offcorr/{of}/{metric.name}"] for metric in MISMATCH}
-        seen = column["seen"]
-        job(metering.SUM, seen, *(at[name] + 1 for name in ("abs_mean", "k1", "k3")))
-        job(metering.SUM, column["abs"], at["abs_mean"])
-        job(metering.SUM, column["k1"], at["k1"])
-        job(metering.SUM, column["k3"], at["k3"])
-        job(metering.SUM, column["first_token"], at["first_token"])
-        job(metering.SUM, column["first_seen"], at["first_token"] + 1)
-        job(metering.MAX, column["max"], at["abs_max"])
-        job(metering.TOKEN_MOMENTS, column["top"], at["token"], count=seen)
-        job(metering.ROW_MOMENTS, column["k1"], at["seq"], count=seen)
-        job(metering.PERPLEXITY, column["k1"], at["ppl_ratio"], count=seen)
-        for bin_ in range(0, Histogram.size, int(metering.TOGETHER)):
-            job(metering.SUMS, column["histogram"] + bin_, at["abs_histogram"] + bin_)
-    columns = len(metering.LOSS_COLUMNS) + len(series) * int(metering.MISMATCH_SIZE)
-    return Jobs(torch.tensor(table, dtype=torch.int32, device=device), list(places), columns, size)
+    loss = {metric.name: at[f"offcorr/loss/{metric.name}"] for metric in LOSS}
+    places = {name: [loss[name]] for name in metering.LOSS_COLUMNS if name in loss}
+    places |= {"weight": [loss["weight_mean"]], "zero": [loss["coefficient_zero"]]}
+    places["valid"] = [loss[m.name] + 1 for m in LOSS if m.kind.size == 2 and m.name != "skipped"]
+    places |= {"none": [loss["skipped"]], "all": [loss["skipped"] + 1]}
+    tables = [table((*metering.LOSS_COLUMNS, "none", "all"), places)]
+    for of in series:
+        mismatch = {metric.name: at[f"offcorr/{of}/{metric.name}"] for metric in MISMATCH}
+        token, seq = mismatch["token"], mismatch["seq"]
+        places = {
+            "abs": [mismatch["abs_mean"]],
+            "seen": [*(mismatch[name] + 1 for name in ("abs_mean", "k1", "k3")), token + 3],
+            "k1": [mismatch["k1"]],
+            "k3": [mismatch["k3"]],
+            "first_token": [mismatch["first_token"]],
+            "first_seen": [mismatch["first_token"] + 1],
+            "rows": [seq + 3, mismatch["ppl_ratio"] + 1],
+            "max": [mismatch["abs_max"]],
+            **{name: [token + i] for i, name in enumerate(("top", "first", "second"))},
+            **{name: [seq + i] for i, name in enumerate(("seq_top", "seq_first", "seq_second"))},
+            "ppl_first": [mismatch["ppl_ratio"]],
+        }
+        tables.append(table(metering.MISMATCH_COLUMNS[:-1], places))
+        for first in range(0, Histogram.size, int(metering.WIDE)):
+            bins = [str(first + i) for i in range(int(metering.WIDE))]
+            tables.append(table(tuple(bins), {name: [mismatch["abs_histogram"] + int(name)] for name in bins}))
+    columns = int(metering.LOSS_SIZE) + len(series) * int(metering.MISMATCH_SIZE)
+    return Layout(torch.tensor(tables, dtype=torch.int32, device=device), list(at), columns, size)
+
+
+def _tickets_on(device: torch.device, count: int) -> Tensor:
+    """[count or more] zeros that the kernel leaves as zeros: which programs have come to an end.
+
+    A graph has its own, since it may run beside what its stream does later.
+    """
+    if device.type != "cuda":
+        return _tickets(device, 0, count)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    return _tickets(device, torch.cuda.current_stream(device).cuda_stream, 1 << count.bit_length())
+
+
+@functools.cache
+def _tickets(device: torch.device, stream: int, count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 @functools.cache
@@ -453,11 +502,12 @@ def kernels_of(composition: Composition) -> Kernels:
             raise NotFused(
                 f"{getattr(part, '__qualname__', part)} has no source that Triton can read ({error})"
             ) from None
-    path = _write(composition.source)
+    path = _write(composition.writer.text())
     spec = importlib.util.spec_from_file_location(f"offcorr_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    vars(module).update(parts)
+    kinds = {f"P_{place}": kind for place, (kind, _) in composition.params.items()}
+    vars(module).update(parts | kinds)
     spec.loader.exec_module(module)
     return (module.summary, module.correction) if composition.split else (module.correction,)
 

@@ -6,7 +6,8 @@ Every function sees one block of one row.  ``x`` is 0 under the mask.  A span is
     a running span   NAME(x, mask, position, carry) -> (value, carry), blocks in order; the carry is a reduction of
                      what came before
     ``token``        the measure itself
-    ``turn``         a segmented mean: ``turn_totals`` in the order of the turns, then a look-up by turn
+    ``turn``         a segmented mean: ``run_totals`` in the order of the tokens, ``turn_means`` over the runs with the
+                     same id, then a look-up by run
 
 A reduction's state is one vector a block wide for each quantity, so only the end of a row reduces over lanes.
 ``NAME_fold(state)`` makes one number of each.  Where a row is split, its parts' folded states are the lanes of a state.
@@ -35,6 +36,19 @@ def log1p(x):
     shifted = 1 + x
     moved = shifted - 1
     return tl.where(moved == 0, x, tl.log(shifted) * (x / tl.where(moved == 0, 1.0, moved)))
+
+
+@triton.jit
+def stretch(cu_seqlens_ptr, width, row, number, part_length):
+    """(where the row starts, its length, first and one past the last position of its part ``number``)."""
+    if cu_seqlens_ptr is None:
+        start = row.to(tl.int64) * width
+        length = width
+    else:
+        start = tl.load(cu_seqlens_ptr + row).to(tl.int64)
+        length = (tl.load(cu_seqlens_ptr + row + 1) - start).to(tl.int32)
+    begin = tl.minimum(number.to(tl.int64) * part_length, length).to(tl.int32)
+    return start, length, begin, tl.minimum(begin + part_length, length)
 
 
 # -- reductions ----------------------------------------------------------------------------------------------
@@ -177,11 +191,13 @@ def bounded_min_prefix(x, mask, position, carry):
 
 
 # -- turns ---------------------------------------------------------------------------------------------------
+# A program numbers the runs of tokens that it sees: a run ends where the next turn starts, or where its part of the
+# row does.  A turn is the runs that have its id, wherever in the row they lie.
 
 
 @triton.jit
-def _same_turn(total, count, starts, next_total, next_count, next_starts):
-    """Running (sum, count) within a turn; ``starts`` is 1 where a turn starts."""
+def _same_run(total, count, starts, next_total, next_count, next_starts):
+    """Running (sum, count) within a run; ``starts`` is 1 where one starts."""
     return (
         tl.where(next_starts > 0, next_total, total + next_total),
         tl.where(next_starts > 0, next_count, count + next_count),
@@ -190,13 +206,62 @@ def _same_turn(total, count, starts, next_total, next_count, next_starts):
 
 
 @triton.jit
-def turn_totals(x, mask, starts, total_before, count_before):
-    """Running (sum, number of valid tokens) of the turn each token is in; ``*_before`` carry a turn over blocks."""
-    total, count, started = tl.associative_scan(
-        (x, tl.where(mask, 1.0, 0.0), tl.where(starts, 1.0, 0.0)), 0, _same_turn
-    )
+def run_totals(x, mask, starts, total_before, count_before):
+    """Running (sum, number of valid tokens) of the run each token is in; ``*_before`` carry a run over blocks."""
+    total, count, started = tl.associative_scan((x, tl.where(mask, 1.0, 0.0), tl.where(starts, 1.0, 0.0)), 0, _same_run)
     goes_on = started == 0
     return tl.where(goes_on, total_before + total, total), tl.where(goes_on, count_before + count, count)
+
+
+@triton.jit
+def turn_means(
+    ids_ptr,
+    totals_ptr,
+    counts_ptr,
+    means_ptr,
+    row_start,
+    begin,
+    runs,
+    turns_before,
+    parts,
+    part_length,
+    runs_ptr,
+    turns_ptr,
+):
+    """The mean over its turn for each run of this program, at the runs' places.
+
+    Args:
+        ids_ptr, totals_ptr, counts_ptr, means_ptr: [tokens]; a part's runs lie from where its tokens do.
+        row_start, begin: where the row starts in them, and this part within the row.
+        runs: how many runs this part has.
+        turns_before: what is added to this part's ids, so that they are the row's.
+        runs_ptr, turns_ptr: [parts], how many runs a part has, and what its ids add to those of later parts; None:
+            the row has one part, and ids are the row's already.
+    """
+    many: tl.constexpr = 32
+    lanes = tl.arange(0, many)
+    for first in range(0, runs, many):
+        own = row_start + begin + first + lanes
+        own_id = tl.load(ids_ptr + own, mask=first + lanes < runs, other=0) + turns_before
+        total = tl.zeros([many], tl.float32)
+        count = tl.zeros([many], tl.float32)
+        before = turns_before * 0
+        part_start = row_start
+        for part in range(0, parts):
+            there = runs if runs_ptr is None else tl.load(runs_ptr + part).to(tl.int32)
+            for other in range(0, there, many):
+                place = part_start + other + lanes
+                inside = other + lanes < there
+                ids = tl.load(ids_ptr + place, mask=inside, other=0) + before
+                same = (own_id[:, None] == ids[None, :]) & inside[None, :]
+                totals = tl.load(totals_ptr + place, mask=inside, other=0.0)
+                counts = tl.load(counts_ptr + place, mask=inside, other=0.0)
+                total += tl.sum(tl.where(same, totals[None, :], 0.0), 1)
+                count += tl.sum(tl.where(same, counts[None, :], 0.0), 1)
+            part_start += part_length
+            if turns_ptr is not None:
+                before += tl.load(turns_ptr + part).to(tl.int64)
+        tl.store(means_ptr + own, total / tl.maximum(count, 1.0), mask=first + lanes < runs)
 
 
 class Reduction(NamedTuple):

@@ -12,9 +12,10 @@ from offcorr.station import arguments
 
 ARGUMENTS = (
     *("logp_ptr", "old_logp_ptr", "rollout_logp_ptr", "advantages_ptr", "mask_ptr", "rewards_ptr"),
-    *("turn_ids_ptr", "turn_order_ptr", "turn_means_ptr", "turn_of_ptr", "cu_seqlens_ptr", "edges_ptr"),
-    *("coefficient_ptr", "partials_ptr", "row_factor_ptr", "summary_ptr"),
-    *("row_weight", "z", "tokens", "width", "rows", "parts", "part_length"),
+    *("turn_ids_ptr", "run_ids_ptr", "run_totals_ptr", "run_counts_ptr", "turn_means_ptr"),
+    *("cu_seqlens_ptr", "row_factor_ptr", "summary_ptr", "edges_ptr", "places_ptr"),
+    *("coefficient_ptr", "partials_ptr", "merged_ptr", "totals_ptr", "tickets_ptr"),
+    *("row_weight", "z", "tokens", "width", "rows", "parts", "part_length", "group"),
 )
 """What every kernel takes before the stations' parameters, in order; an absent field is None."""
 
@@ -41,6 +42,8 @@ class Source:
         if self.split:
             self.reduction_of |= {one: RUNNING[one.span].carry for one in self.running}
         self.turns = [one for one in composition.carried if one.span == "turn"]
+        # Whether a turn may be several runs; else the mean of a run is that of its turn.
+        self.joins_runs = bool(self.turns) and (self.split or "turn_ids" in self.fields)
         known = {"token", "turn", *REDUCTIONS, *RUNNING}
         for one in composition.carried:
             if one.span not in known:
@@ -65,45 +68,50 @@ class Source:
         ]
         if self.split:
             self.head("summary")
-            self.reduction_pass()
+            self.first_pass()
             self.summary_store()
         self.head("correction")
         if self.split:
             self.summary_load()
-        elif self.reduced or self.composition.divides_by_count:
-            self.reduction_pass()
+        elif self.reduced or self.turns or self.divides_by_valid:
+            self.first_pass()
             self.row_values()
-        for number, one in enumerate(self.turns):
-            self.turn_pass(number, one)
+        self.turn_means()
         self.main_pass()
         self.tail()
         return "\n".join(self.lines) + "\n"
+
+    @property
+    def divides_by_valid(self) -> bool:
+        return self.composition.divides_by == "valid"
 
     def write(self, block: str, indent: int = 1) -> None:
         self.lines += ["    " * indent + line for line in block.strip("\n").split("\n")]
 
     def head(self, kernel: str) -> None:
-        params = [f"p_{place}" for place in sorted(self.composition.has_params)]
+        params = [f"p_{place}" for place in sorted(self.composition.params)]
         self.lines += [
             "",
             "",
-            '@triton.jit(do_not_specialize=["rows", "tokens", "parts", "part_length"])',
+            '@triton.jit(do_not_specialize=["rows", "tokens", "parts", "part_length", "group"])',
             f"def {kernel}({', '.join((*ARGUMENTS, *params))}, BLOCK: tl.constexpr):",
         ]
-        self.write("part = tl.program_id(0)")
-        self.write("row = part // parts\nnumber = part % parts" if self.split else "row = part")
-        if "cu_seqlens" in self.fields:
-            self.write("start = tl.load(cu_seqlens_ptr + row).to(tl.int64)")
-            self.write("length = (tl.load(cu_seqlens_ptr + row + 1) - start).to(tl.int32)")
-        else:
-            self.write("start = row.to(tl.int64) * width")
-            self.write("length = width")
-        if self.split:
-            self.write("begin = tl.minimum(number.to(tl.int64) * part_length, length).to(tl.int32)")
-            self.write("end = tl.minimum(begin + part_length, length)")
-            self.write("stride = rows.to(tl.int64) * parts")
-        else:
-            self.write("begin = 0\nend = length\nstride = rows.to(tl.int64)")
+        self.write(
+            """
+entry = tl.program_id(0)
+entries = rows * parts
+row = entry // parts
+number = entry % parts
+start, length, begin, end = spans.stretch(cu_seqlens_ptr, width, row, number, part_length)
+"""
+        )
+        for place, (kind, on_device) in sorted(self.composition.params.items()):
+            if on_device:
+                read = [
+                    f"tl.load(p_{place}.{name}).to(tl.float32)" if name in on_device else f"p_{place}.{name}"
+                    for name in kind._fields
+                ]
+                self.write(f"p_{place} = {_kind(place)}({', '.join(read)})")
         self.write("lanes = tl.arange(0, BLOCK)")
         if "advantages" not in self.fields:
             self.write("row_advantage = tl.load(advantages_ptr + row).to(tl.float32)")
@@ -164,13 +172,17 @@ class Source:
         self.write("for first in range(begin, end, BLOCK):")
         self.write("index = first + lanes\ninside = index < end", 2)
 
-    def reduction_pass(self) -> None:
-        """Sums, extremes and the count over the tokens of this program."""
+    def first_pass(self) -> None:
+        """Sums, extremes, runs of turns and the count over the tokens of this program."""
         self.write("count_lanes = tl.zeros([BLOCK], tl.float32)")
         for one, span in self.reduction_of.items():
             self.write(f"state_{one.place} = spans.{self.reductions[span].start.__name__}(lanes)")
+        if self.turns:
+            self.write("runs = 0\nturns = tl.zeros([1], tl.int64).sum(0)")
+        for one in self.turns:
+            self.write(f"total_{one.place} = 0.0\ncount_{one.place} = 0.0")
         self.blocks()
-        if self.reduction_of:
+        if self.reduction_of or self.turns:
             self.load()
         else:
             self.write("mask = tl.load(mask_ptr + start + index, mask=inside, other=0) != 0", 2)
@@ -179,12 +191,99 @@ class Source:
             self.write(f"measured = {self.measure(one)}", 2)
             step = self.reductions[span].step.__name__
             self.write(f"state_{one.place} = spans.{step}(state_{one.place}, measured, mask)", 2)
+        if self.turns:
+            self.measure_runs()
 
     def row_values(self) -> None:
         """What a row's first token needs of the whole row."""
         self.write("count = tl.sum(count_lanes, 0)")
         for one in self.reduced:
             self.write(f"row_{one.place} = spans.{one.span}(state_{one.place}, count)")
+
+    # Turns: the first pass sums every run of tokens, ``turn_means`` joins those of one turn, the main pass looks up.
+
+    def find_runs(self) -> None:
+        """``starts``, and the run that each token is in, counted from this program's first."""
+        if "turn_ids" in self.fields:
+            self.write(
+                """
+turn_id = tl.load(turn_ids_ptr + start + index, mask=inside, other=0).to(tl.int64)
+id_before = tl.load(turn_ids_ptr + start + index - 1, mask=inside & (index > begin), other=0)
+starts = inside & ((index == begin) | (turn_id != id_before))
+""",
+                2,
+            )
+        else:
+            self.write(
+                """
+before = tl.load(mask_ptr + start + index - 1, mask=inside & (index > 0), other=0) != 0
+starts_turn = mask & ~before
+starts = inside & ((index == begin) | starts_turn)
+""",
+                2,
+            )
+        self.write("run = runs + tl.cumsum(tl.where(starts, 1, 0), 0) - 1", 2)
+        self.write("runs += tl.sum(tl.where(starts, 1, 0), 0)", 2)
+
+    def measure_runs(self) -> None:
+        self.find_runs()
+        if "turn_ids" in self.fields:
+            self.write(
+                """
+id_after = tl.load(turn_ids_ptr + start + index + 1, mask=index + 1 < end, other=0)
+ends = inside & ((index + 1 == end) | (turn_id != id_after))
+""",
+                2,
+            )
+        else:
+            self.write(
+                """
+turn_id = turns + tl.cumsum(tl.where(starts_turn, 1, 0), 0)
+turns += tl.sum(tl.where(starts_turn, 1, 0), 0)
+after = tl.load(mask_ptr + start + index + 1, mask=index + 1 < end, other=0) != 0
+ends = inside & ((index + 1 == end) | (after & ~mask))
+""",
+                2,
+            )
+        self.write("place = start + begin + run\nlast = lanes == BLOCK - 1", 2)
+        if self.joins_runs:
+            self.write("tl.store(run_ids_ptr + place, turn_id, mask=ends)", 2)
+        for number, one in enumerate(self.turns):
+            total, count = f"total_{one.place}", f"count_{one.place}"
+            self.write(f"measured = {self.measure(one)}", 2)
+            self.write(f"total, valid = spans.run_totals(measured, mask, starts, {total}, {count})", 2)
+            if self.joins_runs:
+                self.write(f"tl.store(run_totals_ptr + {_nth(number)} + place, total, mask=ends)", 2)
+                self.write("tl.store(run_counts_ptr + place, valid, mask=ends)", 2)
+            else:
+                mean = "total / tl.maximum(valid, 1.0)"
+                self.write(f"tl.store(turn_means_ptr + {_nth(number)} + place, {mean}, mask=ends)", 2)
+            self.write(f"{total} = tl.sum(tl.where(last, total, 0.0), 0)", 2)
+            self.write(f"{count} = tl.sum(tl.where(last, valid, 0.0), 0)", 2)
+
+    def turn_means(self) -> None:
+        if not self.turns:
+            return
+        if not self.split:
+            self.write("tl.debug_barrier()  # other threads read the runs")
+        if self.joins_runs:
+            turns_before, runs_ptr, turns_ptr = "turns * 0", "None", "None"
+            if self.split:
+                runs_ptr = f"summary_row_ptr + {self.runs_slot} * entries.to(tl.int64)"
+                if "turn_ids" not in self.fields:
+                    turns_before, turns_ptr = "turns_before", f"{runs_ptr} + entries"
+            for number, _ in enumerate(self.turns):
+                totals, means = (f"{of} + {_nth(number)}" for of in ("run_totals_ptr", "turn_means_ptr"))
+                self.write(
+                    f"""
+spans.turn_means(
+    run_ids_ptr, {totals}, run_counts_ptr, {means}, start, begin,
+    runs, {turns_before}, parts, part_length, {runs_ptr}, {turns_ptr},
+)
+"""
+                )
+            self.write("tl.debug_barrier()  # other threads read the means")
+        self.write("runs = 0")
 
     # A split row is read twice: a first launch leaves every part's folded states, from which each program of the
     # second takes the row's values and what comes before its own part.
@@ -198,16 +297,31 @@ class Source:
             slot += size
         return found
 
+    @property
+    def runs_slot(self) -> int:
+        """Of how many runs a part has; how many turns start in it comes after."""
+        return 1 + sum(len(slots) for *_, slots in self.summary_slots())
+
+    @property
+    def summary_size(self) -> int:
+        """How many numbers the first launch leaves of each part of a row."""
+        return self.runs_slot + (2 if self.turns else 0)
+
     def summary_store(self) -> None:
-        self.write("tl.store(summary_ptr + part, tl.sum(count_lanes, 0))")
+        self.write("stride = entries.to(tl.int64)")
+        self.write("tl.store(summary_ptr + entry, tl.sum(count_lanes, 0))")
+        if self.turns:
+            for place, what in enumerate(("runs", "turns")):
+                self.write(f"tl.store(summary_ptr + {self.runs_slot + place} * stride + entry, {what}.to(tl.float32))")
         for one, span, slots in self.summary_slots():
             self.write(f"folded_{one.place} = spans.{self.reductions[span].fold.__name__}(state_{one.place})")
             for place, slot in enumerate(slots):
-                self.write(f"tl.store(summary_ptr + {slot} * stride + part, folded_{one.place}[{place}])")
+                self.write(f"tl.store(summary_ptr + {slot} * stride + entry, folded_{one.place}[{place}])")
 
     def summary_load(self) -> None:
         self.write(
             """
+stride = entries.to(tl.int64)
 summary_row_ptr = summary_ptr + row.to(tl.int64) * parts
 there = lanes < parts
 earlier = lanes < number
@@ -216,6 +330,10 @@ count = tl.sum(counts, 0)
 count_earlier = tl.sum(tl.where(earlier, counts, 0.0), 0)
 """
         )
+        if self.turns:
+            self.write(f"runs = tl.load(summary_ptr + {self.runs_slot} * stride + entry).to(tl.int32)")
+            earlier = f"tl.load(summary_row_ptr + {self.runs_slot + 1} * stride + lanes, mask=earlier, other=0.0)"
+            self.write(f"turns_before = tl.sum({earlier}.to(tl.int64), 0)")
         for one, span, slots in self.summary_slots():
             functions = self.reductions[span]
             which = "there" if one in self.reduced else "earlier"
@@ -229,56 +347,6 @@ count_earlier = tl.sum(tl.where(earlier, counts, 0.0), 0)
             else:
                 self.write(f"before = spans.{functions.fold.__name__}(({state}))\ncarry_{one.place} = before[0]")
 
-    def turn_pass(self, number: int, one: Carried) -> None:
-        """The mean of every turn, to ``turn_means_ptr``, and each token's turn, to ``turn_of_ptr``."""
-        self.write("total_before = 0.0\ncount_before = 0.0\nturns_before = 0")
-        self.write("for first in range(0, length, BLOCK):")
-        if "turn_ids" in self.fields:  # tokens of a turn are brought together by a stable sort
-            self.write(
-                """
-place = first + lanes
-inside = place < length
-index = tl.load(turn_order_ptr + start + place, mask=inside, other=0)
-before = tl.load(turn_order_ptr + start + place - 1, mask=inside & (place > 0), other=0)
-after = tl.load(turn_order_ptr + start + place + 1, mask=place + 1 < length, other=0)
-turn_id = tl.load(turn_ids_ptr + start + index, mask=inside, other=0)
-id_before = tl.load(turn_ids_ptr + start + before, mask=inside, other=0)
-id_after = tl.load(turn_ids_ptr + start + after, mask=inside, other=0)
-starts = inside & ((place == 0) | (turn_id != id_before))
-ends = inside & ((place + 1 == length) | (turn_id != id_after))
-""",
-                2,
-            )
-            self.load()
-        else:
-            self.write("index = first + lanes\ninside = index < length", 2)
-            self.load()
-            self.write(
-                """
-before = tl.load(mask_ptr + start + index - 1, mask=inside & (index > 0), other=0) != 0
-after = tl.load(mask_ptr + start + index + 1, mask=index + 1 < length, other=0) != 0
-starts = mask & ~before
-ends = mask & ~after
-""",
-                2,
-            )
-        self.write(
-            f"""
-measured = {self.measure(one)}
-total, valid = spans.turn_totals(measured, mask, starts, total_before, count_before)
-turn_of = turns_before + tl.cumsum(tl.where(starts, 1, 0), 0) - 1
-mean = total / tl.maximum(valid, 1.0)
-tl.store(turn_means_ptr + {number} * tokens.to(tl.int64) + start + turn_of, mean, mask=ends)
-tl.store(turn_of_ptr + start + index, turn_of, mask=inside)
-last = lanes == BLOCK - 1
-total_before = tl.sum(tl.where(last, total, 0.0), 0)
-count_before = tl.sum(tl.where(last, valid, 0.0), 0)
-turns_before = tl.sum(tl.where(last, turn_of, 0), 0) + 1
-""",
-            2,
-        )
-        self.write("tl.debug_barrier()  # the means are read by other threads")
-
     def main_pass(self) -> None:
         self.write("tally = metering.loss_start(BLOCK)\nbefore_end = tl.zeros([BLOCK // metering.FOLD], tl.int32)")
         for of in self.composition.series:
@@ -288,7 +356,7 @@ turns_before = tl.sum(tl.where(last, turn_of, 0), 0) + 1
                 self.write(f"carry_{one.place} = {self.first_carry[one.span]}")
         if self.asks_position:
             self.write(f"valid_before = {'count_earlier' if self.split else '0.0'}")
-        divided = " / tl.maximum(count, 1.0)" if self.composition.divides_by_count else ""
+        divided = " / tl.maximum(count, 1.0)" if self.divides_by_valid else ""
         self.write(f"row_scale = row_weight{divided}")
         self.write("total_weight = tl.load(z).to(tl.float32)" if "z" in self.fields else "total_weight = z")
         self.blocks()
@@ -302,6 +370,8 @@ valid_before += tl.sum(ones, 0)
 """,
                 2,
             )
+        if self.turns:
+            self.find_runs()
         factor = "tl.load(row_factor_ptr + row).to(tl.float32)" if "row_factor" in self.fields else "1.0"
         self.write(f"weight = tl.zeros([BLOCK], tl.float32) + {factor}", 2)
         self.write("kept = mask\ntruncated = lanes < 0\nvetoed = lanes < 0", 2)
@@ -318,9 +388,8 @@ valid_before += tl.sum(ones, 0)
         if one in self.reduced:
             self.write(f"{value} = tl.zeros([BLOCK], tl.float32) + row_{one.place}", 2)
         elif one in self.turns:
-            offset = f"{self.turns.index(one)} * tokens.to(tl.int64) + start"
-            self.write("turn_of = tl.load(turn_of_ptr + start + index, mask=mask, other=0)", 2)
-            self.write(f"{value} = tl.load(turn_means_ptr + {offset} + turn_of, mask=mask, other=0.0)", 2)
+            mean_ptr = f"turn_means_ptr + {_nth(self.turns.index(one))} + start + begin + run"
+            self.write(f"{value} = tl.load({mean_ptr}, mask=mask, other=0.0)", 2)
         else:
             self.write(f"{value} = {self.measure(one)}", 2)
         if one in self.running:
@@ -391,22 +460,40 @@ tally = metering.loss_step(
         )
 
     def tail(self) -> None:
-        self.write("column_ptr = partials_ptr + part")
-        self.write("metering.loss_store(tally, column_ptr, stride)")
-        if not self.composition.series:
-            return
-        # The row's first valid token once more, in every lane.
-        self.write("index = lanes * 0 + length - tl.max(before_end, 0)\ninside = index < length")
-        self.load(1)
-        for number, of in enumerate(self.composition.series):
+        composition = self.composition
+        divides = composition.divides_by == "kept"
+        self.write("slots = metering.slots_of(entries, group)")
+        self.write(f"metering.loss_store(tally, partials_ptr + entry, slots, {divides and not self.split})")
+        if composition.series:
+            # The row's first valid token once more, in every lane.
+            self.write("index = lanes * 0 + length - tl.max(before_end, 0)\ninside = index < length")
+            self.load(1)
+        for number, of in enumerate(composition.series):
             d = " - ".join(_POLICIES[of])
             self.write(f"first_token = tl.max(tl.where({_COMPARED[of]}, tl.abs({d}), -1.0), 0)")
             if self.split:
                 self.write("first_token = tl.where(count_earlier > 0, -1.0, first_token)")
-            self.write(
-                f"column_ptr = partials_ptr + (metering.LOSS_SIZE + {number} * metering.MISMATCH_SIZE) * stride + part"
-            )
-            self.write(f"metering.mismatch_store(metered_{of}, first_token, column_ptr, stride)")
+            skip = f"slots * (metering.LOSS_SIZE + {number} * metering.MISMATCH_SIZE)"
+            self.write(f"metering.mismatch_store(metered_{of}, first_token, partials_ptr + {skip} + entry, slots)")
+        unit = f"metering.{composition.unit.upper()}" if composition.unit else "None"
+        self.write(
+            f"""
+metering.merge(
+    partials_ptr, places_ptr, merged_ptr, totals_ptr, tickets_ptr, entry, entries, group, rows,
+    SERIES={len(composition.series)}, SPLIT={self.split}, UNIT={unit}, DIVIDES={divides},
+)
+"""
+        )
+
+
+def _nth(number: int) -> str:
+    """Where the numbers of the n-th station begin that looks at turns."""
+    return f"{number} * tokens.to(tl.int64)"
+
+
+def _kind(place: str) -> str:
+    """The NamedTuple of a station's numbers."""
+    return f"P_{place}"
 
 
 def _clamped(name: str, limit: float) -> str:

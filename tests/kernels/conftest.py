@@ -4,12 +4,9 @@ Triton reads the variable when it is imported, so these tests have a process of 
 they are the same: tensors and generators are made there unless they say otherwise.
 """
 
-import os
-
 import pytest
 import torch
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from kernel_cases import INTERPRETED
 
 
 def pytest_configure(config):

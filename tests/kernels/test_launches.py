@@ -1,0 +1,197 @@
+"""How many kernels a correction launches, what else it asks of the device, and that it waits for nothing."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, METHODS, packed, padded, run, within_budget
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import offcorr
+from offcorr import rejections
+from offcorr.contract import _with_length
+from offcorr.kernels import correction as fused
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+NO_WORK = {"empty", "empty_like", "promote_types", "detach", "alias", "view", "select", "slice", "split_with_sizes"}
+"""Operations that start nothing on the device."""
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim"}
+
+
+class Seen(TorchDispatchMode):
+    """What happens on the device: Triton's launches, and torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.asked = 0, []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name not in NO_WORK:
+            self.asked.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """A context in which everything is ``Seen``; what the interpreter does inside a launch is not."""
+    from triton.runtime import interpreter, jit
+
+    kind = interpreter.InterpretedFunction if INTERPRETED else jit.JITFunction
+    launch, now = kind.run, []
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for seen in now:
+            seen.launches += 1
+        with torch.utils._python_dispatch._disable_current_modes():
+            return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "run", counted)
+
+    @contextlib.contextmanager
+    def watching() -> Iterator[Seen]:
+        with fused.use("triton"), Seen() as seen:
+            now.append(seen)
+            yield seen
+            now.remove(seen)
+
+    return watching
+
+
+def known(name: str, batch: offcorr.Batch) -> offcorr.Correction:
+    """A method that needs nothing more of the batch."""
+    loss_fn = _with_length(offcorr.get(name))
+    loss_fn = loss_fn.resolve(loss_fn.statistics(batch))
+    fill_caches(loss_fn, batch)
+    return loss_fn
+
+
+def fill_caches(loss_fn: offcorr.Correction, batch: offcorr.Batch) -> None:
+    """What a first call makes on the device and keeps."""
+    with fused.use("triton"):
+        call = fused._prepare(loss_fn, batch, 7.0)
+        call.arguments(call.outputs())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_launch_and_nothing_else(name, watch):
+    whole = padded(rows=2, width=5)
+    for batch in (whole, packed(whole, [1, 4])):
+        loss_fn = known(name, batch)
+        given = dataclasses.replace(batch, logp=batch.logp.clone().requires_grad_())
+        with watch() as forward:
+            out = loss_fn(given, denominator=7.0)
+        # asymre's baseline of each group is torch's; everything else is in the kernel
+        assert forward.launches == 1 and not WAITS & {*forward.asked}
+        assert name == "asymre" or not forward.asked
+        with watch() as backward:
+            out.loss.backward()
+        assert backward.launches == 0 and backward.asked == ["ones_like", "mul"]  # the 1 that backward begins with
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+def test_a_batchs_own_tokens_are_counted_by_one_operation_more(name, watch):
+    batch = padded(rows=2, width=5)
+    loss_fn = known(name, batch)
+    with watch() as seen:
+        loss_fn(batch)
+    assert seen.launches == 1 and seen.asked == (["sum"] if loss_fn.aggregate == "token-mean" else [])
+
+
+@pytest.mark.parametrize("name", ["bapo", "m2po", "asymre"])
+def test_controllers_wait_for_nothing(name, watch):
+    loss_fn, batch = offcorr.get(name), padded(rows=4, width=5)
+    known(name, batch)
+    loss_fn(batch)  # by torch, whose caches are filled then
+    with watch() as seen:
+        loss_fn(batch)
+    assert seen.launches == 1 and not WAITS & {*seen.asked}
+
+
+@pytest.mark.parametrize("name", ["dapo", "minpro", "gspo", "turn_ppo"])
+def test_two_launches_where_rows_are_split(name, watch, monkeypatch):
+    for constant, value in {"BLOCK": 16, "PART": 16, "FILL": 12}.items():
+        monkeypatch.setattr(fused, constant, value)
+    batch = padded(width=70, spread=0.1)
+    loss_fn = known(name, batch)
+    with watch() as seen:
+        loss_fn(batch, denominator=7.0)
+    assert seen.launches == 2 and not seen.asked
+
+
+def test_dividing_by_what_was_kept_is_one_launch_more(watch):
+    loss_fn = offcorr.get("ppo", reject=rejections.K1(0.7, 1.4, level="token"), count_rejected=False)
+    batch = padded(rows=2, width=5)
+    fill_caches(loss_fn, batch)
+    with watch() as seen:
+        loss_fn(batch)
+    assert seen.launches == 2 and not seen.asked
+
+
+# -- the last program merges ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backwards(monkeypatch):
+    """The interpreter's programs run from the last to the first; on a GPU, in whatever order it takes."""
+    if INTERPRETED:
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        place = builder.set_grid_idx
+        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(builder.grid_dim[0] - 1 - x, y, z))
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("count_rejected", [False, True])
+def test_whichever_comes_last(split, count_rejected, request, monkeypatch):
+    constants = {"ALONE": 5} | ({"BLOCK": 16, "PART": 16, "FILL": 30} if split else {})
+    for constant, value in constants.items():
+        monkeypatch.setattr(fused, constant, value)
+    reject = rejections.K3(0.05, level="token")
+    loss_fn = offcorr.get("minpro", reject=reject, aggregate="seq-mean-token-mean", count_rejected=count_rejected)
+    batch = padded(rows=11, width=50 if split else 9, spread=0.2)
+    within_budget(loss_fn, batch)
+    first, _ = run(loss_fn, batch, "triton")
+    request.getfixturevalue("backwards")
+    again, _ = run(loss_fn, batch, "triton")
+    assert torch.equal(first.loss, again.loss) and torch.equal(first.coefficient, again.coefficient)
+    assert torch.equal(first.metrics.pack(), again.metrics.pack())
+
+
+def test_programs_run_backwards(backwards):
+    """Else the test above would show nothing."""
+    if not INTERPRETED:
+        return
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def number(out_ptr, ticket_ptr):
+        tl.store(out_ptr + tl.program_id(0), tl.atomic_add(ticket_ptr, 1))
+
+    out, ticket = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    number[4,](out, ticket)
+    assert out.tolist() == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("entries, group", [(1, 1), (256, 1), (257, 17), (1024, 32), (8192, 91)])
+def test_groups_are_about_as_many_as_their_members(entries, group, monkeypatch):
+    batch = padded(rows=1, width=3)
+    with fused.use("triton"):
+        call = fused._prepare(offcorr.get("ppo"), batch, None)
+    monkeypatch.setattr(type(call), "entries", entries)
+    assert entries <= call.group * call.groups < entries + call.group
+    assert max(call.group, call.groups) <= (fused.ALONE if call.group == 1 else 2 * entries**0.5)
+
+
+def test_the_kernel_leaves_its_tickets_as_it_found_them():
+    fused._tickets.cache_clear()
+    for rows in (3, 20, 7):
+        run(offcorr.get("ppo"), padded(rows=rows, width=5), "triton")
+    count = 1 + 20
+    with fused.use("triton"):
+        assert not fused._tickets_on(padded().logp.device, count).any()
