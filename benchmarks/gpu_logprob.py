@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -121,16 +122,22 @@ def check_masks_and_targets(run: Run) -> Any:
 
 
 def check_batch_invariance(run: Run) -> Any:
-    """Bit for bit, and gradients the same twice."""
-    hidden, weight, target, d = problem(run, *((3000, 512, 33001) if run.gpu else (10, 8, 70)), torch.bfloat16)
-    options: dict[str, Any] = {"entropy": True, "batch_invariant": True, "chunk": 1024 if run.gpu else 4}
-    whole = linear_logprob(hidden, weight, target, **options)
-    differs = 0
-    for tokens in (1, 7, len(target) // 2):
-        chosen = torch.randperm(len(target), device=run.device)[:tokens]
-        part = linear_logprob(hidden[chosen], weight, target[chosen], **options)
-        differs += sum((a != b[chosen]).sum().item() for a, b in zip(part[:2], whole[:2], strict=True))
-    assert not differs, f"{differs} results depend on the batch"
+    """Bit for bit, in small tiles and in those that are used; gradients the same twice."""
+    sizes = [(3000, 512, 33001, 1024), (9000, 1024, 40000, None)] if run.gpu else [(10, 8, 70, 4)]
+    for *size, rows in sizes:
+        hidden, weight, target, d = problem(run, *size, torch.bfloat16)
+        options: dict[str, Any] = {"entropy": True, "batch_invariant": True, "chunk": rows}
+        whole = linear_logprob(hidden, weight, target, **options)
+        differs = 0
+        for tokens in (1, 7, len(target) // 2):
+            chosen = torch.randperm(len(target), device=run.device)[:tokens]
+            part = linear_logprob(hidden[chosen], weight, target[chosen], **options)
+            differs += sum((a != b[chosen]).sum().item() for a, b in zip(part[:2], whole[:2], strict=True))
+        # One token in all places; of an odd size, so that rows are padded to begin at aligned addresses.
+        odd = hidden[:1, :-1].detach().expand(size[0], -1)
+        found = linear_logprob(odd, weight[:, :-1].detach(), target[:1].expand(size[0]), **options)
+        differs += sum((x != x[0]).sum().item() for x in found[:2])
+        assert not differs, f"{differs} results depend on the batch"
     grads = [
         torch.autograd.grad((linear_logprob(hidden, weight, target, chunk=chunk(run)).logp * d).sum(), [hidden, weight])
         for _ in range(2)
@@ -140,21 +147,28 @@ def check_batch_invariance(run: Run) -> Any:
 
 
 def check_no_synchronisation(run: Run) -> Any:
-    """A forward pass never waits for the device; a frozen head's backward pass neither."""
+    """A forward pass never waits for the device, a frozen head's backward pass neither; any other's waits once."""
     if not run.gpu:
         return "a CPU does not synchronise"
     hidden, weight, target, _ = problem(run, 700, 128, 5001, torch.bfloat16)
     mask = torch.rand(700, device=run.device) < 0.6
-    linear_logprob(hidden, weight, target, mask=mask, entropy=True)
+    linear_logprob(hidden, weight, target, mask=mask, entropy=True).logp.sum().backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        linear_logprob(hidden, weight, target, mask=mask, entropy=True, sum_sq_probs=True)
+        found = linear_logprob(hidden, weight, target, mask=mask, entropy=True, sum_sq_probs=True)
         logits_logprob((hidden @ weight.T).detach(), target, mask=mask, entropy=True)
         linear_logprob(hidden, weight, target, frozen_head=True).logp.sum().backward()
+        loss = found.logp.sum()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as said_by_torch:
+            warnings.simplefilter("always")
+            loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return "no host synchronisation in forward"
+    waits = sum("synchronizing" in str(warning.message) for warning in said_by_torch)
+    assert waits <= 1, f"a backward pass waited {waits} times"
+    return f"no host synchronisation in forward, {waits} in backward"
 
 
 def check_past_int32(run: Run) -> Any:

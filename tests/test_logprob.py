@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -243,6 +244,21 @@ def test_backward_costs_in_proportion_to_the_live_rows():
         hidden.grad = weight.grad = None
 
 
+def test_a_backward_pass_without_live_rows_does_not_touch_the_head():
+    class HeadSized(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made.extend(str(func) for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.numel() == 8000)
+            return out
+
+    hidden, weight, _, target = problem(20, 8, 1000, torch.bfloat16, bias=False)
+    loss = (linear_logprob(hidden, weight, target).logp * 0).sum()
+    made: list[str] = []
+    with HeadSized():
+        (gradient,) = torch.autograd.grad(loss, weight)
+    assert made == ["aten.zeros_like.default"] and not gradient.any()
+
+
 def test_masked_rows_cost_nothing_on_a_cpu():
     hidden, weight, _, target = problem(400, 8, 100, torch.float32, bias=False)
     mask = torch.arange(400) < 100
@@ -378,6 +394,30 @@ def test_batch_invariant_to_the_bit(size, dtype):
     assert torch.equal(linear_logprob(shifted, weight, target, **options).logp, whole.logp)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("chunk, size", [(1, 5), (7, 64), (16, 5), (64, 37), (100, 64)])
+@pytest.mark.parametrize("vocabulary", [1, 2, 3, 4, 10, 1001])
+def test_every_place_in_a_batch_gives_the_same_bits(vocabulary, chunk, size, dtype):
+    """One token in all places: matrix products and functions take the ends of odd sizes another way."""
+    hidden, weight, bias, target = (x.detach() for x in problem(1, size, vocabulary, dtype))
+    options = dict(bias=bias, entropy=True, sum_sq_probs=True, batch_invariant=True, chunk=chunk, temperature=0.9)
+    for found in linear_logprob(hidden.repeat(135, 1), weight, target.expand(135), **options):
+        assert (found == found[0]).all()
+
+
+def test_batch_invariance_has_the_gradients_of_the_definition():
+    hidden, weight, bias, target = problem(70, 5, 90)  # 5 numbers a row are padded
+    d = upstream(70)
+    leaves = [hidden, weight, bias]
+    want = grads(naive_logprob(hidden, weight, target, bias=bias), leaves, *d)
+    for frozen in (False, True):
+        found = linear_logprob(
+            hidden, weight, target, bias=bias, entropy=True, batch_invariant=True, frozen_head=frozen, chunk=10
+        )
+        for mine, theirs in zip(grads(found, leaves[:1] if frozen else leaves, *d), want, strict=False):
+            close(mine, theirs)
+
+
 def test_empty_batches():
     hidden, weight, bias, _ = problem(0, 4, 11, torch.float32)
     none = torch.zeros(0, dtype=torch.long)
@@ -404,7 +444,55 @@ def test_autocast_rounds_the_inputs_as_a_linear_layer_does():
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
 
 
+def test_inference_mode_leaves_nothing_behind(monkeypatch):
+    """The count of bad targets begins with the first call, which may be a sampler's."""
+    monkeypatch.setattr("offcorr.kernels.logprob._OUT_OF_VOCABULARY", {})
+    hidden, weight, _, target = problem(5, 4, 9, torch.float32, bias=False)
+    target[0] = 9
+    with torch.inference_mode():
+        assert linear_logprob(hidden, weight, target).logp.isnan().sum() == 1
+    linear_logprob(hidden, weight, target).logp[1:].sum().backward()
+    assert hidden.grad.isfinite().all() and out_of_vocabulary() == 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_under_gradient_checkpointing(frozen, reentrant):
+    hidden, weight, _, target = problem(9, 4, 11, torch.float32, bias=False)
+    weight.requires_grad_(not frozen)
+    leaves = [hidden] if frozen else [hidden, weight]
+
+    def twice(hidden):
+        return linear_logprob(hidden, weight, target).logp + linear_logprob(hidden.flip(0), weight, target).logp
+
+    want = torch.autograd.grad(twice(hidden).sum(), leaves)
+    torch.utils.checkpoint.checkpoint(twice, hidden, use_reentrant=reentrant).sum().backward()
+    for leaf, gradient in zip(leaves, want, strict=True):
+        assert torch.equal(leaf.grad, gradient)
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_second_derivatives_are_refused(frozen):
+    """A penalty on the gradient would otherwise be taken for a constant."""
+    hidden, weight, _, target = problem(5, 4, 9, torch.float32, bias=False)
+    found = linear_logprob(hidden, weight, target, frozen_head=frozen)
+    with pytest.raises(RuntimeError, match="first derivatives only.*create_graph"):
+        torch.autograd.grad(found.logp.sum(), hidden, create_graph=True)
+    logits = (hidden @ weight.T).detach().requires_grad_()
+    with pytest.raises(RuntimeError, match="first derivatives only.*create_graph"):
+        torch.autograd.grad(logits_logprob(logits, target).logp.sum(), logits, create_graph=True)
+
+
+def test_a_head_that_is_split_before_the_backward_pass_is_refused():
+    hidden, weight, _, target = problem(5, 4, 9, torch.float32, bias=False)
+    weight.requires_grad_(False)
+    found = linear_logprob(hidden, weight, target, frozen_head=False)
+    weight.data = torch.empty(0)
+    with pytest.raises(RuntimeError, match=r"weight has shape \(0,\) in the backward pass, expected \(9, 4\)"):
+        found.logp.sum().backward()
 
 
 def refused(error, says, **changes):
@@ -424,6 +512,11 @@ def refused(error, says, **changes):
         (ValueError, r"target has shape \(2, 1\), expected \(2, 3\)", {"target": torch.zeros(2, 1).long()}),
         (ValueError, r"mask has shape \(3,\), expected \(2, 3\)", {"mask": torch.ones(3).bool()}),
         (ValueError, "weight is on meta, expected cpu", {"weight": torch.zeros(7, 4, device="meta")}),
+        (
+            ValueError,
+            "weight is on cpu, expected meta, where hidden is",
+            {"hidden": torch.zeros(2, 3, 4, device="meta")},
+        ),
         (ValueError, "target is on meta", {"target": torch.zeros(2, 3, device="meta").long()}),
         (ValueError, "mask is on meta", {"mask": torch.ones(2, 3, device="meta").bool()}),
         (TypeError, "weight is torch.bfloat16, expected torch.float32", {"weight": torch.zeros(7, 4).bfloat16()}),

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from offcorr.kernels import logprob_tiles
+from offcorr.kernels.logprob_checks import check_float, check_head, check_targets, transform_of
 from offcorr.kernels.logprob_tiles import Finished, Transform
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ALIGNED = 64
+"""Numbers in a row, and rows in a chunk, whose multiples begin at addresses that all matrix products take alike."""
 
 
 class LogProbs(NamedTuple):
@@ -65,7 +66,8 @@ def linear_logprob(
         frozen_head: Weight and bias get no gradient, and dlogp/dhidden [..., H] is summed in the forward pass
             (2 matrix products, not 3).  None: where neither asks for one.  An entropy gradient costs a recomputation.
         batch_invariant: A token's results do not depend on what else is in the batch, bit for bit: every matrix
-            product has ``chunk`` rows, the last padded.
+            product has ``chunk`` rows, the last padded.  ``chunk`` is rounded up to a multiple of 64, and H is padded
+            to one (which copies the head where it is none).
         chunk: Tokens in a tile; None: 512 on a CPU, at most 4096 on a GPU.
 
     A target outside the vocabulary where the mask is (-100 included) gives NaN in all results of its token and is
@@ -73,6 +75,7 @@ def linear_logprob(
     dtype, as a linear layer does.
 
     Raises:
+        RuntimeError: a gradient of the gradient is asked for (``create_graph=True``).
         ValueError: shapes that do not fit together, tensors on different devices, a vocabulary-sharded head,
             temperature, soft_cap or chunk not positive.
         TypeError: dtypes that differ (outside autocast) or are none of float16, bfloat16, float32, float64; a
@@ -82,21 +85,26 @@ def linear_logprob(
     >>> linear_logprob(hidden, weight, torch.tensor([0, 7])).logp.exp()
     tensor([0.1250, 0.1250])
     """
-    dtype = _check_head(hidden, weight, bias)
-    _check_targets(target, mask, hidden.shape[:-1], "hidden", hidden.device)
+    dtype = check_head(hidden, weight, bias)
+    check_targets(target, mask, hidden.shape[:-1], "hidden", hidden.device)
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}, expected at least 1 token")
     if frozen_head is None:
         frozen_head = not (weight.requires_grad or (bias is not None and bias.requires_grad))
     if frozen_head:
         weight, bias = weight.detach(), bias.detach() if bias is not None else None
+    tiles = _tiles_for(hidden.device, dtype, chunk)
+    if batch_invariant:
+        # Rows of one product are summed in one order only where they, and the blocks they are taken in, are aligned.
+        hidden, weight = _aligned(hidden), _aligned(weight)
+        tiles["chunk"] = _round_up(tiles["chunk"], ALIGNED)
     plan = _Plan(
-        _transform(logit_scale, soft_cap, temperature),
+        transform_of(logit_scale, soft_cap, temperature),
         entropy,
         sum_sq_probs,
         sums_gradient=frozen_head and hidden.requires_grad and torch.is_grad_enabled(),
         batch_invariant=batch_invariant,
-        **_tiles_for(hidden.device, dtype, chunk),
+        **tiles,
     )
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     token = _Targets.of(target, mask, weight.shape[0])
@@ -122,13 +130,13 @@ def logits_logprob(
     >>> logits_logprob(torch.zeros(1, 2, 4), torch.tensor([[0, 3]]), entropy=True).entropy.exp()
     tensor([[4., 4.]])
     """
-    _check_float("logits", logits)
+    check_float("logits", logits)
     if logits.ndim < 1 or logits.shape[-1] < 1:
         raise ValueError(f"logits has shape {tuple(logits.shape)}, expected (..., V) with V at least 1")
-    _check_targets(target, mask, logits.shape[:-1], "logits", logits.device)
+    check_targets(target, mask, logits.shape[:-1], "logits", logits.device)
     vocabulary = logits.shape[-1]
     plan = _Plan(
-        _transform(logit_scale, soft_cap, temperature),
+        transform_of(logit_scale, soft_cap, temperature),
         entropy,
         sum_sq_probs,
         **_tiles_for(logits.device, logits.dtype, max(1, 2**20 // vocabulary)) | {"step": 1},
@@ -244,7 +252,8 @@ class _Targets(NamedTuple):
             bad = bad & mask
         device = target.device
         if device not in _OUT_OF_VOCABULARY:
-            _OUT_OF_VOCABULARY[device] = torch.zeros((), dtype=torch.int64, device=device)
+            with torch.inference_mode(False):  # whose tensors could not be added to afterwards
+                _OUT_OF_VOCABULARY[device] = torch.zeros((), dtype=torch.int64, device=device)
         _OUT_OF_VOCABULARY[device] += bad.sum()
         return cls(target.clamp(0, vocabulary - 1), mask, bad)
 
@@ -271,9 +280,9 @@ class _Rows:
             self.size = plan.chunk
         else:  # chunks as equal as can be
             size = math.ceil(self.count / max(1, math.ceil(self.count / plan.chunk)))
-            self.size = max(1, math.ceil(size / plan.step) * plan.step)
+            self.size = max(1, _round_up(size, plan.step))
         pads = plan.batch_invariant or plan.step > 1
-        self.padded = math.ceil(self.count / self.size) * self.size if pads else self.count
+        self.padded = _round_up(self.count, self.size) if pads else self.count
         # A view of the caller's may lie at any address, and some matrix products look at that.
         self.as_it_is = self.index is None and self.padded == self.tokens and not plan.batch_invariant
 
@@ -305,7 +314,7 @@ class _LinearLogProb(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token: _Targets, plan: _Plan
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.token, ctx.plan = token, plan
+        ctx.token, ctx.plan, ctx.head = token, plan, weight.shape
         with torch.autocast(hidden.device.type, enabled=False):
             rows = _Rows(token.kept(plan), len(hidden), plan)
             h, target = _taken(hidden, token, rows, plan)
@@ -341,10 +350,10 @@ class _LinearLogProb(torch.autograd.Function):
             return _results(ctx, found, rows, token, plan)
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, d_logp: Tensor | None, d_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        _refuse_second_derivatives()
         hidden, weight, bias, stats, gradient = ctx.saved_tensors
         token, plan = ctx.token, ctx.plan
         if d_logp is None and d_entropy is None:
@@ -352,6 +361,11 @@ class _LinearLogProb(torch.autograd.Function):
         if gradient is not None and d_entropy is None and d_logp is not None:
             d = token.present(d_logp)[:, None]
             return torch.where(d != 0, d * gradient, 0).to(hidden.dtype), None, None, None, None
+        if weight.shape != ctx.head:
+            raise RuntimeError(
+                f"weight has shape {tuple(weight.shape)} in the backward pass, expected {tuple(ctx.head)} as in the "
+                "forward pass: a head that FSDP or ZeRO-3 splits again in between must be gathered for both"
+            )
         with torch.autocast(hidden.device.type, enabled=False):
             per_token, alive = _incoming(stats, d_logp, d_entropy, token)
             rows = _Rows(alive.nonzero().squeeze(1), len(hidden), plan)  # on a GPU, the one wait of a backward pass
@@ -360,7 +374,7 @@ class _LinearLogProb(torch.autograd.Function):
             unit = None
             if plan.factors == torch.float16 and rows.count:
                 # Which holds little below 6e-8: gradients are counted in units near the largest.
-                unit = given[2:4].abs().amax() * (plan.slope / 2**8)
+                unit = (given[2:4].abs().amax() * (plan.slope / 2**8)).clamp(min=torch.finfo(plan.sums).tiny)
                 given[2:] /= unit
             # Rounded here, so that what the tile loses of the targets' entries is known and can be put back.
             rounded = given[4].to(plan.factors).to(plan.sums)
@@ -371,7 +385,7 @@ class _LinearLogProb(torch.autograd.Function):
             grad_weight = like(weight) if to_weight else None
             grad_bias = torch.zeros_like(bias, dtype=plan.sums) if to_bias else None
             buffer = _Buffer(rows, weight, plan)
-            for first, w, b in _vocabulary(weight, bias, plan):
+            for first, w, b in _vocabulary(weight, bias, plan) if rows.count else ():
                 last = first + len(w)
                 summed: Tensor | None = None
                 if grad_weight is not None:
@@ -391,7 +405,7 @@ class _LinearLogProb(torch.autograd.Function):
                         _product(out.T, h[c], summed, accumulate=c.start > 0)
                     if grad_bias is not None:
                         grad_bias[first:last] += out.sum(0, dtype=plan.sums)
-                if grad_weight is not None and summed is not None and rows.count:
+                if grad_weight is not None and summed is not None:
                     grad_weight[first:last] = summed if unit is None else summed * unit
             if grad_hidden is not None:
                 for c in rows if plan.factors != plan.sums else ():
@@ -468,6 +482,24 @@ def _incoming(stats: Tensor, d_logp: Tensor | None, d_entropy: Tensor | None, to
     return rows, (d_logp != 0) | (d_entropy != 0)
 
 
+def _refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():  # of create_graph=True: what is returned would be taken for a constant
+        raise RuntimeError(
+            "log-probabilities have first derivatives only: create_graph=True asks for the gradient of a gradient; "
+            "naive_logprob has it, at the memory of all logits"
+        )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """[..., H] with zeros up to a multiple of ``ALIGNED``."""
+    missing = -x.shape[-1] % ALIGNED
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
 def _results(
     ctx: Any, found: Finished, rows: _Rows, token: _Targets, plan: _Plan
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -514,13 +546,13 @@ class _LogitsLogProb(torch.autograd.Function):
         return _results(ctx, found, rows, token, plan)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_logp: Tensor | None, d_entropy: Tensor | None, _: None) -> tuple[Tensor, None, None]:
+        _refuse_second_derivatives()
         logits, stats = ctx.saved_tensors
         token, plan = ctx.token, ctx.plan
         per_token, alive = _incoming(stats, d_logp, d_entropy, token)
         if plan.tiles is not logprob_tiles:  # dead rows are not read, and get zeros
-            grad = torch.empty_like(logits)
+            grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
             plan.tiles.grad_tile(
                 *(logits, None, token.inside, per_token.T.contiguous(), plan.transform, 0, grad),
                 entropy=d_entropy is not None,
@@ -536,63 +568,6 @@ class _LogitsLogProb(torch.autograd.Function):
             )
             grad[c if rows.index is None else rows.index[c]] = tile.to(grad.dtype)
         return grad, None, None
-
-
-# -- at the door ---------------------------------------------------------------------------------------------
-
-
-def _transform(logit_scale: float, soft_cap: float | None, temperature: float) -> Transform:
-    for name, value in (("temperature", temperature), ("soft_cap", soft_cap)):
-        if value is not None and not (0 < value < math.inf):
-            raise ValueError(f"{name} is {value}, expected a positive number")
-    if not 0 < abs(logit_scale) < math.inf:
-        raise ValueError(f"logit_scale is {logit_scale}, expected a finite number other than 0")
-    return Transform(float(logit_scale), soft_cap if soft_cap is None else float(soft_cap), float(temperature))
-
-
-def _check_float(name: str, x: Tensor) -> None:
-    if any(cls.__name__ == "DTensor" for cls in type(x).__mro__):
-        raise ValueError(
-            f"{name} is a DTensor ({getattr(x, 'placements', '')}): a vocabulary-sharded head is not supported; "
-            "gather it first, with full_tensor()"
-        )
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name} is {x.dtype}, expected one of {', '.join(str(d)[6:] for d in DTYPES)}")
-
-
-def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """The dtype to compute in."""
-    named = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    kind = hidden.device.type
-    rounded = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    for name, x in named.items():
-        _check_float(name, x)
-        if x.device != hidden.device:
-            raise ValueError(f"{name} is on {x.device}, expected {hidden.device}, where hidden is")
-        if rounded is None and x.dtype != hidden.dtype:
-            raise TypeError(f"{name} is {x.dtype}, expected {hidden.dtype} like hidden (or autocast)")
-    if hidden.ndim < 1 or hidden.shape[-1] < 1:
-        raise ValueError(f"hidden has shape {tuple(hidden.shape)}, expected (..., H) with H at least 1")
-    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or not len(weight):
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}, expected (V, {hidden.shape[-1]}) to go with hidden "
-            f"{tuple(hidden.shape)}; a head that FSDP or ZeRO-3 has split must be gathered first"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({len(weight)},) to go with weight")
-    return hidden.dtype if rounded is None or hidden.dtype == torch.float64 else rounded
-
-
-def _check_targets(target: Tensor, mask: Tensor | None, shape: torch.Size, name: str, device: torch.device) -> None:
-    for what, x in (("target", target), ("mask", mask)):
-        if x is None:
-            continue
-        if x.shape != shape:
-            raise ValueError(f"{what} has shape {tuple(x.shape)}, expected {tuple(shape)}, that of {name} but its last")
-        if x.device != device:
-            raise ValueError(f"{what} is on {x.device}, expected {device}, where {name} is")
-        if x.dtype.is_floating_point or x.dtype.is_complex or (what == "target" and x.dtype == torch.bool):
-            raise TypeError(f"{what} is {x.dtype}, expected integers{' or bool' if what == 'mask' else ''}")
 
 
 def _shaped(found: tuple[Tensor, Tensor | None, Tensor | None], shape: torch.Size) -> LogProbs:

@@ -38,6 +38,9 @@ class Head:
         outputs: tuple[str, ...],
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         """(log-prob, entropy, log of the sum of squared probabilities, None, None), each [N], as ``outputs`` asks."""
+        if weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            # As TRL's does with a head kept in another precision than the rest of the model.
+            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         found = linear_logprob(
             hidden,
             weight,

@@ -6,6 +6,7 @@ come from torch.mm: the kernels hold no dot.
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offcorr.kernels import logprob_tiles as torch_tiles
 from offcorr.kernels import logprob_triton as triton_tiles
@@ -204,6 +205,15 @@ def test_float16_keeps_gradients_that_it_could_not_hold():
     assert (mine - want).norm() < 0.02 * want.norm()
 
 
+@pytest.mark.parametrize("given", [1e-3, 1e-30, 1e-42, 1e-45])
+def test_float16_stays_finite_however_small_the_gradient(given):
+    hidden, weight, _, target, _ = problem(5, 8, 65, torch.float16)
+    with use("triton"):
+        found = linear_logprob(hidden, weight, target, chunk=4)
+    gradients = torch.autograd.grad((found.logp * torch.tensor(given)).sum(), [hidden, weight])
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 def test_the_target_is_not_rounded_with_the_tile():
     """In a head where the target's row alone is not zero, dlogp/dhidden is (1 - p) W_y, rounded once and not twice."""
     weight = torch.zeros(300, 8, dtype=torch.bfloat16)
@@ -279,3 +289,76 @@ def test_batch_invariant_and_the_same_bits_twice():
         leaves = [hidden, weight, bias]
         grads = [torch.autograd.grad((x.logp * d[0]).sum(), leaves) for x in (whole, again)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(lambda x: x[:1].expand(6, -1), id="expanded"),
+        pytest.param(lambda x: x.T.contiguous().T, id="column by column"),
+        pytest.param(lambda x: torch.cat([x, x], 1)[:, 3:73], id="part of each row"),
+        pytest.param(lambda x: torch.cat([x.flatten(), x[0]]).as_strided((74, 70), (1, 1)), id="overlapping"),
+    ],
+)
+def test_logits_in_any_layout(layout):
+    draw = torch.Generator().manual_seed(0)
+    logits = layout(torch.randn(6, 70, generator=draw))
+    target = torch.randint(70, (len(logits),), generator=draw)
+    results = []
+    for choice in ("reference", "triton"):
+        leaf = logits.detach().requires_grad_()
+        with use(choice):
+            found = logits_logprob(leaf, target, entropy=True)
+            results.append([*found[:2], *torch.autograd.grad((found.logp + 0.3 * found.entropy).sum(), leaf)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+# -- what a GPU would wait for ---------------------------------------------------------------------------------
+
+
+class Waits(TorchDispatchMode):
+    """The operations within whose result, or its shape, the host has to read."""
+
+    READ = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "aten.equal")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        masks = "index" in name and any(
+            isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in _indices(args)
+        )
+        if masks or any(part in name for part in self.READ):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _indices(args):
+    return args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+
+
+def waits(work):
+    with Waits() as waited:
+        work()
+    return waited.seen
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_host_waits_once_in_a_backward_pass_and_never_in_a_forward_pass(dtype, frozen):
+    hidden, weight, bias, target, d = problem(9, 8, 65, dtype)
+    mask, every = torch.arange(9) % 3 > 0, dict(entropy=True, sum_sq_probs=True, soft_cap=3.0)
+    logits = (hidden @ weight.T).detach().requires_grad_()
+    options = dict(bias=bias, mask=mask, frozen_head=frozen, chunk=4, **every)
+    found = []
+    with use("triton"):
+        assert waits(lambda: found.append(linear_logprob(hidden, weight, target, **options))) == []
+        assert waits(lambda: found.append(logits_logprob(logits, target, mask=mask, **every))) == []
+    logp, entropy = found[0].logp * d[0], found[0].entropy * d[1]
+    once = ["aten.nonzero.default"]
+    assert waits(lambda: logp.sum().backward(retain_graph=True)) == ([] if frozen else once)
+    assert waits(lambda: (logp + entropy).sum().backward()) == once
+    assert waits(lambda: (found[1].logp + found[1].entropy).sum().backward()) == []

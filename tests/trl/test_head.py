@@ -47,6 +47,24 @@ def test_the_same_numbers_under_autocast(model_folder):
 
 
 @needs_the_place
+def test_a_head_in_another_precision():
+    """Kept in float32 over a bfloat16 model, say: TRL's function takes it in the hidden states' precision."""
+    from trl.trainer.utils import _ChunkedLogProbFunction
+
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape, generator=draw) for shape in ((9, 8), (70, 8), (70,)))
+    targets = torch.randint(70, (9,), generator=draw)
+    results = []
+    for function in (heads.Head, _ChunkedLogProbFunction):
+        leaves = [x.clone().requires_grad_() for x in ((hidden / 4).bfloat16(), weight, bias)]
+        logp, entropy, *_ = function.apply(*leaves, targets, 0.9, 32, None, 1.0, ("log_probs", "entropy"))
+        results.append([logp, entropy, *torch.autograd.grad((logp + entropy).sum(), leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.03)  # TRL rounds the logits too
+
+
+@needs_the_place
 @pytest.mark.parametrize(("choice", "used"), [("auto", True), ("offcorr", True), ("trl", False)])
 def test_the_choice(make_trainer, replay, monkeypatch, choice, used):
     calls = []
