@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 import offcorr
 from offcorr.batch import Tokens
@@ -38,9 +39,14 @@ def rows_kept(dead: Tensor) -> Tensor:
 
 
 def only(inputs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """The micro-batch of ``rows``; what is not one entry a sequence stays."""
-    size = len(inputs["advantages"])
-    return {
-        name: value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == size else value
-        for name, value in inputs.items()
-    }
+    """The micro-batch of ``rows``, each with its own images; what is not one entry a sequence stays."""
+    size, kept = len(inputs["advantages"]), rows.tolist()
+
+    def chosen(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim and len(value) == size:
+            return value[rows]
+        return [value[row] for row in kept] if isinstance(value, list) and len(value) == size else value
+
+    # Images lie end to end, several or none for a sequence: TRL takes them apart as it does to shuffle a batch.
+    parts = split_pixel_values_by_grid(inputs)
+    return unsplit_pixel_values_by_grid({name: chosen(value) for name, value in parts.items()})

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+import offcorr
 from offcorr import contract, get
-from offcorr.trl.skip import dead_sequences
+from offcorr.trl.skip import dead_sequences, only, rows_kept
 
 
 def parameters(trainer):
@@ -49,6 +50,63 @@ def test_what_is_known_to_be_dead():
     assert dead.sum() > 2
     assert not rejecting(batch).coefficient[dead].any()
     assert get("dapo")(batch).coefficient[dead].any()
+
+
+def test_at_least_one_sequence_is_kept():
+    assert rows_kept(torch.tensor([True, False, True, False])).tolist() == [1, 3]
+    assert rows_kept(torch.ones(4, dtype=torch.bool)).tolist() == [0]
+
+
+def test_nothing_to_learn_costs_one_sequence_and_changes_nothing(make_trainer, replay, series):
+    trainer = make_trainer(
+        loss_type="offcorr:dapo",
+        skip_dead_sequences=True,
+        reward_funcs=lambda completion_ids, **_: [1.0] * len(completion_ids),
+        rollout_func=replay("old_logp"),
+        max_steps=2,
+    )
+    before = parameters(trainer)
+    sizes = []
+    trainer.model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(len(kwargs["input_ids"])) if trainer.model.training else None,
+        with_kwargs=True,
+    )
+    trainer.train()
+    assert torch.equal(parameters(trainer), before)
+    assert series(trainer, "offcorr/loss/skipped") == [0.75, 0.75] and set(sizes) == {1}
+
+
+def test_denominators_and_gradients_are_those_of_the_whole_micro_batch():
+    batch = contract.example()
+    batch.advantages[3:5] = 0
+    for name, denominator in (("dapo", 50.0), ("grpo", 7), ("gspo", 7)):
+        correction = get(name)
+        rows = rows_kept(dead_sequences(correction, batch))
+        part = offcorr.Batch(
+            **only({key: getattr(batch, key) for key in ("logp", "old_logp", "advantages", "mask")}, rows)
+        )
+        whole, kept = (correction(x, denominator=denominator) for x in (batch, part))
+        assert torch.equal(kept.coefficient, whole.coefficient[rows])
+        torch.testing.assert_close(kept.loss, whole.loss, rtol=1e-12, atol=0)
+
+
+def test_a_sequence_keeps_its_own_images():
+    """Their patches lie end to end, several images or none for a sequence."""
+    images, grid = [2, 0, 1, 1], torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 1], [1, 1, 3]])
+    patches = torch.arange(2 + 4 + 1 + 3)[:, None].float()
+    inputs = {
+        "advantages": torch.arange(4.0),
+        "completion_ids": torch.arange(8).view(4, 2),
+        "num_items_in_batch": torch.tensor(8),
+        "num_images": images,
+        "image_grid_thw": grid,
+        "pixel_values": patches,
+    }
+    kept = only(inputs, torch.tensor([0, 3]))
+    assert kept["num_images"] == [2, 1] and kept["num_items_in_batch"] == 8
+    assert kept["advantages"].tolist() == [0, 3] and kept["completion_ids"].tolist() == [[0, 1], [6, 7]]
+    assert torch.equal(kept["image_grid_thw"], grid[[0, 1, 3]])
+    assert kept["pixel_values"].flatten().tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
 
 
 def test_what_looks_at_every_sequence_is_refused(make_trainer):
