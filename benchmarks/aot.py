@@ -118,14 +118,17 @@ def measure(targets: list[str], names: list[str]) -> list[dict[str, Any]]:
     """A row for each composition, layout and target."""
     rows = []
     varied = {"turn_ids": torch.zeros(64, 2048, dtype=torch.int64), "advantages": torch.ones(64, 2048)}
+    long = {name: value.reshape(2, -1) for name, value in varied.items()}
+    turns = [name for name in ("turn_ppo",) if name in names] + [EVERYTHING]
     layouts = {
         "padded": (batch(False), [*names, EVERYTHING]),
         "packed": (batch(True), [*names, EVERYTHING]),
-        "split": (batch(False, rows=2, width=2**15), names),
+        "split": (batch(False, rows=2, width=2**15), [*names, EVERYTHING]),
         "packed, bf16, turn ids, advantages of tokens": (
             batch(True, torch.bfloat16, **varied),
-            [name for name in ("dapo", "gspo", "turn_ppo") if name in names] + [EVERYTHING],
+            [name for name in ("dapo", "gspo") if name in names] + turns,
         ),
+        "packed, split, turn ids, advantages of tokens": (batch(True, rows=2, width=2**16, **long), turns),
     }
     for layout, (given, wanted) in layouts.items():
         for methods, one in launches(given, wanted).items():
@@ -150,8 +153,8 @@ def main() -> None:
     rows = measure(options.targets, options.methods)
     head = (
         "Registers a thread / bytes spilled / bytes of shared memory; float32 unless said.\n"
-        f"Block {fused.BLOCK}, {fused.WARPS} warps ({fused.SPLIT_WARPS} where rows are split), "
-        f"triton {triton.__version__}.  Compiled ahead of time by `python benchmarks/aot.py`; nothing has run."
+        f"Block {fused.BLOCK}, {fused.WARPS} warps, at most {fused.REGISTERS} registers on NVIDIA GPUs, triton "
+        f"{triton.__version__}.  Compiled ahead of time by `python benchmarks/aot.py`; nothing has run."
     )
     report(rows, head, ("methods", "layout"), options.output, block=fused.BLOCK, warps=fused.WARPS)
 

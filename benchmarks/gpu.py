@@ -38,6 +38,7 @@ from offcorr.kernels import correction as fused
 from offcorr.kernels.logprob import logits_logprob
 from offcorr.registry import catalogue
 
+CONSTANTS = ("BLOCK", "WARPS", "REGISTERS", "FILL", "PART", "ALONE")
 COMPARED = ("dapo", "gspo", "minpro", "ctpo", "tis", "seq_mis")
 """Timed at 16M tokens and against torch.compile too."""
 
@@ -394,10 +395,15 @@ def sweep(run: Run) -> None:
     """Blocks and warps; for a few long rows, how many programs share one."""
     names = right(run, ("dapo", "minpro", "gspo"))
     if run.gpu:
-        wide = [{"BLOCK": block, "WARPS": warps} for block in (512, 256, 1024, 2048) for warps in (4, 2, 8)]
+        tried = ((4, 168), (4, 128), (2, 255), (8, 128))  # warps, and registers that allow as many programs and more
+        wide = [
+            {"BLOCK": block, "WARPS": warps, "REGISTERS": registers}
+            for block in (512, 256, 1024, 2048)
+            for warps, registers in tried
+        ]
         settings = [((64, 2048), one) for one in wide] + [((8192, 2048), one) for one in wide]
         shared = [{"FILL": fill, "PART": part} for fill in (512, 256, 1024) for part in (4096, 2048, 16384)]
-        shared += [{"SPLIT_WARPS": warps} for warps in (8, 4)]
+        shared += [{"WARPS": warps, "REGISTERS": registers} for warps, registers in tried]
         settings += [((16, 2**20), one) for one in shared]
     else:
         settings = [((2, 20), {"BLOCK": 16}), ((2, 20), {"BLOCK": 32, "WARPS": 2}), ((1, 99), {"PART": 16})]
@@ -480,7 +486,7 @@ def main() -> None:
     every = [method.name for method in catalogue()]
     options.methods = options.methods or (list(COMPARED[:3]) if options.smoke else every)
     run = Run(options)
-    run.found["constants"] = {name: getattr(fused, name) for name in ("BLOCK", "WARPS", "SPLIT_WARPS", "FILL", "PART")}
+    run.found["constants"] = {name: getattr(fused, name) for name in CONSTANTS}
     run.sections(SECTIONS)
     judge(run)
     run.finish(table(run.found))

@@ -33,6 +33,7 @@ class Mutation(NamedTuple):
 CONTRACT, ORACLE, PITFALLS = "tests/test_contract.py", "tests/test_oracle.py", "tests/test_pitfalls.py"
 METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/test_rollout_trl.py", "tests/trl/test_trainer.py"
 ANCHORS, KERNEL, SOURCE = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py", "offcorr/kernels/source.py"
+LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metering_triton.py"
 GOLDEN = f"{ORACLE}::test_golden_table"
 SCANS, CORRECTION, BATCH = "offcorr/kernels/scans.py", "offcorr/correction.py", "offcorr/batch.py"
 
@@ -314,10 +315,45 @@ MUTATIONS = [
     ),
     Mutation(
         "a part of a row counts as a row",
-        "offcorr/kernels/metering_triton.py",
-        "summed = tl.where(kind == 3, parts, 1)",
-        "summed = tl.where(kind == 3, 1, 1)",
+        METERING,
+        "slots, count, SPLIT)",
+        "slots, count, False)",
         f"{KERNEL}::test_every_method_on_split_rows dapo",
+    ),
+    Mutation(
+        "the first program to come merges",
+        METERING,
+        "if _arrive(tickets_ptr, count):",
+        "if _arrive(tickets_ptr, 1):",
+        f"{LAUNCHES}::test_whichever_comes_last",
+    ),
+    Mutation(
+        "tickets stay taken",
+        METERING,
+        "tl.store(ticket_ptr, 0)",
+        "tl.store(ticket_ptr, 1)",
+        f"{LAUNCHES}::test_the_kernel_leaves_its_tickets_as_it_found_them",
+    ),
+    Mutation(
+        "the loss of a split row is not divided by what was kept of it",
+        METERING,
+        "        numbers = _of_a_rows_loss(numbers, _one(numbers, KEPT), _one(numbers, VALID), DIVIDES)",
+        "        numbers = _of_a_rows_loss(numbers, _one(numbers, KEPT), _one(numbers, VALID), False)",
+        f"{LAUNCHES}::test_whichever_comes_last",
+    ),
+    Mutation(
+        "turns are counted anew in every part of a row",
+        SOURCE,
+        'turns_before, turns_ptr = "turns_before", f"{runs_ptr} + entries"',
+        "pass",
+        f"{KERNEL}::test_every_span_on_split_rows turn",
+    ),
+    Mutation(
+        "the kernel waits for a controller's numbers",
+        "offcorr/kernels/compose.py",
+        "return isinstance(value, Tensor) and value.device == device",
+        "return False",
+        f"{LAUNCHES}::test_controllers_wait_for_nothing",
     ),
     Mutation(
         "a self-normalised weight keeps its size in the kernel",

@@ -40,8 +40,6 @@ Choice = Literal["auto", "reference", "triton"]
 BLOCK, WARPS, REGISTERS = 512, 4, 168
 """Tokens a program looks at together (fewer where the rows are shorter), the warps that do, and the registers that a
 thread may have: left alone, the assembler spills some."""
-SPLIT_WARPS, SPLIT_REGISTERS = 8, 128
-"""The same where a row is split."""
 FILL, PART = 512, 4096
 """Rows of more than two parts are split, a part is PART tokens or more, until there are FILL programs."""
 ALONE = 256
@@ -308,8 +306,7 @@ class _Call(NamedTuple):
     @property
     def options(self) -> dict[str, int]:
         """For the compiler."""
-        warps, registers = (SPLIT_WARPS, SPLIT_REGISTERS) if self.composition.split else (WARPS, REGISTERS)
-        return {"num_warps": warps} | ({} if torch.version.hip else {"maxnreg": registers})  # ROCm has no such option
+        return {"num_warps": WARPS} | ({} if torch.version.hip else {"maxnreg": REGISTERS})  # ROCm has no such option
 
     @property
     def parts(self) -> int:

@@ -216,8 +216,8 @@ starts = inside & ((index == begin) | (turn_id != id_before))
         else:
             self.write(
                 """
-before = tl.load(mask_ptr + start + index - 1, mask=inside & (index > 0), other=0) != 0
-starts_turn = mask & ~before
+preceded = tl.load(mask_ptr + start + index - 1, mask=inside & (index > 0), other=0) != 0
+starts_turn = mask & ~preceded
 starts = inside & ((index == begin) | starts_turn)
 """,
                 2,
@@ -240,8 +240,8 @@ ends = inside & ((index + 1 == end) | (turn_id != id_after))
                 """
 turn_id = turns + tl.cumsum(tl.where(starts_turn, 1, 0), 0)
 turns += tl.sum(tl.where(starts_turn, 1, 0), 0)
-after = tl.load(mask_ptr + start + index + 1, mask=index + 1 < end, other=0) != 0
-ends = inside & ((index + 1 == end) | (after & ~mask))
+followed = tl.load(mask_ptr + start + index + 1, mask=index + 1 < end, other=0) != 0
+ends = inside & ((index + 1 == end) | (followed & ~mask))
 """,
                 2,
             )
@@ -267,7 +267,7 @@ ends = inside & ((index + 1 == end) | (after & ~mask))
         if not self.split:
             self.write("tl.debug_barrier()  # other threads read the runs")
         if self.joins_runs:
-            turns_before, runs_ptr, turns_ptr = "turns * 0", "None", "None"
+            turns_before, runs_ptr, turns_ptr = "start * 0", "None", "None"
             if self.split:
                 runs_ptr = f"summary_row_ptr + {self.runs_slot} * entries.to(tl.int64)"
                 if "turn_ids" not in self.fields:
@@ -345,7 +345,7 @@ count_earlier = tl.sum(tl.where(earlier, counts, 0.0), 0)
             if one in self.reduced:
                 self.write(f"row_{one.place} = spans.{one.span}(({state}), count)")
             else:
-                self.write(f"before = spans.{functions.fold.__name__}(({state}))\ncarry_{one.place} = before[0]")
+                self.write(f"carried = spans.{functions.fold.__name__}(({state}))\ncarry_{one.place} = carried[0]")
 
     def main_pass(self) -> None:
         self.write("tally = metering.loss_start(BLOCK)\nbefore_end = tl.zeros([BLOCK // metering.FOLD], tl.int32)")

@@ -152,16 +152,37 @@ def test_short_rows_are_not_split():
             assert fused._parts(batch) == parts, (rows, width)
 
 
-def test_turn_ids_that_come_back():
+@pytest.mark.parametrize("split", [False, True])
+def test_turn_ids_that_come_back(split, request):
+    if split:
+        request.getfixturevalue("split_rows")
     draw = torch.Generator().manual_seed(5)
     turn_ids = torch.randint(-2, 3, (3, 65), generator=draw)
     loss_fn = offcorr.get("turn_ppo", weight=weights.Truncate(2.0, level="turn"))
     batch = padded(turn_ids=turn_ids)
-    within_budget(loss_fn, batch)
-    within_budget(loss_fn, padded(turn_ids=turn_ids.T.contiguous().T))
-    joined = packed(batch, [65, 0, 9])
+    joined = packed(batch, [65, 0, 60])
     ends = torch.stack([joined.cu_seqlens, -joined.cu_seqlens], 1)[:, 0]
-    within_budget(loss_fn, dataclasses.replace(joined, cu_seqlens=ends))
+    others = padded(turn_ids=turn_ids.T.contiguous().T), dataclasses.replace(joined, cu_seqlens=ends)
+    for one in (batch, *others):
+        assert is_split(loss_fn, one) == split
+        within_budget(loss_fn, one)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_more_turns_than_are_joined_together(split, request):
+    """Forty and more runs in a part of a row, and turns that go on over several parts."""
+    if split:
+        request.getfixturevalue("split_rows")
+    loss_fn = offcorr.Correction(_Spanned(over="turn"), gates.Unclipped())
+    every = torch.arange(90).expand(2, -1)
+    for turn_ids in (every % 37, every // 40, every):
+        within_budget(loss_fn, padded(rows=2, width=90, spread=0.1, turn_ids=turn_ids.contiguous()))
+    batch = padded(rows=2, width=90, spread=0.1)
+    mask = batch.mask & torch.stack([every[0] % 2 == 0, every[0] > 3])  # short turns, and an empty row
+    whole = torch.where(batch.mask, batch.logp, -1.0)  # one turn over all parts
+    one_turn = dataclasses.replace(batch, logp=whole, old_logp=whole - 0.1, rollout_logp=None, mask=every >= 0)
+    for one in (dataclasses.replace(batch, mask=mask), one_turn):
+        within_budget(loss_fn, one)
 
 
 def test_power_near_zero_and_far():
