@@ -82,7 +82,7 @@ def launches(given: offcorr.Batch, names: list[str]) -> dict[str, dict[str, Any]
             found[source]["methods"].append(name)
             continue
         arguments = [*call.arguments(call.outputs()), *numbers(call.loss_fn, given.logp.device)]
-        found[source] = {"methods": [name], "kernels": call.kernels, "arguments": arguments}
+        found[source] = {"methods": [name], "kernels": call.kernels.launches, "arguments": arguments}
         found[source] |= {"BLOCK": call.block, "options": call.options}
     return {", ".join(one["methods"]): one for one in found.values()}
 

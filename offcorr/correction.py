@@ -133,7 +133,7 @@ class Correction:
 
     # -- what it needs, for adapters ---------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def stations(self) -> dict[str, Station]:
         """Every station by its place: "ratio", "gate", "weight.0", "reject.0" ..."""
         places: dict[str, Station] = {} if self.ratio is None else {"ratio": self.ratio}
@@ -142,12 +142,12 @@ class Correction:
         places |= {f"reject.{i}": station for i, station in enumerate(_as_tuple(self.reject))}
         return places
 
-    @property
+    @functools.cached_property
     def compares(self) -> frozenset[str]:
         """Which pairs of policies its stations compare."""
         return frozenset(of for s in self.stations.values() if (of := getattr(s, "of", None)) is not None)
 
-    @property
+    @functools.cached_property
     def needs(self) -> frozenset[str]:
         """The optional ``Batch`` fields it cannot do without, and ``old_logp`` where its ratio is 1 without."""
         asked = frozenset().union(*(s.asks_for for s in self.stations.values()))

@@ -238,7 +238,7 @@ class _Call(NamedTuple):
 
         arguments = (*self.arguments(outputs), *numbers(self.loss_fn, self.batch.logp.device))
         try:
-            for kernel in self.kernels:
+            for kernel in self.kernels.launches:
                 kernel[self.entries,](*arguments, BLOCK=self.block, **self.options)
         except (CompilationError, InterpreterError) as error:
             _tickets.cache_clear()  # the interpreter may have stopped half-way
@@ -327,17 +327,17 @@ class _Call(NamedTuple):
     def arguments(self, outputs: Outputs) -> list[Any]:
         """In the order of ``source.ARGUMENTS``."""
         batch, tokens = self.batch, self.batch.logp.numel()
-        writer, device = self.composition.writer, batch.logp.device
+        device, turns = batch.logp.device, self.kernels.turns
         ids = totals = counts = means = summary = turn_ids = None
-        if turns := len(writer.turns):
+        if turns:
             means = torch.empty(turns, tokens, dtype=torch.float32, device=device)
             turn_ids = None if batch.turn_ids is None else batch.turn_ids.contiguous()
-        if writer.joins_runs:
+        if self.kernels.joins_runs:
             ids = torch.empty(tokens, dtype=torch.int64, device=device)
             totals = torch.empty(turns, tokens, dtype=torch.float32, device=device)
             counts = torch.empty(tokens, dtype=torch.float32, device=device)
         if self.composition.split:
-            summary = torch.empty(writer.summary_size, self.entries, dtype=torch.float32, device=device)
+            summary = torch.empty(self.kernels.summary_size, self.entries, dtype=torch.float32, device=device)
         fields = (batch.logp, batch.old_logp, batch.rollout_logp, batch.advantages)
         mask = batch.mask if batch.mask.dtype == torch.bool else batch.mask.bool()
         return [
@@ -480,13 +480,18 @@ def _edges(device: torch.device) -> Tensor:
 # -- from source to kernel -----------------------------------------------------------------------------------
 
 
-Kernels = tuple[Any, ...]
-"""In the order of their launches, the correction itself last."""
+class Kernels(NamedTuple):
+    """A composition's kernels, not yet compiled, and what their buffers depend on."""
+
+    launches: tuple[Any, ...]  # in their order, the correction itself last
+    turns: int  # stations that look at turns
+    joins_runs: bool  # of one turn
+    summary_size: int
 
 
 @functools.cache
 def kernels_of(composition: Composition) -> Kernels:
-    """The composition's kernels, not yet compiled.
+    """The kernels of a composition, their source written.
 
     Raises:
         NotFused: a pointwise part has no source that Triton can read.
@@ -499,14 +504,16 @@ def kernels_of(composition: Composition) -> Kernels:
             raise NotFused(
                 f"{getattr(part, '__qualname__', part)} has no source that Triton can read ({error})"
             ) from None
-    path = _write(composition.writer.text())
+    writer = composition.writer
+    path = _write(writer.text())
     spec = importlib.util.spec_from_file_location(f"offcorr_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     kinds = {f"P_{place}": kind for place, (kind, _) in composition.params.items()}
     vars(module).update(parts | kinds)
     spec.loader.exec_module(module)
-    return (module.summary, module.correction) if composition.split else (module.correction,)
+    launches = (module.summary, module.correction) if composition.split else (module.correction,)
+    return Kernels(launches, len(writer.turns), writer.joins_runs, writer.summary_size)
 
 
 def _write(source: str) -> Path:
