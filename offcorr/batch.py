@@ -27,6 +27,7 @@ _PER_TOKEN = (
 )
 _PER_SEQUENCE = ("rewards", "group_ids")
 _EITHER = ("advantages",)
+_NUMBERS = ("trainer_version", "max_seqlen")
 _INTEGER = ("group_ids", "rollout_version", "turn_ids", "cu_seqlens")
 
 
@@ -78,10 +79,14 @@ class Batch:
     trainer_version: int | None = None
     turn_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
 
     @classmethod
     def packed(cls, *, logp: Tensor, cu_seqlens: Tensor, **fields: Any) -> Batch:
         """N tokens of S sequences end to end: [N] for [B, T], [S] for [B], ``cu_seqlens`` [S + 1] from 0 to N.
+
+        ``max_seqlen`` is the longest sequence's length, or more; where it is not given it is read from the device
+        when the batch is padded, which the reference and statistics of controllers do.
 
         >>> import torch
         >>> batch = Batch.packed(logp=torch.zeros(5), advantages=torch.ones(2), mask=torch.ones(5).bool(),
@@ -106,6 +111,8 @@ class Batch:
             raise ValueError(f"logp has shape {tuple(self.logp.shape)}, expected {wanted}")
         if self.cu_seqlens is not None:
             self._check_cu_seqlens(self.cu_seqlens)
+        elif self.max_seqlen is not None:
+            raise ValueError(f"max_seqlen is {self.max_seqlen} without cu_seqlens, expected None: logp is padded")
         tokens, sequences = tuple(self.logp.shape), (self.sequences,)
         for name, value in self._tensors().items():
             allowed = (
@@ -142,7 +149,7 @@ class Batch:
     def padded(self) -> Batch:
         """The same batch, padded; itself if it already is.  Differentiable in ``logp``.
 
-        Padding reads the longest length from the device, which is a synchronisation.
+        Without ``max_seqlen`` this reads the longest length from the device, which is a synchronisation.
         """
         if self.cu_seqlens is None:
             return self
@@ -156,7 +163,7 @@ class Batch:
 
         present = self._tensors()
         fields: dict[str, Any] = {name: pad(name, present[name]) for name in present if name != "cu_seqlens"}
-        return dataclasses.replace(self, cu_seqlens=None, **fields)
+        return dataclasses.replace(self, cu_seqlens=None, max_seqlen=None, **fields)
 
     def repack(self, padded: Tensor) -> Tensor:
         """A [B, T] result in the layout of ``logp``; of a packed batch, with a synchronisation."""
@@ -167,25 +174,34 @@ class Batch:
 
     def _tensors(self) -> dict[str, Any]:
         fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
-        return {name: value for name, value in fields if value is not None and name != "trainer_version"}
+        return {name: value for name, value in fields if value is not None and name not in _NUMBERS}
 
     def _check_cu_seqlens(self, ends: Tensor) -> None:
         if ends.ndim != 1 or ends.shape[0] < 1:
             raise ValueError(f"cu_seqlens has shape {tuple(ends.shape)}, expected (S + 1,)")
-        tokens = self.logp.shape[0]
+        tokens, most = self.logp.shape[0], self.max_seqlen
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+            raise ValueError(f"max_seqlen is {most!r}, expected a number of tokens or None")
         rises = rises_to(tokens, ends)
+        short = (ends.diff() > (tokens if most is None else most)).any()
         if _unseen(ends):
             torch._assert_async(rises, f"cu_seqlens does not rise from 0 to {tokens}, the number of tokens in logp")
+            if most is not None:
+                torch._assert_async(~short, f"max_seqlen is {most}, which a sequence of cu_seqlens is longer than")
         elif not rises:
             raise ValueError(
                 f"cu_seqlens goes from {int(ends[0])} to {int(ends[-1])}, expected to rise "
                 f"from 0 to {tokens}, the number of tokens in logp"
             )
+        elif short:
+            raise ValueError(f"max_seqlen is {most}, expected at least {int(ends.diff().max())}, the longest sequence")
 
     def _token_index(self, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Where each padded position lies in the packed row, and whether it lies inside its sequence."""
         lengths = ends.diff()
-        width = int(lengths.max()) if lengths.numel() else 0
+        width = self.max_seqlen
+        if width is None:
+            width = int(lengths.max()) if lengths.numel() else 0
         place = torch.arange(width, device=ends.device)
         inside = place < repeat(lengths, "s -> s 1")
         return torch.where(inside, repeat(ends[:-1], "s -> s 1") + place, 0), inside

@@ -364,7 +364,7 @@ def lay_out(samples: Sequence[Sample], packed: bool, device: torch.device | str)
     lengths = torch.tensor([len(sample.ids) for sample in samples])
     ids = join([torch.tensor(sample.ids) for sample in samples])
     mask = join([sample.padded([1.0] * (len(sample.ids) - sample.prompt)) for sample in samples]).bool()
-    fields = {
+    fields: dict[str, Any] = {
         "mask": mask,
         "rollout_logp": join([sample.padded(sample.rollout_logp) for sample in samples]),
         "old_logp": join([sample.padded(sample.old_logp) for sample in samples]),
@@ -376,13 +376,13 @@ def lay_out(samples: Sequence[Sample], packed: bool, device: torch.device | str)
     inputs: dict[str, Any] = {"input_ids": ids, "targets": ids.roll(-1, -1), "wanted": mask.roll(-1, -1)}
     if packed:
         cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-        fields["cu_seqlens"] = cu_seqlens
+        fields |= {"cu_seqlens": cu_seqlens, "max_seqlen": int(lengths.max())}
         positions = torch.arange(len(ids)) - cu_seqlens[:-1].repeat_interleave(lengths)
         inputs = {name: rearrange(value, "n -> 1 n") for name, value in inputs.items()}
         inputs["position_ids"] = rearrange(positions, "n -> 1 n")  # sdpa masks by their restarts
         # Flash attention reads these; other attentions leave them alone.
         inputs |= {"cu_seq_lens_q": cu_seqlens.int(), "cu_seq_lens_k": cu_seqlens.int()}
-        inputs |= {"max_length_q": int(lengths.max()), "max_length_k": int(lengths.max())}
+        inputs |= {"max_length_q": fields["max_seqlen"], "max_length_k": fields["max_seqlen"]}
     else:
         inputs["attention_mask"] = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
 

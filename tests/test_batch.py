@@ -1,5 +1,6 @@
 """Bad input is refused at the door: the message names the field, what came and what was wanted."""
 
+import dataclasses
 import math
 import re
 
@@ -88,8 +89,23 @@ def test_cu_seqlens_are_not_looked_at_where_that_would_wait():
     ends = torch.zeros(3, dtype=torch.int32, device="meta")
     with Seen():
         batch = Batch.packed(logp=tokens, advantages=tokens[:2], mask=tokens, cu_seqlens=ends)
+        dataclasses.replace(batch, max_seqlen=4)
     assert batch.sequences == 2
-    assert asserted == ["cu_seqlens does not rise from 0 to 5, the number of tokens in logp"]
+    rises = "cu_seqlens does not rise from 0 to 5, the number of tokens in logp"
+    assert asserted == [rises, rises, "max_seqlen is 4, which a sequence of cu_seqlens is longer than"]
+
+
+def test_max_seqlen():
+    ends, logp = torch.tensor([0, 2, 5]), torch.arange(5.0)
+    packed = Batch.packed(logp=logp, advantages=logp[:2], mask=torch.ones(5), cu_seqlens=ends, max_seqlen=4)
+    padded = packed.padded()
+    assert padded.logp.shape == (2, 4) and padded.max_seqlen is None
+    assert torch.equal(packed.repack(padded.logp), logp)
+    for wrong, message in ((2, "is 2, expected at least 3, the longest sequence"), (3.0, "is 3.0, expected a number")):
+        with pytest.raises(ValueError, match=f"max_seqlen {message}"):
+            dataclasses.replace(packed, max_seqlen=wrong)
+    with pytest.raises(ValueError, match="max_seqlen is 4 without cu_seqlens, expected None"):
+        dataclasses.replace(padded, max_seqlen=4)
 
 
 def test_packed_per_token_advantages():

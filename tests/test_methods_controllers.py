@@ -408,6 +408,26 @@ def test_nothing_waits_for_the_device(name, device, dtype, aggregate):
     assert len(control) == {"bapo": 2, "m2po": 1}.get(name, 0)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_statistics_of_packed_rows_wait_only_for_a_length_that_is_not_known(name):
+    loss_fn, batch = correction(name), batch_of(sequences=8)
+    per_token = {k: getattr(batch, k).flatten() for k in ("logp", "old_logp", "rollout_logp", "mask")}
+    rest = {k: getattr(batch, k) for k in ("advantages", "rewards", "group_ids")}
+    packed = Batch.packed(**per_token, **rest, cu_seqlens=torch.arange(9) * 24)
+    known = dataclasses.replace(packed, max_seqlen=30)
+    expected = loss_fn(batch, denominator=9.0).coefficient.flatten()
+    for given in (packed, known):
+        torch.testing.assert_close(loss_fn(given, denominator=9.0).coefficient, expected, rtol=0, atol=0)
+    for device in ("cpu", "meta"):
+        given = on(device, known)  # where a CPU looks at it
+        loss_fn.resolve(loss_fn.statistics(given))  # tables that are made once for a device
+        with Waits() as recorder:
+            loss_fn.resolve(loss_fn.statistics(given))
+        assert recorder.waits == []
+    with pytest.raises(RuntimeError, match="item"):
+        loss_fn.statistics(on("meta", packed))
+
+
 # -- numbers that are tensors --------------------------------------------------------------------------------
 
 STATIONS = [

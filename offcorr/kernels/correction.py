@@ -149,13 +149,20 @@ def _prepare(loss_fn: Correction, batch: Batch, denominator: float | Tensor | No
 
 
 def _parts(batch: Batch) -> int:
-    """How many programs should share a row.  The longest row of a packed batch is not known here, the mean is."""
+    """How many programs should share a row, by the mean row."""
     rows, tokens = batch.sequences, batch.logp.numel()
     if tokens <= 2 * PART * rows:
         return 1
-    longest = batch.logp.shape[1] if batch.cu_seqlens is None else tokens
+    longest = _longest(batch)
     most = min(-(-FILL // rows), _power_of_two(longest, BLOCK))  # a program looks at all the parts of its row at once
     return min(most, -(-longest // PART))
+
+
+def _longest(batch: Batch) -> int:
+    """No row is longer; what a packed batch may have at most, where it does not say."""
+    if batch.cu_seqlens is None:
+        return batch.logp.shape[1]
+    return batch.logp.numel() if batch.max_seqlen is None else batch.max_seqlen
 
 
 def _row_factor(loss_fn: Correction, batch: Batch) -> Tensor | None:
@@ -301,7 +308,7 @@ class _Call(NamedTuple):
 
     @property
     def block(self) -> int:
-        return _power_of_two(self.width or self.batch.logp.numel(), BLOCK)
+        return _power_of_two(_longest(self.batch), BLOCK)
 
     @property
     def options(self) -> dict[str, int]:
@@ -316,8 +323,7 @@ class _Call(NamedTuple):
     @property
     def part_length(self) -> int:
         """Positions of a row that one of them looks at: whole blocks."""
-        longest = self.width or self.batch.logp.numel()
-        return -(-longest // (self.parts * self.block)) * self.block
+        return -(-_longest(self.batch) // (self.parts * self.block)) * self.block
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -373,11 +379,12 @@ class _Call(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """The padded width.  Packed, it is looked up on the device, but only where a constant length is missing."""
-        if self.batch.cu_seqlens is None:
-            return self.width
+        """The padded width.  Packed, it is looked up on the device, but only where it is needed and not known."""
+        batch = self.batch
+        if batch.cu_seqlens is None or batch.max_seqlen is not None:
+            return _longest(batch)
         needed = AGGREGATIONS[self.loss_fn.aggregate].constant_length and self.loss_fn.max_length is None
-        return int(self.batch.cu_seqlens.diff().max()) if needed else 1
+        return int(batch.cu_seqlens.diff().max()) if needed else 1
 
 
 @functools.cache

@@ -195,3 +195,19 @@ def test_the_kernel_leaves_its_tickets_as_it_found_them():
     count = 1 + 20
     with fused.use("triton"):
         assert not fused._tickets_on(padded().logp.device, count).any()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_packed_batch_may_say_how_long_its_longest_row_is(split, monkeypatch):
+    if split:
+        for constant, value in {"BLOCK": 16, "PART": 16, "FILL": 12}.items():
+            monkeypatch.setattr(fused, constant, value)
+    batch = packed(padded(width=70, spread=0.1), [70, 0, 63])
+    loss_fn = offcorr.get("minpro")
+    for longest, block, part in ((None, 256, 48), (70, 128, 32), (100, 128, 32)):
+        given = dataclasses.replace(batch, max_seqlen=longest)
+        with fused.use("triton"):
+            call = fused._prepare(loss_fn, given, None)
+        assert (call.parts > 1) == split
+        assert call.part_length == part if split else call.block == block
+        within_budget(loss_fn, given)
