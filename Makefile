@@ -110,7 +110,7 @@ endif
 # Every pointwise part and one composition for each kind of span, interpreted and compiled ahead of time.
 test-triton: $(TRITONS:%=test-triton-%)  ## the kernels on the oldest and newest supported triton
 
-TRITON_SELECTION := rebinding or odd_sizes or error_budget or every_span or a_composition_compiles
+TRITON_SELECTION := rebinding or odd_sizes or error_budget or every_span or whichever or controllers or a_composition_compiles
 
 test-triton-%: .venv-triton-%/installed
 	TRITON_INTERPRET=1 .venv-triton-$*/bin/python -m pytest -q -n $(WORKERS) -m "not slow" \

@@ -138,8 +138,8 @@ def measure(targets: list[str], names: list[str]) -> list[dict[str, Any]]:
                 step = "" if kernel is one["kernels"][-1] else ", summary"
                 rows.append({"methods": methods, "layout": layout + step, "target": target, **found})
     for target, divides in itertools.product(targets, (False, True)):
-        columns = [torch.empty(1), torch.empty(1), torch.empty(1), None, 2048, 64, 1, 1, 2048]
-        specialised = signature(divide_by_kept, columns, fused.BLOCK, DIVIDES=divides)
+        given = [torch.empty(1), torch.empty(1), torch.empty(1), None, 2048, 1, 2048]
+        specialised = signature(divide_by_kept, given, fused.BLOCK, SERIES=2, DIVIDES=divides)
         found = resources(target, divide_by_kept, *specialised, {"num_warps": fused.WARPS})
         layout = "by Z and each row's count" if divides else "by Z"
         rows.append({"methods": "(count_rejected=False: dividing)", "layout": layout, "target": target, **found})

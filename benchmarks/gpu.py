@@ -405,6 +405,7 @@ def sweep(run: Run) -> None:
         shared = [{"FILL": fill, "PART": part} for fill in (512, 256, 1024) for part in (4096, 2048, 16384)]
         shared += [{"WARPS": warps, "REGISTERS": registers} for warps, registers in tried]
         settings += [((16, 2**20), one) for one in shared]
+        settings += [((512, 512), {"ALONE": alone}) for alone in (256, 64, 512)]
     else:
         settings = [((2, 20), {"BLOCK": 16}), ((2, 20), {"BLOCK": 32, "WARPS": 2}), ((1, 99), {"PART": 16})]
     for (shape, setting), name in itertools.product(settings, names):

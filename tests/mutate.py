@@ -316,8 +316,8 @@ MUTATIONS = [
     Mutation(
         "a part of a row counts as a row",
         METERING,
-        "slots, count, SPLIT)",
-        "slots, count, False)",
+        "count, SIZE, SPLIT)",
+        "count, SIZE, False)",
         f"{KERNEL}::test_every_method_on_split_rows dapo",
     ),
     Mutation(

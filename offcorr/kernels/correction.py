@@ -212,7 +212,7 @@ class Outputs(NamedTuple):
     """What the kernel writes, in the order of its arguments."""
 
     coefficient: Tensor
-    partials: Tensor  # [columns, slots], an entry of every program and of every group
+    partials: Tensor  # an entry of every program, then one of every group
     merged: Tensor  # float64, the metrics
     totals: Tensor  # [2]: the loss, and what it was divided by where the kernel found that
     tickets: Tensor
@@ -261,10 +261,9 @@ class _Call(NamedTuple):
             outputs.totals,
             self.cu_seqlens,
             self.width,
-            self.entries,
-            self.group,
             self.parts,
             self.part_length,
+            SERIES=len(self.composition.series),
             DIVIDES=self.composition.divides_by == "kept",
             BLOCK=self.block,
         )
@@ -279,7 +278,7 @@ class _Call(NamedTuple):
         slots = self.entries + (self.groups if self.group > 1 else 0)
         return Outputs(
             torch.empty(self.batch.logp.shape, dtype=torch.float32, device=device),
-            torch.empty(self.layout.columns, slots, dtype=torch.float32, device=device),
+            torch.empty(slots, self.layout.entry, dtype=torch.float32, device=device),
             torch.empty(self.layout.size, dtype=torch.float64, device=device),
             torch.empty(2, dtype=torch.float32, device=device),
             _tickets_on(device, 1 + self.groups),
@@ -287,7 +286,7 @@ class _Call(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Programs, each of which leaves an entry in the columns of the metrics."""
+        """Programs, each of which leaves an entry of numbers."""
         return self.batch.sequences * self.parts
 
     @property
@@ -406,9 +405,9 @@ def _on(device: torch.device) -> Any:
 class Layout(NamedTuple):
     """Where the numbers that programs leave belong in the vector of the metrics."""
 
-    places: Tensor  # int32, for ``metering_triton._place``: [WIDE, PLACES] of the loss, of every series and its bins
+    places: Tensor  # int32, [WIDE, PLACES] of the loss, and two of every series: its numbers, and its bins
     names: list[str]  # of the metrics, in their order in the vector
-    columns: int
+    entry: int  # numbers of one
     size: int
 
 
@@ -451,11 +450,9 @@ def _layout(series: tuple[str, ...], device: torch.device) -> Layout:
             "ppl_first": [mismatch["ppl_ratio"]],
         }
         tables.append(table(metering.MISMATCH_COLUMNS[:-1], places))
-        for first in range(0, Histogram.size, int(metering.WIDE)):
-            bins = [str(first + i) for i in range(int(metering.WIDE))]
-            tables.append(table(tuple(bins), {name: [mismatch["abs_histogram"] + int(name)] for name in bins}))
-    columns = int(metering.LOSS_SIZE) + len(series) * int(metering.MISMATCH_SIZE)
-    return Layout(torch.tensor(tables, dtype=torch.int32, device=device), list(at), columns, size)
+        tables.append(table(("histogram",), {"histogram": [mismatch["abs_histogram"]]}))  # where its bins begin
+    entry = int(metering.WIDE) + len(series) * int(metering.SERIES_SIZE)
+    return Layout(torch.tensor(tables, dtype=torch.int32, device=device), list(at), entry, size)
 
 
 def _tickets_on(device: torch.device, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Metric accumulators in a kernel: every program leaves a column of numbers, the last one to end merges them.
+"""Metric accumulators in a kernel: every program leaves an entry of numbers, the last one to end merges them.
 
 Sums are taken in a fixed order, and the one atomic is an integer: who comes last is chance, what it computes is not.
 """
@@ -37,17 +37,15 @@ MISMATCH_COLUMNS = (
     "histogram",  # 64 columns, added up
 )
 BINS: tl.constexpr = tl.constexpr(64)
+WIDE: tl.constexpr = tl.constexpr(16)
+"""Columns of the loss, and of a series before its bins."""
 LOSS_SIZE: tl.constexpr = tl.constexpr(len(LOSS_COLUMNS))
-MISMATCH_NUMBERS: tl.constexpr = tl.constexpr(MISMATCH_COLUMNS.index("histogram"))
-MISMATCH_SUMS: tl.constexpr = tl.constexpr(MISMATCH_COLUMNS.index("max"))
-MISMATCH_SIZE: tl.constexpr = tl.constexpr(MISMATCH_COLUMNS.index("histogram") + 64)
+SERIES_SIZE: tl.constexpr = tl.constexpr(16 + 64)
 
 LOSS, KEPT, VALID, ROWS = (tl.constexpr(LOSS_COLUMNS.index(name)) for name in ("loss", "kept", "valid", "rows"))
-SEEN, K1 = (tl.constexpr(MISMATCH_COLUMNS.index(name)) for name in ("seen", "k1"))
+SEEN, K1, PRESENT = (tl.constexpr(MISMATCH_COLUMNS.index(name)) for name in ("seen", "k1", "rows"))
 MAX, TOP, SEQ, PPL = (tl.constexpr(MISMATCH_COLUMNS.index(name)) for name in ("max", "top", "seq_top", "ppl_top"))
 
-WIDE: tl.constexpr = tl.constexpr(16)
-"""Columns that are merged together; the loss has fewer, a series as many, and four times as many bins."""
 LANES: tl.constexpr = tl.constexpr(64)
 """Entries that are merged together."""
 
@@ -120,29 +118,32 @@ def mismatch_step(state, d, seen, edges_ptr):
 
 
 @triton.jit
-def mismatch_store(state, first, column_ptr, slots):
-    """``column_ptr``: this program's entry in the series' first column; columns lie ``slots`` numbers apart.
+def _added_but_the_third(a, b, c, d, e, f, g, a2, b2, c2, d2, e2, f2, g2):
+    return a + a2, b + b2, tl.maximum(c, c2), d + d2, e + e2, f + f2, g + g2
 
-    ``first``: |d| at the row's first valid token, below 0 where there is none to compare.
-    """
+
+@triton.jit
+def mismatch_store(state, first, series_ptr):
+    """``first``: |d| at the row's first valid token, below 0 where there is none to compare."""
     size_sum, count, largest, k1, k3, top, moment, second, bins = state
-    minus_d, seen = tl.sum(k1, 0), tl.sum(count, 0)
+    size_sum, seen, largest, minus_d, k3, moment, second = tl.reduce(
+        (size_sum, count, largest, k1, k3, moment, second), 0, _added_but_the_third
+    )
     column = tl.arange(0, WIDE)
-    numbers = tl.zeros([WIDE], tl.float32)
-    numbers = tl.where(column == 0, tl.sum(size_sum, 0), numbers)
+    numbers = tl.where(column == 0, size_sum, 0.0)
     numbers = tl.where(column == SEEN, seen, numbers)
     numbers = tl.where(column == K1, minus_d, numbers)
-    numbers = tl.where(column == 3, tl.sum(k3, 0), numbers)
+    numbers = tl.where(column == 3, k3, numbers)
     numbers = tl.where(column == 4, tl.maximum(first, 0.0), numbers)
     numbers = tl.where(column == 5, tl.where(first >= 0, 1.0, 0.0), numbers)
-    numbers = tl.where(column == MAX, tl.max(largest, 0), numbers)
+    numbers = tl.where(column == MAX, largest, numbers)
     numbers = tl.where(column == TOP, top, numbers)
-    numbers = tl.where(column == TOP + 1, tl.sum(moment, 0), numbers)
-    numbers = tl.where(column == TOP + 2, tl.sum(second, 0), numbers)
+    numbers = tl.where(column == TOP + 1, moment, numbers)
+    numbers = tl.where(column == TOP + 2, second, numbers)
     numbers = _of_a_row(numbers, minus_d, seen)
-    tl.store(column_ptr + column.to(tl.int64) * slots, numbers)
+    tl.store(series_ptr + column, numbers)
     number = tl.arange(0, 128)
-    tl.store(column_ptr + (number + MISMATCH_NUMBERS).to(tl.int64) * slots, bins.to(tl.float32), mask=number < BINS)
+    tl.store(series_ptr + WIDE + number, bins.to(tl.float32), mask=number < BINS)
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def _of_a_row(numbers, minus_d, seen):
     """[WIDE] with the columns that hold something of whole rows: one row, of which all is known."""
     column = tl.arange(0, WIDE)
     present = tl.where(seen > 0, 1.0, 0.0)
-    numbers = tl.where(column == MISMATCH_SUMS - 1, present, numbers)
+    numbers = tl.where(column == PRESENT, present, numbers)
     numbers = tl.where(column == SEQ, tl.where(seen > 0, -minus_d, _NOTHING), numbers)
     numbers = tl.where((column == SEQ + 1) | (column == SEQ + 2), present, numbers)
     # clamped as in the reference, where e^700 is still a number
@@ -163,53 +164,55 @@ def _of_a_row(numbers, minus_d, seen):
 def loss_start(BLOCK: tl.constexpr):
     zeros = tl.zeros([BLOCK // FOLD], tl.float32)
     none = tl.zeros([BLOCK // FOLD], tl.int32)
-    return zeros, zeros, zeros, none, none, none, none
+    return zeros, zeros, zeros, none, none, none, none, none, none, none
 
 
 @triton.jit
-def _pair(mask, low, high):
-    """Two counts in one word: 16 bits each are enough for rows of 16 million tokens."""
-    return _folded(tl.where(mask & low, 1, 0) + tl.where(mask & high, 65536, 0))
+def _count(mask, where):
+    return _folded(tl.where(mask & where, 1, 0))
 
 
 @triton.jit
 def loss_step(state, mask, loss, held_back, truncated, kept, vetoed, weight, coefficient, unscored, nonfinite):
-    total, clipped, weights, kept_bounded, vetoed_zero, blind_bad, valid = state
+    total, clipped, weights, bounded, keeps, vetoes, zeros, blind, bad, valid = state
     return (
         total + _folded(loss),
         clipped + _folded(tl.where(mask, held_back, 0.0)),
         weights + _folded(tl.where(mask, weight, 0.0)),
-        kept_bounded + _pair(mask, kept, truncated),
-        vetoed_zero + _pair(mask, vetoed, coefficient == 0),
-        blind_bad + _pair(mask, unscored, nonfinite),
+        bounded + _count(mask, truncated),
+        keeps + _count(mask, kept),
+        vetoes + _count(mask, vetoed),
+        zeros + _count(mask, coefficient == 0),
+        blind + _count(mask, unscored),
+        bad + _count(mask, nonfinite),
         valid + _folded(tl.where(mask, 1, 0)),
     )
 
 
 @triton.jit
-def _total(words, high: tl.constexpr):
-    return tl.sum((words >> 16) & 65535 if high else words & 65535, 0).to(tl.float32)
+def _all_added(a, b, c, d, e, f, g, h, i, j, a2, b2, c2, d2, e2, f2, g2, h2, i2, j2):
+    return a + a2, b + b2, c + c2, d + d2, e + e2, f + f2, g + g2, h + h2, i + i2, j + j2
 
 
 @triton.jit
-def loss_store(state, column_ptr, slots, DIVIDES: tl.constexpr):
+def loss_store(state, entry_ptr, DIVIDES: tl.constexpr):
     """``DIVIDES``: the loss is divided by how many of its row's tokens were kept (see ``merge``)."""
-    total, clipped, weights, kept_bounded, vetoed_zero, blind_bad, valid = state
-    kept, valid_sum = _total(kept_bounded, False), tl.sum(valid, 0).to(tl.float32)
+    # All of them together: a reduction by itself is as long a wait as one of ten.
+    total, clipped, weights, bounded, kept, vetoed, zero, blind, bad, valid = tl.reduce(state, 0, _all_added)
     column = tl.arange(0, WIDE)
-    numbers = tl.where(column == LOSS, tl.sum(total, 0), 0.0)
-    numbers = tl.where(column == 1, tl.sum(clipped, 0), numbers)
-    numbers = tl.where(column == 2, _total(kept_bounded, True), numbers)
-    numbers = tl.where(column == KEPT, kept, numbers)
-    numbers = tl.where(column == 4, valid_sum - kept, numbers)
-    numbers = tl.where(column == 5, _total(vetoed_zero, False), numbers)
-    numbers = tl.where(column == 6, tl.sum(weights, 0), numbers)
-    numbers = tl.where(column == 7, _total(vetoed_zero, True), numbers)
-    numbers = tl.where(column == 8, _total(blind_bad, False), numbers)
-    numbers = tl.where(column == 9, _total(blind_bad, True), numbers)
-    numbers = tl.where(column == VALID, valid_sum, numbers)
-    numbers = _of_a_rows_loss(numbers, kept, valid_sum, DIVIDES)
-    tl.store(column_ptr + column.to(tl.int64) * slots, numbers, mask=column < LOSS_SIZE)
+    numbers = tl.where(column == LOSS, total, 0.0)
+    numbers = tl.where(column == 1, clipped, numbers)
+    numbers = tl.where(column == 2, bounded.to(tl.float32), numbers)
+    numbers = tl.where(column == KEPT, kept.to(tl.float32), numbers)
+    numbers = tl.where(column == 4, (valid - kept).to(tl.float32), numbers)
+    numbers = tl.where(column == 5, vetoed.to(tl.float32), numbers)
+    numbers = tl.where(column == 6, weights, numbers)
+    numbers = tl.where(column == 7, zero.to(tl.float32), numbers)
+    numbers = tl.where(column == 8, blind.to(tl.float32), numbers)
+    numbers = tl.where(column == 9, bad.to(tl.float32), numbers)
+    numbers = tl.where(column == VALID, valid.to(tl.float32), numbers)
+    numbers = _of_a_rows_loss(numbers, kept.to(tl.float32), valid.to(tl.float32), DIVIDES)
+    tl.store(entry_ptr + column, numbers)
 
 
 @triton.jit
@@ -225,8 +228,12 @@ def _of_a_rows_loss(numbers, kept, valid, DIVIDES: tl.constexpr):
 
 @triton.jit
 def _arrive(ticket_ptr, members):
-    """Whether this program is the last of ``members`` to come here; it may read what the others stored before."""
-    tl.debug_barrier()  # what this program's other threads stored is stored
+    """Whether this program is the last of ``members`` to come here; it may read what the others stored before.
+
+    The barrier and the atomic's release order the stores of all its threads, on NVIDIA GPUs.  On AMD's a barrier waits
+    for no other wave's stores: there the first wave, whose atomic it is, stores an entry alone, a number a thread.
+    """
+    tl.debug_barrier()
     before = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
     if before == members - 1:
@@ -235,9 +242,9 @@ def _arrive(ticket_ptr, members):
 
 
 @triton.jit
-def slots_of(entries, group):
-    """How far apart columns lie: an entry for every program, and one for every group of them."""
-    return entries.to(tl.int64) + tl.where(group > 1, tl.cdiv(entries, group), 0)
+def entry_size(SERIES: tl.constexpr):
+    """Numbers of an entry: those of the loss, then those of every series."""
+    return WIDE + SERIES * SERIES_SIZE
 
 
 @triton.jit
@@ -247,62 +254,46 @@ def _one(numbers, AT: tl.constexpr):
 
 
 @triton.jit
-def _sums(column_ptr, slots, count, COLUMNS: tl.constexpr, USED: tl.constexpr):
-    """[COLUMNS] of as many neighbouring columns, over ``count`` neighbouring entries."""
-    column, lanes = tl.arange(0, COLUMNS), tl.arange(0, LANES)
-    total = tl.zeros([COLUMNS, LANES], tl.float64)
+def _merged_loss(entry_ptr, count, SIZE: tl.constexpr):
+    """[WIDE], the sums over ``count`` entries."""
+    lanes, column = tl.arange(0, LANES)[:, None], tl.arange(0, WIDE)[None, :]
+    total = tl.zeros([WIDE], tl.float64)
     for first in range(0, count, LANES):
-        inside = (column < USED)[:, None] & (first + lanes < count)[None, :]
-        place = column.to(tl.int64)[:, None] * slots + (first + lanes)[None, :]
-        total += tl.load(column_ptr + place, mask=inside, other=0.0).to(tl.float64)
-    return tl.sum(total, 1)
+        numbers = tl.load(entry_ptr + lanes * SIZE + column, mask=first + lanes < count, other=0.0)
+        total += tl.sum(numbers.to(tl.float64), 0)
+        entry_ptr += LANES * SIZE
+    return total
 
 
 @triton.jit
-def _largest(column_ptr, count, least):
-    lanes = tl.arange(0, LANES)
-    largest = tl.zeros([LANES], tl.float32) + least
-    for first in range(0, count, LANES):
-        largest = tl.maximum(largest, tl.load(column_ptr + first + lanes, mask=first + lanes < count, other=least))
-    return tl.max(largest, 0).to(tl.float64)
+def _merged_series(series_ptr, count, SIZE: tl.constexpr, ROW: tl.constexpr):
+    """A series over ``count`` entries: [WIDE] numbers and [BINS]; ``ROW``: they are the parts of one row.
 
-
-@triton.jit
-def _scaled_sum(column_ptr, top_ptr, top, count, power):
-    """Sum of a column whose entries are scaled by e^(-power * their own top), scaled by e^(-power * top)."""
-    lanes = tl.arange(0, LANES)
-    total = tl.zeros([LANES], tl.float64)
+    What is scaled has, before it, the column of the exponent that it is scaled by, and is scaled anew by the largest.
+    """
+    lanes, column, number = tl.arange(0, LANES)[:, None], tl.arange(0, WIDE), tl.arange(0, BINS)[None, :]
+    scaled_by = tl.where(column >= PPL, PPL, tl.where(column >= SEQ, SEQ, tl.where(column >= TOP, TOP, column)))
+    power = (column - scaled_by).to(tl.float32)
+    scaled = column > scaled_by
+    top = tl.zeros([WIDE], tl.float32) + _NOTHING
+    total = tl.zeros([WIDE], tl.float64)
+    bins = tl.zeros([BINS], tl.int32)
     for first in range(0, count, LANES):
         inside = first + lanes < count
-        shift = tl.load(top_ptr + first + lanes, mask=inside, other=_NOTHING).to(tl.float64) - top
-        scaled = tl.load(column_ptr + first + lanes, mask=inside, other=0.0).to(tl.float64)
-        total += scaled * tl.exp(power * shift)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _merged_moments(numbers, AT: tl.constexpr, SECOND: tl.constexpr, column_ptr, slots, count):
-    """[WIDE] with the columns AT, AT + 1 and, with SECOND, AT + 2."""
-    column, top_ptr = tl.arange(0, WIDE), column_ptr + slots * AT
-    top = _largest(top_ptr, count, _NOTHING)
-    numbers = tl.where(column == AT, top, numbers)
-    numbers = tl.where(column == AT + 1, _scaled_sum(top_ptr + slots, top_ptr, top, count, 1.0), numbers)
-    if SECOND:
-        numbers = tl.where(column == AT + 2, _scaled_sum(top_ptr + 2 * slots, top_ptr, top, count, 2.0), numbers)
-    return numbers
-
-
-@triton.jit
-def _merged_mismatch(column_ptr, slots, count, ROW: tl.constexpr):
-    """[WIDE], a series' numbers over ``count`` entries; ``ROW``: they are the parts of one row."""
-    column = tl.arange(0, WIDE)
-    numbers = _sums(column_ptr, slots, count, WIDE, MISMATCH_SUMS)
-    numbers = tl.where(column == MAX, _largest(column_ptr + slots * MAX, count, 0.0), numbers)
-    numbers = _merged_moments(numbers, TOP, True, column_ptr, slots, count)
+        # Everything is asked for before anything is waited for.
+        numbers = tl.load(series_ptr + lanes * SIZE + column[None, :], mask=inside, other=0.0)
+        tops = tl.load(series_ptr + lanes * SIZE + scaled_by[None, :], mask=inside, other=_NOTHING)
+        counts = tl.load(series_ptr + lanes * SIZE + WIDE + number, mask=inside, other=0.0)
+        largest = tl.maximum(top, tl.max(tops, 0))
+        numbers *= tl.where(scaled[None, :], tl.exp(power[None, :] * (tops - largest[None, :])), 1.0)
+        total = total * tl.where(scaled, tl.exp(power * (top - largest)), 1.0) + tl.sum(numbers.to(tl.float64), 0)
+        bins += tl.sum(counts.to(tl.int32), 0)
+        top = largest
+        series_ptr += LANES * SIZE
+    total = tl.where((column == MAX) | (column == TOP) | (column == SEQ) | (column == PPL), top, total)
     if ROW:
-        return _of_a_row(numbers, _one(numbers, K1), _one(numbers, SEEN))
-    numbers = _merged_moments(numbers, SEQ, True, column_ptr, slots, count)
-    return _merged_moments(numbers, PPL, False, column_ptr, slots, count)
+        total = _of_a_row(total, _one(total, K1), _one(total, SEEN))
+    return total, bins
 
 
 @triton.jit
@@ -330,48 +321,45 @@ def merge(
         UNIT: the column that Z is the sum of, where Z is not known before (``count_rejected=False``); else None.
         DIVIDES: together with that, the loss of a row is divided by how many of its tokens were kept.
     """
-    slots = slots_of(entries, group)
-    first, count = entries * 0, entries
+    SIZE: tl.constexpr = entry_size(SERIES)
+    from_ptr, count = partials_ptr, entries
     last = entry >= 0
     if group > 1:
-        first, count = entries, tl.cdiv(entries, group)
         number = entry // group
         members = tl.minimum(group, entries - number * group)
         last = _arrive(tickets_ptr + 1 + number, members)
+        groups_ptr = partials_ptr + entries.to(tl.int64) * SIZE
         if last:
-            _merge_group(
-                partials_ptr + number * group, partials_ptr + entries + number, slots, members, SERIES, SPLIT, DIVIDES
-            )
+            own_ptr = partials_ptr + (number * group).to(tl.int64) * SIZE
+            _merge_group(own_ptr, groups_ptr + number.to(tl.int64) * SIZE, members, SERIES, SPLIT, DIVIDES)
+        from_ptr, count = groups_ptr, tl.cdiv(entries, group)
     if last:
         if _arrive(tickets_ptr, count):
-            _publish(partials_ptr + first, places_ptr, merged_ptr, totals_ptr, slots, count, rows, SERIES, UNIT)
+            _publish(from_ptr, places_ptr, merged_ptr, totals_ptr, count, rows, SERIES, UNIT)
 
 
 @triton.jit
-def _merge_group(from_ptr, to_ptr, slots, count, SERIES: tl.constexpr, SPLIT: tl.constexpr, DIVIDES: tl.constexpr):
+def _merge_group(from_ptr, to_ptr, count, SERIES: tl.constexpr, SPLIT: tl.constexpr, DIVIDES: tl.constexpr):
     """Merge ``count`` entries into one."""
+    SIZE: tl.constexpr = entry_size(SERIES)
     column = tl.arange(0, WIDE)
-    numbers = _sums(from_ptr, slots, count, WIDE, LOSS_SIZE)
+    numbers = _merged_loss(from_ptr, count, SIZE)
     if SPLIT:
         numbers = _of_a_rows_loss(numbers, _one(numbers, KEPT), _one(numbers, VALID), DIVIDES)
-    tl.store(to_ptr + column.to(tl.int64) * slots, numbers.to(tl.float32), mask=column < LOSS_SIZE)
+    tl.store(to_ptr + column, numbers.to(tl.float32))
     for series in range(SERIES):
-        skip = slots * (LOSS_SIZE + series * MISMATCH_SIZE)
-        numbers = _merged_mismatch(from_ptr + skip, slots, count, SPLIT)
-        tl.store(to_ptr + skip + column.to(tl.int64) * slots, numbers.to(tl.float32))
-        for bins in range(BINS // WIDE):
-            bins_at = skip + slots * (MISMATCH_NUMBERS + bins * WIDE)
-            counts = _sums(from_ptr + bins_at, slots, count, WIDE, WIDE)
-            tl.store(to_ptr + bins_at + column.to(tl.int64) * slots, counts.to(tl.float32))
+        skip = WIDE + series * SERIES_SIZE
+        numbers, bins = _merged_series(from_ptr + skip, count, SIZE, SPLIT)
+        tl.store(to_ptr + skip + column, numbers.to(tl.float32))
+        tl.store(to_ptr + skip + WIDE + tl.arange(0, BINS), bins.to(tl.float32))
 
 
 @triton.jit
-def _publish(
-    from_ptr, places_ptr, merged_ptr, totals_ptr, slots, count, rows, SERIES: tl.constexpr, UNIT: tl.constexpr
-):
+def _publish(from_ptr, places_ptr, merged_ptr, totals_ptr, count, rows, SERIES: tl.constexpr, UNIT: tl.constexpr):
     """Merge ``count`` entries into the vector of accumulators, float64, each number to its places."""
+    SIZE: tl.constexpr = entry_size(SERIES)
     column = tl.arange(0, WIDE)
-    numbers = _sums(from_ptr, slots, count, WIDE, LOSS_SIZE)
+    numbers = _merged_loss(from_ptr, count, SIZE)
     # "skipped": the two columns after the last, none of all rows
     _place(tl.where(column == LOSS_SIZE + 1, rows, numbers), places_ptr, merged_ptr)
     loss = _one(numbers, LOSS)
@@ -381,17 +369,15 @@ def _publish(
         loss = loss / z
     tl.store(totals_ptr, loss.to(tl.float32))
     for series in range(SERIES):
-        of_ptr = from_ptr + slots * (LOSS_SIZE + series * MISMATCH_SIZE)
-        numbers = _merged_mismatch(of_ptr, slots, count, False)
+        numbers, bins = _merged_series(from_ptr + WIDE + series * SERIES_SIZE, count, SIZE, False)
         perplexity = _one(numbers, PPL + 1) * tl.exp(_one(numbers, PPL))
         numbers = tl.where(column == PPL + 1, perplexity, numbers)
         # as an empty accumulator has it
         numbers = tl.where(((column == TOP) | (column == SEQ)) & (numbers <= _NOTHING), -1e300, numbers)
-        places_of_ptr = places_ptr + (1 + series * (1 + BINS // WIDE)) * WIDE * PLACES
+        places_of_ptr = places_ptr + (1 + series * 2) * WIDE * PLACES
         _place(numbers, places_of_ptr, merged_ptr)
-        for bins in range(BINS // WIDE):
-            counts = _sums(of_ptr + slots * (MISMATCH_NUMBERS + bins * WIDE), slots, count, WIDE, WIDE)
-            _place(counts, places_of_ptr + (1 + bins) * WIDE * PLACES, merged_ptr)
+        first_bin = tl.load(places_of_ptr + WIDE * PLACES)
+        tl.store(merged_ptr + first_bin + tl.arange(0, BINS), bins.to(tl.float64))
 
 
 @triton.jit
@@ -402,17 +388,16 @@ def _place(numbers, places_ptr, merged_ptr):
     tl.store(merged_ptr + place, spread, mask=place >= 0)
 
 
-@triton.jit(do_not_specialize=["entries", "group", "parts", "part_length"])
+@triton.jit(do_not_specialize=["parts", "part_length"])
 def divide_by_kept(
     coefficient_ptr,
     partials_ptr,
     totals_ptr,
     cu_seqlens_ptr,
     width,
-    entries,
-    group,
     parts,
     part_length,
+    SERIES: tl.constexpr,
     DIVIDES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -420,11 +405,11 @@ def divide_by_kept(
     entry = tl.program_id(0)
     row = entry // parts
     start, _, begin, end = stretch(cu_seqlens_ptr, width, row, entry % parts, part_length)
-    slots = slots_of(entries, group)
     scale = 1.0 / tl.load(totals_ptr + 1)
     if DIVIDES:
-        kept = _sums(partials_ptr + slots * KEPT + row * parts, slots, parts, 1, 1)
-        scale = scale / tl.maximum(tl.sum(kept, 0).to(tl.float32), 1.0)
+        SIZE: tl.constexpr = entry_size(SERIES)
+        numbers = _merged_loss(partials_ptr + row.to(tl.int64) * parts * SIZE, parts, SIZE)
+        scale = scale / tl.maximum(_one(numbers, KEPT).to(tl.float32), 1.0)
     lanes = tl.arange(0, BLOCK)
     for first in range(begin, end, BLOCK):
         index = first + lanes

@@ -462,8 +462,9 @@ tally = metering.loss_step(
     def tail(self) -> None:
         composition = self.composition
         divides = composition.divides_by == "kept"
-        self.write("slots = metering.slots_of(entries, group)")
-        self.write(f"metering.loss_store(tally, partials_ptr + entry, slots, {divides and not self.split})")
+        size = f"metering.entry_size({len(composition.series)})"
+        self.write(f"entry_ptr = partials_ptr + entry.to(tl.int64) * {size}")
+        self.write(f"metering.loss_store(tally, entry_ptr, {divides and not self.split})")
         if composition.series:
             # The row's first valid token once more, in every lane.
             self.write("index = lanes * 0 + length - tl.max(before_end, 0)\ninside = index < length")
@@ -473,8 +474,8 @@ tally = metering.loss_step(
             self.write(f"first_token = tl.max(tl.where({_COMPARED[of]}, tl.abs({d}), -1.0), 0)")
             if self.split:
                 self.write("first_token = tl.where(count_earlier > 0, -1.0, first_token)")
-            skip = f"slots * (metering.LOSS_SIZE + {number} * metering.MISMATCH_SIZE)"
-            self.write(f"metering.mismatch_store(metered_{of}, first_token, partials_ptr + {skip} + entry, slots)")
+            series_ptr = f"entry_ptr + metering.entry_size({number})"
+            self.write(f"metering.mismatch_store(metered_{of}, first_token, {series_ptr})")
         unit = f"metering.{composition.unit.upper()}" if composition.unit else "None"
         self.write(
             f"""
