@@ -321,10 +321,10 @@ MUTATIONS = [
         f"{KERNEL}::test_every_method_on_split_rows dapo",
     ),
     Mutation(
-        "the first program to come merges",
+        "the last program but one merges",
         METERING,
         "if _arrive(tickets_ptr, count):",
-        "if _arrive(tickets_ptr, 1):",
+        "if _arrive(tickets_ptr, count - 1):",
         f"{LAUNCHES}::test_whichever_comes_last",
     ),
     Mutation(

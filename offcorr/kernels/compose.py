@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -171,13 +172,16 @@ _UNITS: dict[str, Literal["kept", "rows"]] = {"tokens": "kept", "sequences": "ro
 
 
 def _parameters(loss_fn: Correction, device: torch.device) -> tuple[tuple[str, type[Any], frozenset[str]], ...]:
+    known = _params(loss_fn)
+    for _, params in known:
+        _refuse_odd_numbers(params)
     return tuple(
         (
             place.replace(".", "_"),
             type(params),
             frozenset(name for name, value in params._asdict().items() if _on(device, value)),
         )
-        for place, params in _params(loss_fn)
+        for place, params in known
     )
 
 
@@ -192,6 +196,17 @@ def numbers(loss_fn: Correction, device: torch.device) -> list[tuple[Any, ...]]:
 def _params(loss_fn: Correction) -> list[tuple[str, Any]]:
     known = ((place, station.params) for place, station in sorted(loss_fn.stations.items()))
     return [(place, params) for place, params in known if params]
+
+
+def _refuse_odd_numbers(params: Any) -> None:
+    """The kernel takes numbers by name, and reads one of a tensor."""
+    if not hasattr(params, "_asdict"):
+        raise NotFused(f"params is a {type(params).__name__}, expected a NamedTuple")
+    for name, value in params._asdict().items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise NotFused(f"{type(params).__name__}.{name} has shape {tuple(value.shape)}, expected a number")
+        if not isinstance(value, Real | Tensor):
+            raise NotFused(f"{type(params).__name__}.{name} is {value!r}, expected a number")
 
 
 def _on(device: torch.device, value: Any) -> bool:
