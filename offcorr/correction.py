@@ -186,7 +186,7 @@ class Correction:
             loss, coefficient, data = fused or known._reference(batch, denominator)
             if statistics is not None:
                 data = data | self._found(statistics, known, batch.logp.device)
-        return Output(_Attach.apply(batch.logp, loss, coefficient), coefficient, Metrics(data))
+        return Output(_Attach.apply(batch.logp, (loss, coefficient)), coefficient, Metrics(data))
 
     def statistics(self, batch: Batch) -> Statistics | None:
         """What batch-coupled stations need of this batch; merge over micro-batches and ranks.  None: nothing."""
@@ -374,16 +374,19 @@ class _Attach(torch.autograd.Function):
     """A scalar whose gradient with respect to ``logp`` is known already."""
 
     @staticmethod
-    def forward(ctx: Any, logp: Tensor, loss: Tensor, coefficient: Tensor) -> Tensor:
+    def forward(ctx: Any, logp: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
+        loss, coefficient = known  # no arguments of their own: the loss would be a view then, that nobody may add to
         ctx.save_for_backward(coefficient)
         ctx.dtype = logp.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # of create_graph=True: the coefficient would be taken for a constant
+            raise RuntimeError("the loss has first derivatives only: create_graph=True asks for more")
         (coefficient,) = ctx.saved_tensors
         if ctx.dtype == torch.float16:  # the one dtype whose range the product may leave
             limits = torch.finfo(ctx.dtype)
-            return (incoming * coefficient).clamp(limits.min, limits.max).to(ctx.dtype), None, None
+            return (incoming * coefficient).clamp(limits.min, limits.max).to(ctx.dtype), None
         gradient = torch.empty_like(coefficient, dtype=ctx.dtype)
-        return torch.mul(coefficient, incoming, out=gradient), None, None
+        return torch.mul(coefficient, incoming, out=gradient), None

@@ -123,3 +123,11 @@ def test_clamped_ratios_keep_their_gradient():
     """A token at e^30 counts as one at e^20, and is not cut to 0."""
     assert one(math.exp(30))(offcorr.get("token_is")) == pytest.approx(-math.exp(20))
     assert one(math.exp(30))(offcorr.Correction(gate=gates.Unclipped())) == pytest.approx(-math.exp(20))
+
+
+def test_second_derivatives_are_refused():
+    """The coefficient would be taken for a constant, and a penalty on the gradient for none."""
+    logp = torch.zeros(2, 3, requires_grad=True)
+    batch = offcorr.Batch(logp=logp, advantages=torch.ones(2), mask=torch.ones(2, 3).bool())
+    with pytest.raises(RuntimeError, match="first derivatives only: create_graph=True"):
+        torch.autograd.grad(offcorr.get("ppo")(batch).loss, logp, create_graph=True)

@@ -214,7 +214,8 @@ class Outputs(NamedTuple):
     coefficient: Tensor
     partials: Tensor  # an entry of every program, then one of every group
     merged: Tensor  # float64, the metrics
-    totals: Tensor  # [2]: the loss, and what it was divided by where the kernel found that
+    loss: Tensor
+    found_z: Tensor | None  # where the kernel has to find it
     tickets: Tensor
 
 
@@ -237,7 +238,7 @@ class _Call(NamedTuple):
                 self.divide_by_kept(outputs)
         sizes = [KINDS[name].kind.size for name in layout.names]
         metrics = dict(zip(layout.names, outputs.merged.split(sizes), strict=True))
-        return Fused(outputs.totals[0], outputs.coefficient, metrics)
+        return Fused(outputs.loss, outputs.coefficient, metrics)
 
     def launch(self, outputs: Outputs) -> None:
         from triton.compiler.errors import CompilationError
@@ -258,7 +259,7 @@ class _Call(NamedTuple):
         divide_by_kept[self.entries,](
             outputs.coefficient,
             outputs.partials,
-            outputs.totals,
+            outputs.found_z,
             self.cu_seqlens,
             self.width,
             self.parts,
@@ -280,7 +281,8 @@ class _Call(NamedTuple):
             torch.empty(self.batch.logp.shape, dtype=torch.float32, device=device),
             torch.empty(slots, self.layout.entry, dtype=torch.float32, device=device),
             torch.empty(self.layout.size, dtype=torch.float64, device=device),
-            torch.empty(2, dtype=torch.float32, device=device),
+            torch.empty((), dtype=torch.float32, device=device),
+            torch.empty((), dtype=torch.float32, device=device) if self.composition.unit else None,
             _tickets_on(device, 1 + self.groups),
         )
 

@@ -301,7 +301,8 @@ def merge(
     partials_ptr,
     places_ptr,
     merged_ptr,
-    totals_ptr,
+    loss_ptr,
+    found_z_ptr,
     tickets_ptr,
     entry,
     entries,
@@ -312,7 +313,7 @@ def merge(
     UNIT: tl.constexpr,
     DIVIDES: tl.constexpr,
 ):
-    """The last program merges every entry into ``merged_ptr`` and ``totals_ptr`` (the loss, what it was divided by).
+    """The last program merges every entry: the metrics, the loss and, where it is not known before, Z.
 
     Where there are many entries, the last of each ``group`` has merged its own before; entries of groups follow those
     of programs.  Where rows are split (``SPLIT``) a group is a row.
@@ -335,7 +336,7 @@ def merge(
         from_ptr, count = groups_ptr, tl.cdiv(entries, group)
     if last:
         if _arrive(tickets_ptr, count):
-            _publish(from_ptr, places_ptr, merged_ptr, totals_ptr, count, rows, SERIES, UNIT)
+            _publish(from_ptr, places_ptr, merged_ptr, loss_ptr, found_z_ptr, count, rows, SERIES, UNIT)
 
 
 @triton.jit
@@ -355,7 +356,9 @@ def _merge_group(from_ptr, to_ptr, count, SERIES: tl.constexpr, SPLIT: tl.conste
 
 
 @triton.jit
-def _publish(from_ptr, places_ptr, merged_ptr, totals_ptr, count, rows, SERIES: tl.constexpr, UNIT: tl.constexpr):
+def _publish(
+    from_ptr, places_ptr, merged_ptr, loss_ptr, found_z_ptr, count, rows, SERIES: tl.constexpr, UNIT: tl.constexpr
+):
     """Merge ``count`` entries into the vector of accumulators, float64, each number to its places."""
     SIZE: tl.constexpr = entry_size(SERIES)
     column = tl.arange(0, WIDE)
@@ -365,9 +368,9 @@ def _publish(from_ptr, places_ptr, merged_ptr, totals_ptr, count, rows, SERIES: 
     loss = _one(numbers, LOSS)
     if UNIT is not None:
         z = tl.maximum(_one(numbers, UNIT), 1.0)
-        tl.store(totals_ptr + 1, z.to(tl.float32))
+        tl.store(found_z_ptr, z.to(tl.float32))
         loss = loss / z
-    tl.store(totals_ptr, loss.to(tl.float32))
+    tl.store(loss_ptr, loss.to(tl.float32))
     for series in range(SERIES):
         numbers, bins = _merged_series(from_ptr + WIDE + series * SERIES_SIZE, count, SIZE, False)
         perplexity = _one(numbers, PPL + 1) * tl.exp(_one(numbers, PPL))
@@ -392,7 +395,7 @@ def _place(numbers, places_ptr, merged_ptr):
 def divide_by_kept(
     coefficient_ptr,
     partials_ptr,
-    totals_ptr,
+    found_z_ptr,
     cu_seqlens_ptr,
     width,
     parts,
@@ -405,7 +408,7 @@ def divide_by_kept(
     entry = tl.program_id(0)
     row = entry // parts
     start, _, begin, end = stretch(cu_seqlens_ptr, width, row, entry % parts, part_length)
-    scale = 1.0 / tl.load(totals_ptr + 1)
+    scale = 1.0 / tl.load(found_z_ptr)
     if DIVIDES:
         SIZE: tl.constexpr = entry_size(SERIES)
         numbers = _merged_loss(partials_ptr + row.to(tl.int64) * parts * SIZE, parts, SIZE)

@@ -14,7 +14,7 @@ ARGUMENTS = (
     *("logp_ptr", "old_logp_ptr", "rollout_logp_ptr", "advantages_ptr", "mask_ptr", "rewards_ptr"),
     *("turn_ids_ptr", "run_ids_ptr", "run_totals_ptr", "run_counts_ptr", "turn_means_ptr"),
     *("cu_seqlens_ptr", "row_factor_ptr", "summary_ptr", "edges_ptr", "places_ptr"),
-    *("coefficient_ptr", "partials_ptr", "merged_ptr", "totals_ptr", "tickets_ptr"),
+    *("coefficient_ptr", "partials_ptr", "merged_ptr", "loss_ptr", "found_z_ptr", "tickets_ptr"),
     *("row_weight", "z", "tokens", "width", "rows", "parts", "part_length", "group"),
 )
 """What every kernel takes before the stations' parameters, in order; an absent field is None."""
@@ -480,7 +480,7 @@ tally = metering.loss_step(
         self.write(
             f"""
 metering.merge(
-    partials_ptr, places_ptr, merged_ptr, totals_ptr, tickets_ptr, entry, entries, group, rows,
+    partials_ptr, places_ptr, merged_ptr, loss_ptr, found_z_ptr, tickets_ptr, entry, entries, group, rows,
     SERIES={len(composition.series)}, SPLIT={self.split}, UNIT={unit}, DIVIDES={divides},
 )
 """

@@ -211,3 +211,16 @@ def test_a_packed_batch_may_say_how_long_its_longest_row_is(split, monkeypatch):
         assert (call.parts > 1) == split
         assert call.part_length == part if split else call.block == block
         within_budget(loss_fn, given)
+
+
+def test_a_penalty_may_be_added_to_the_loss_in_place():
+    batch = padded(rows=2, width=5)
+    logp = torch.where(batch.mask, batch.logp, 0.0).requires_grad_()
+    for backend in ("reference", "triton"):
+        with fused.use(backend):
+            out = offcorr.get("ppo")(dataclasses.replace(batch, logp=logp))
+        loss = out.loss
+        loss += logp.sum()
+        loss *= 2
+        (gradient,) = torch.autograd.grad(loss, logp)
+        torch.testing.assert_close(gradient, 2 * (out.coefficient + 1))
