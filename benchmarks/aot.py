@@ -153,8 +153,8 @@ def main() -> None:
     rows = measure(options.targets, options.methods)
     head = (
         "Registers a thread / bytes spilled / bytes of shared memory; float32 unless said.\n"
-        f"Block {fused.BLOCK}, {fused.WARPS} warps, at most {fused.REGISTERS} registers on NVIDIA GPUs, triton "
-        f"{triton.__version__}.  Compiled ahead of time by `python benchmarks/aot.py`; nothing has run."
+        f"Block {fused.BLOCK}, {fused.WARPS} warps, on NVIDIA GPUs at most {fused.REGISTERS} registers for up to "
+        f"{fused.CROWDED} stations, triton {triton.__version__}.  Compiled ahead of time by `python benchmarks/aot.py`; nothing has run."
     )
     report(rows, head, ("methods", "layout"), options.output, block=fused.BLOCK, warps=fused.WARPS)
 

@@ -274,6 +274,19 @@ class Tokens:
             self._log_ratios[of] = LogRatio(raw.clamp(-LOG_LIMIT, LOG_LIMIT), raw, ours, theirs, compared)
         return self._log_ratios[of]
 
+    def inputs(self, of: Pair) -> dict[str, Any]:
+        """What a pointwise part may ask for (``station.INPUTS``) but ``value``, each [B, T]."""
+        pair = self.log_ratio(of)
+        return {
+            "log_ratio": pair.clamped,
+            "raw_log_ratio": pair.raw,
+            "logp": pair.logp,
+            "anchor_logp": pair.anchor_logp,
+            "advantage": self.advantages,
+            "position": self.rows.position,
+            "reward": self.reward,
+        }
+
     @property
     def reward(self) -> PerToken | None:
         """[B, T], the sequence's reward at each of its tokens."""

@@ -234,16 +234,8 @@ class Correction:
         ratio, value = log_ratio.exp() * slope, log_ratio
         if torch.is_grad_enabled() and not self.gate.detached:
             log_ratio = log_ratio + slope * (tokens.logp - tokens.logp.detach())
-        inputs = {
-            "log_ratio": log_ratio,
-            "raw_log_ratio": pair.raw,
-            "value": value,  # log_ratio as a constant
-            "logp": tokens.logp,
-            "anchor_logp": pair.anchor_logp,
-            "advantage": tokens.advantages,
-            "position": tokens.rows.position,
-            "reward": tokens.reward,
-        }
+        # For a gate ``value`` is log_ratio as a constant, and ``logp`` the policy being trained.
+        inputs = tokens.inputs(of) | {"log_ratio": log_ratio, "value": value, "logp": tokens.logp}
         surrogate, derivative = apply(self.gate.surrogate, self.gate.inputs(tokens, inputs), self.gate.params)
         derivative = derivative * slope
         full = ratio * tokens.advantages.abs()

@@ -392,7 +392,9 @@ def loss_metrics(
         "weight_mean": weight,
         "coefficient_zero": coefficient == 0,
     }
-    sums = torch.stack([torch.where(mask, value.double(), 0).sum() for value in shares.values()])
+    # What is not a number is counted as nonfinite, and makes no other metric one.
+    counted = (torch.where(mask & ~value.isnan(), value.double(), 0) for value in shares.values())
+    sums = torch.stack([value.sum() for value in counted])
     n = mask.sum(dtype=torch.float64)
     values = {name: torch.stack([total, n]) for name, total in zip(shares, sums, strict=True)}
     values["unscored"] = unscored.sum(dtype=torch.float64).reshape(1)

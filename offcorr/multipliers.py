@@ -52,16 +52,7 @@ class Multiplier(Station, kind="multiplier"):
 
     def inputs(self, tokens: Tokens) -> dict[str, Any]:
         """What the rule sees, each [B, T]; ``value`` is the measure carried over the span."""
-        pair = tokens.log_ratio(self.pair(tokens))
-        inputs = {
-            "log_ratio": pair.clamped,
-            "raw_log_ratio": pair.raw,
-            "logp": pair.logp,
-            "anchor_logp": pair.anchor_logp,
-            "advantage": tokens.advantages,
-            "position": tokens.rows.position,
-            "reward": tokens.reward,
-        }
+        inputs = tokens.inputs(self.pair(tokens))
         measured = torch.where(tokens.mask, apply(self.measure, inputs, self.params), 0)
         value = SPANS[self.span](measured, tokens.rows)
         return inputs | {"value": value.clamp(-self.value_limit, self.value_limit)}

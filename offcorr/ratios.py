@@ -50,12 +50,7 @@ class Ratio(Station, kind="ratio"):
 
     def __call__(self, tokens: Tokens) -> tuple[PerToken, PerToken]:
         """(log-ratio, slope), each [B, T]; the log-ratio is not yet clamped for ``exp``."""
-        pair = tokens.log_ratio(self.of)
-        inputs = {
-            "log_ratio": pair.clamped,
-            "raw_log_ratio": pair.raw,
-            "advantage": tokens.advantages,
-        }
+        inputs = tokens.inputs(self.of)
         measured = torch.where(tokens.mask, apply(self.measure, inputs, self.params), 0)
         inputs["value"] = SPANS[self.span](measured, tokens.rows)
         inputs["value"] = apply(self.read, inputs, self.params).clamp(-LOG_LIMIT, LOG_LIMIT)

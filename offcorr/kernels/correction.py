@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from offcorr.correction import Correction
 
 Choice = Literal["auto", "reference", "triton"]
-BLOCK, WARPS, REGISTERS = 512, 4, 168
-"""Tokens a program looks at together (fewer where the rows are shorter), the warps that do, and the registers that a
-thread may have: left alone, the assembler spills some."""
+BLOCK, WARPS = 512, 4
+"""Tokens a program looks at together (fewer where the rows are shorter), and the warps that do."""
+REGISTERS, CROWDED = 168, 4
+"""What a thread may have: left alone, the assembler spills some.  With more stations than CROWDED it may have all."""
 FILL, PART = 512, 4096
 """Rows of more than two parts are split, a part is PART tokens or more, until there are FILL programs."""
 ALONE = 256
@@ -48,8 +49,8 @@ ALONE = 256
 _choice: contextvars.ContextVar[Choice] = contextvars.ContextVar("offcorr_backend", default="auto")
 
 
-_not_compiled: dict[Composition, str] = {}
-"""What Triton refused, so that it is asked once only."""
+_refused: dict[Composition, str] = {}
+"""What Triton cannot run and why, so that it is asked once only."""
 
 
 class Fused(NamedTuple):
@@ -143,8 +144,8 @@ def _prepare(loss_fn: Correction, batch: Batch, denominator: float | Tensor | No
         row_factor=row_factor is not None,
         split=_parts(batch) > 1,
     )
-    if composition in _not_compiled:
-        raise NotFused(_not_compiled[composition])
+    if composition in _refused:
+        raise NotFused(_refused[composition])
     return _Call(loss_fn, batch, composition, kernels_of(composition), z, rewards, row_factor)
 
 
@@ -201,8 +202,10 @@ def _denominator(loss_fn: Correction, batch: Batch, denominator: float | Tensor 
     if not loss_fn.count_rejected:
         return 1.0
     if denominator is not None:
-        on_device = isinstance(denominator, Tensor) and denominator.device.type != "cpu"
-        return denominator if on_device else float(denominator)
+        device = denominator.device if isinstance(denominator, Tensor) else torch.device("cpu")
+        if device.type != "cpu" and device != batch.logp.device:
+            raise ValueError(f"denominator is on {device}, expected {batch.logp.device}, where logp is, or the CPU")
+        return float(denominator) if device.type == "cpu" else denominator
     if AGGREGATIONS[loss_fn.aggregate].unit == "sequences":
         return float(max(batch.sequences, 1))
     return batch.mask.sum()
@@ -241,17 +244,17 @@ class _Call(NamedTuple):
         return Fused(outputs.loss, outputs.coefficient, metrics)
 
     def launch(self, outputs: Outputs) -> None:
-        from triton.compiler.errors import CompilationError
-        from triton.runtime.errors import InterpreterError
+        from triton.errors import TritonError
 
         arguments = (*self.arguments(outputs), *numbers(self.loss_fn, self.batch.logp.device))
         try:
             for kernel in self.kernels.launches:
                 kernel[self.entries,](*arguments, BLOCK=self.block, **self.options)
-        except (CompilationError, InterpreterError) as error:
+        except BaseException as error:
             _tickets.cache_clear()  # the interpreter may have stopped half-way
-            _not_compiled[self.composition] = f"Triton cannot compile it: {error}"
-            raise NotFused(_not_compiled[self.composition]) from error
+            if not isinstance(error, TritonError):
+                raise
+            raise _refuse(self.composition, f"Triton cannot compile it: {_first_cause(error)}") from error
 
     def divide_by_kept(self, outputs: Outputs) -> None:
         from offcorr.kernels.metering_triton import divide_by_kept
@@ -314,7 +317,8 @@ class _Call(NamedTuple):
     @property
     def options(self) -> dict[str, int]:
         """For the compiler."""
-        return {"num_warps": WARPS} | ({} if torch.version.hip else {"maxnreg": REGISTERS})  # ROCm has no such option
+        registers = REGISTERS if len(self.composition.carried) <= CROWDED else 255
+        return {"num_warps": WARPS} | ({} if torch.version.hip else {"maxnreg": registers})  # ROCm has no such option
 
     @property
     def parts(self) -> int:
@@ -453,8 +457,8 @@ def _layout(series: tuple[str, ...], device: torch.device) -> Layout:
         }
         tables.append(table(metering.MISMATCH_COLUMNS[:-1], places))
         tables.append(table(("histogram",), {"histogram": [mismatch["abs_histogram"]]}))  # where its bins begin
-    entry = int(metering.WIDE) + len(series) * int(metering.SERIES_SIZE)
-    return Layout(torch.tensor(tables, dtype=torch.int32, device=device), list(at), entry, size)
+    table_of_all = torch.tensor(tables, dtype=torch.int32, device=device)
+    return Layout(table_of_all, list(at), metering.entry_size(len(series)), size)
 
 
 def _tickets_on(device: torch.device, count: int) -> Tensor:
@@ -500,16 +504,15 @@ def kernels_of(composition: Composition) -> Kernels:
     """The kernels of a composition, their source written.
 
     Raises:
-        NotFused: a pointwise part has no source that Triton can read.
+        NotFused: a pointwise part cannot run in Triton, for instance for want of a source.
     """
     parts = {}
     for name, part in composition.functions.items():
         try:
             parts[name] = for_triton(part)
         except (OSError, AttributeError, SyntaxError, TypeError, ValueError) as error:
-            raise NotFused(
-                f"{getattr(part, '__qualname__', part)} has no source that Triton can read ({error})"
-            ) from None
+            called = getattr(part, "__qualname__", part)
+            raise _refuse(composition, f"{called} cannot run in Triton ({error})") from None
     writer = composition.writer
     path = _write(writer.text())
     spec = importlib.util.spec_from_file_location(f"offcorr_{path.stem}", path)
@@ -520,6 +523,18 @@ def kernels_of(composition: Composition) -> Kernels:
     spec.loader.exec_module(module)
     launches = (module.summary, module.correction) if composition.split else (module.correction,)
     return Kernels(launches, len(writer.turns), writer.joins_runs, writer.summary_size)
+
+
+def _refuse(composition: Composition, why: str) -> NotFused:
+    _refused[composition] = why
+    return NotFused(why)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What an error of the innermost function says: those around it only say where they call it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _write(source: str) -> Path:

@@ -42,11 +42,17 @@ WIDE: tl.constexpr = tl.constexpr(16)
 LOSS_SIZE: tl.constexpr = tl.constexpr(len(LOSS_COLUMNS))
 SERIES_SIZE: tl.constexpr = tl.constexpr(16 + 64)
 
+
+def entry_size(series: int) -> int:
+    """Numbers of an entry: those of the loss, then those of every series."""
+    return int(WIDE) + series * int(SERIES_SIZE)
+
+
 LOSS, KEPT, VALID, ROWS = (tl.constexpr(LOSS_COLUMNS.index(name)) for name in ("loss", "kept", "valid", "rows"))
 SEEN, K1, PRESENT = (tl.constexpr(MISMATCH_COLUMNS.index(name)) for name in ("seen", "k1", "rows"))
 MAX, TOP, SEQ, PPL = (tl.constexpr(MISMATCH_COLUMNS.index(name)) for name in ("max", "top", "seq_top", "ppl_top"))
 
-LANES: tl.constexpr = tl.constexpr(64)
+LANES: tl.constexpr = tl.constexpr(32)
 """Entries that are merged together."""
 
 PLACES: tl.constexpr = tl.constexpr(8)
@@ -177,8 +183,8 @@ def loss_step(state, mask, loss, held_back, truncated, kept, vetoed, weight, coe
     total, clipped, weights, bounded, keeps, vetoes, zeros, blind, bad, valid = state
     return (
         total + _folded(loss),
-        clipped + _folded(tl.where(mask, held_back, 0.0)),
-        weights + _folded(tl.where(mask, weight, 0.0)),
+        clipped + _folded(tl.where(mask & (held_back == held_back), held_back, 0.0)),  # NaN is not itself
+        weights + _folded(tl.where(mask & (weight == weight), weight, 0.0)),
         bounded + _count(mask, truncated),
         keeps + _count(mask, kept),
         vetoes + _count(mask, vetoed),
@@ -242,12 +248,6 @@ def _arrive(ticket_ptr, members):
 
 
 @triton.jit
-def entry_size(SERIES: tl.constexpr):
-    """Numbers of an entry: those of the loss, then those of every series."""
-    return WIDE + SERIES * SERIES_SIZE
-
-
-@triton.jit
 def _one(numbers, AT: tl.constexpr):
     """One of [WIDE]."""
     return tl.sum(tl.where(tl.arange(0, WIDE) == AT, numbers, 0.0), 0)
@@ -277,7 +277,7 @@ def _merged_series(series_ptr, count, SIZE: tl.constexpr, ROW: tl.constexpr):
     scaled = column > scaled_by
     top = tl.zeros([WIDE], tl.float32) + _NOTHING
     total = tl.zeros([WIDE], tl.float64)
-    bins = tl.zeros([BINS], tl.int32)
+    bins = tl.zeros([BINS], tl.float64)
     for first in range(0, count, LANES):
         inside = first + lanes < count
         # Everything is asked for before anything is waited for.
@@ -287,7 +287,7 @@ def _merged_series(series_ptr, count, SIZE: tl.constexpr, ROW: tl.constexpr):
         largest = tl.maximum(top, tl.max(tops, 0))
         numbers *= tl.where(scaled[None, :], tl.exp(power[None, :] * (tops - largest[None, :])), 1.0)
         total = total * tl.where(scaled, tl.exp(power * (top - largest)), 1.0) + tl.sum(numbers.to(tl.float64), 0)
-        bins += tl.sum(counts.to(tl.int32), 0)
+        bins += tl.sum(counts.to(tl.float64), 0)
         top = largest
         series_ptr += LANES * SIZE
     total = tl.where((column == MAX) | (column == TOP) | (column == SEQ) | (column == PPL), top, total)
@@ -322,7 +322,7 @@ def merge(
         UNIT: the column that Z is the sum of, where Z is not known before (``count_rejected=False``); else None.
         DIVIDES: together with that, the loss of a row is divided by how many of its tokens were kept.
     """
-    SIZE: tl.constexpr = entry_size(SERIES)
+    SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
     from_ptr, count = partials_ptr, entries
     last = entry >= 0
     if group > 1:
@@ -342,7 +342,7 @@ def merge(
 @triton.jit
 def _merge_group(from_ptr, to_ptr, count, SERIES: tl.constexpr, SPLIT: tl.constexpr, DIVIDES: tl.constexpr):
     """Merge ``count`` entries into one."""
-    SIZE: tl.constexpr = entry_size(SERIES)
+    SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
     column = tl.arange(0, WIDE)
     numbers = _merged_loss(from_ptr, count, SIZE)
     if SPLIT:
@@ -360,7 +360,7 @@ def _publish(
     from_ptr, places_ptr, merged_ptr, loss_ptr, found_z_ptr, count, rows, SERIES: tl.constexpr, UNIT: tl.constexpr
 ):
     """Merge ``count`` entries into the vector of accumulators, float64, each number to its places."""
-    SIZE: tl.constexpr = entry_size(SERIES)
+    SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
     column = tl.arange(0, WIDE)
     numbers = _merged_loss(from_ptr, count, SIZE)
     # "skipped": the two columns after the last, none of all rows
@@ -380,7 +380,7 @@ def _publish(
         places_of_ptr = places_ptr + (1 + series * 2) * WIDE * PLACES
         _place(numbers, places_of_ptr, merged_ptr)
         first_bin = tl.load(places_of_ptr + WIDE * PLACES)
-        tl.store(merged_ptr + first_bin + tl.arange(0, BINS), bins.to(tl.float64))
+        tl.store(merged_ptr + first_bin + tl.arange(0, BINS), bins)
 
 
 @triton.jit
@@ -410,7 +410,7 @@ def divide_by_kept(
     start, _, begin, end = stretch(cu_seqlens_ptr, width, row, entry % parts, part_length)
     scale = 1.0 / tl.load(found_z_ptr)
     if DIVIDES:
-        SIZE: tl.constexpr = entry_size(SERIES)
+        SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
         numbers = _merged_loss(partials_ptr + row.to(tl.int64) * parts * SIZE, parts, SIZE)
         scale = scale / tl.maximum(_one(numbers, KEPT).to(tl.float32), 1.0)
     lanes = tl.arange(0, BLOCK)

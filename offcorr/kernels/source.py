@@ -6,6 +6,7 @@ import math
 
 from offcorr.batch import LOG_LIMIT
 from offcorr.kernels.compose import Carried, Composition, NotFused
+from offcorr.kernels.metering_triton import entry_size
 from offcorr.kernels.scans_triton import REDUCTIONS, RUNNING
 from offcorr.shapes import Pair
 from offcorr.station import arguments
@@ -64,6 +65,7 @@ class Source:
             "import triton.language as tl",
             "",
             "from offcorr.kernels import metering_triton as metering",
+            "from offcorr.kernels import ops_triton as ops",
             "from offcorr.kernels import scans_triton as spans",
         ]
         if self.split:
@@ -417,7 +419,7 @@ valid_before += tl.sum(ones, 0)
         of = composition.ratio_of
         has_ratio = any(one.place == "ratio" for one in composition.carried)
         if has_ratio:
-            self.write(f"log_ratio = tl.minimum(tl.maximum(value_ratio, -{LOG_LIMIT}), {composition.log_limit})", 2)
+            self.write(f"log_ratio = ops.clamp(value_ratio, -{LOG_LIMIT}, {composition.log_limit})", 2)
         else:
             self.write("log_ratio = tl.zeros([BLOCK], tl.float32)", 2)
         if has_ratio and not composition.detached:
@@ -432,7 +434,7 @@ surrogate, derivative = {called}
 derivative = derivative * slope
 full = ratio * tl.abs(advantage)
 held_back = tl.where(full > 0, 1 - tl.abs(derivative) / full, 0.0)
-held_back = tl.minimum(tl.maximum(held_back, 0.0), 1.0)
+held_back = ops.clamp(held_back, 0.0, 1.0)
 scale = row_scale * weight / total_weight
 loss = -scale * surrogate
 coefficient = -scale * derivative
@@ -462,8 +464,7 @@ tally = metering.loss_step(
     def tail(self) -> None:
         composition = self.composition
         divides = composition.divides_by == "kept"
-        size = f"metering.entry_size({len(composition.series)})"
-        self.write(f"entry_ptr = partials_ptr + entry.to(tl.int64) * {size}")
+        self.write(f"entry_ptr = partials_ptr + entry.to(tl.int64) * {entry_size(len(composition.series))}")
         self.write(f"metering.loss_store(tally, entry_ptr, {divides and not self.split})")
         if composition.series:
             # The row's first valid token once more, in every lane.
@@ -474,8 +475,7 @@ tally = metering.loss_step(
             self.write(f"first_token = tl.max(tl.where({_COMPARED[of]}, tl.abs({d}), -1.0), 0)")
             if self.split:
                 self.write("first_token = tl.where(count_earlier > 0, -1.0, first_token)")
-            series_ptr = f"entry_ptr + metering.entry_size({number})"
-            self.write(f"metering.mismatch_store(metered_{of}, first_token, {series_ptr})")
+            self.write(f"metering.mismatch_store(metered_{of}, first_token, entry_ptr + {entry_size(number)})")
         unit = f"metering.{composition.unit.upper()}" if composition.unit else "None"
         self.write(
             f"""
@@ -498,4 +498,4 @@ def _kind(place: str) -> str:
 
 
 def _clamped(name: str, limit: float) -> str:
-    return f"tl.minimum(tl.maximum({name}, -{limit}), {limit})"
+    return f"ops.clamp({name}, -{limit}, {limit})"

@@ -4,7 +4,9 @@ Every buffer that it writes to starts as NaN.
 """
 
 import dataclasses
+import importlib
 import math
+import random
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernel_cases import METHODS, cast, packed, padded, run, within_budget
+from kernel_cases import INTERPRETED, METHODS, cast, packed, padded, run, within_budget
 
 import offcorr
 from offcorr import Batch, gates, ops, ratios, rejections, weights
+from offcorr import ops as vocabulary
 from offcorr.aggregate import AGGREGATIONS
 from offcorr.contract import _with_length
 from offcorr.kernels import compose, scans
@@ -188,6 +191,36 @@ def test_more_turns_than_are_joined_together(split, request):
 def test_power_near_zero_and_far():
     for power in (0.0, 1e-3, -3.0):
         within_budget(offcorr.get("holderpo", power=power), padded(rows=2, spread=1.0))
+
+
+# -- everything together -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_compositions_at_random(seed, monkeypatch):
+    pick = random.Random(seed).choice
+    for name, values in {"BLOCK": (16, 32), "PART": (16, 16, 4096), "FILL": (5, 40), "ALONE": (1, 4, 300)}.items():
+        monkeypatch.setattr(fused, name, pick(values))
+    levels, spans = ("token", "turn", "prefix", "geometric", "sequence"), sorted(scans.SPANS)
+    number = pick((torch.tensor, float))
+    loss_fn = offcorr.Correction(
+        _Spanned(over=pick(spans)),
+        pick((gates.Unclipped(), gates.PositionClip(0.2, 0.3), gates.Capped(number(1.5)))),
+        pick((None, weights.Truncate(number(1.2), level=pick(levels)), weights.SelfNormalise(over="group"))),
+        (
+            rejections.K3(number(0.2), level=pick(("token", "seq-sum", "seq-mean", "seq-max")), of="total"),
+            rejections.Veto(0.3, of=pick(("engine", "staleness"))),
+        ),
+        aggregate=pick(("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
+        count_rejected=pick((True, False)),
+    )
+    rows, width = pick(((1, 70), (2, 50), (8, 10), (12, 5)))
+    turn_ids = pick((None, torch.arange(width).expand(rows, -1) // 4 % 3))
+    batch = padded(rows, width, seed, 0.1, turn_ids=turn_ids)
+    batch = cast(batch, pick((torch.float32, torch.float32, torch.bfloat16)))
+    if pick((True, False)):
+        batch = packed(batch, [pick((0, 1, width // 2, width)) for _ in range(rows - 1)] + [width])
+    within_budget(loss_fn, batch)
 
 
 # -- what a batch may look like ------------------------------------------------------------------------------
@@ -367,28 +400,103 @@ def falls_back(loss_fn, batch, match):
         run(loss_fn, batch, "triton")  # said once
 
 
+def gated(surrogate: Any, params: Any = ()) -> offcorr.Correction:
+    """A correction with a pointwise part of one's own, which takes no ratio."""
+
+    @dataclass(frozen=True)
+    class _Own(gates.Gate):
+        detached, uses_ratio = True, False
+
+        @property
+        def params(self) -> Any:
+            return params
+
+    _Own.surrogate = staticmethod(surrogate)
+    return offcorr.Correction(None, _Own())
+
+
+CAP = 0.5
+
+
+def capped_exp(x):
+    return ops.minimum(vocabulary.exp(x), CAP)
+
+
+def with_constants_and_helpers(logp: torch.Tensor, advantage: Any) -> tuple[Any, "torch.Tensor"]:
+    gradient: torch.Tensor = capped_exp(logp) * advantage
+    return gradient * logp, gradient
+
+
+def test_constants_helpers_and_annotations_are_a_users_own():
+    within_budget(gated(with_constants_and_helpers), padded(rows=2, width=9))
+
+
+WRITTEN = """
+from offcorr import ops
+
+def surrogate(logp, advantage):
+    gradient = 1.5 * advantage
+    return gradient * logp, gradient
+"""
+
+
+def test_a_file_edited_after_it_was_imported_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "written_by_a_user.py"
+    path.write_text(WRITTEN)
+    imported = importlib.import_module("written_by_a_user")
+    path.write_text(WRITTEN.replace("1.5", "-2.5"))
+    falls_back(gated(imported.surrogate), padded(rows=2, width=9), "its source has changed since it was imported")
+
+
 def test_a_function_without_a_source_file_runs_on_the_reference():
     scope: dict[str, Any] = {}
     exec("def typed_in(logp, advantage):\n    return advantage * logp, advantage", scope)
+    falls_back(gated(scope["typed_in"]), padded(), "typed_in cannot run in Triton")
 
-    @dataclass(frozen=True)
-    class _TypedIn(gates.Gate):
-        surrogate = staticmethod(scope["typed_in"])
-        detached, uses_ratio = True, False
 
-    falls_back(offcorr.Correction(None, _TypedIn()), padded(), "has no source that Triton can read")
+def torch_only(logp, advantage):
+    return advantage * logp, torch.special.erf(advantage) * 0 + advantage
+
+
+def assigned_twice(logp, advantage):
+    gradient = derivative = advantage * 2
+    return gradient * logp, derivative
 
 
 def test_a_function_that_triton_refuses_runs_on_the_reference():
-    def torch_only(logp, advantage):
-        return advantage * logp, torch.special.erf(advantage) * 0 + advantage
+    factor = 2.0
 
-    @dataclass(frozen=True)
-    class _TorchOnly(gates.Gate):
-        surrogate = staticmethod(torch_only)
-        detached, uses_ratio = True, False
+    def closing(logp, advantage):
+        return factor * advantage * logp, factor * advantage
 
-    falls_back(offcorr.Correction(None, _TorchOnly()), padded(), "Triton cannot compile it")
+    batch = padded(rows=2, width=9)
+    for surrogate in (torch_only, assigned_twice):
+        falls_back(gated(surrogate), batch, surrogate.__name__ if not INTERPRETED else "Triton cannot compile it")
+    falls_back(gated(closing), batch, "takes factor from the function around it")
+    falls_back(gated(lambda logp, advantage: (advantage * logp, advantage)), batch, "is no def of its own")
+
+
+class Factor(NamedTuple):
+    factor: Any
+
+
+def scaled_first(logp, advantage, p):
+    gradient = advantage if p[0] == "none" else p[0] * advantage
+    return gradient * logp, gradient
+
+
+@pytest.mark.parametrize(
+    "params, match",
+    [
+        ((2.0,), "params is a tuple, expected a NamedTuple"),
+        (Factor("none"), "Factor.factor is 'none', expected a number"),
+        (Factor(torch.tensor([[1.0], [2.0]])), r"Factor.factor has shape \(2, 1\), expected a number"),
+    ],
+    ids=["tuple", "word", "several"],
+)
+def test_parameters_that_are_no_numbers_run_on_the_reference(params, match):
+    falls_back(gated(scaled_first, params), padded(rows=2, width=9), match)
 
 
 @pytest.mark.parametrize("of", ["staleness", "engine", "total"])
@@ -452,3 +560,19 @@ def test_the_choice():
         assert fused.backend(offcorr.get("ppo"), batch) == "reference: it was asked for"
     with pytest.raises(ValueError, match="backend is 'cuda', expected one of"), fused.use("cuda"):
         pass
+
+
+def not_a_number_below(log_ratio, logp, advantage, p):
+    gradient = ops.minimum(ops.log(log_ratio), p.lean) * advantage
+    return gradient * logp, gradient
+
+
+def test_what_is_not_a_number_is_not_trained_on():
+    """A bound does not hide it: the smaller of NaN and a number is NaN."""
+
+    @dataclass(frozen=True)
+    class _NotANumber(_Leaning):
+        surrogate = staticmethod(not_a_number_below)
+
+    out = within_budget(offcorr.Correction(gate=_NotANumber()), padded(rows=2, width=9))
+    assert out.metrics.data["offcorr/loss/nonfinite"] > 0
