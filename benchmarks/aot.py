@@ -154,8 +154,8 @@ def main() -> None:
     head = (
         "Registers a thread / bytes spilled / bytes of shared memory; float32 unless said.\n"
         f"Block {fused.BLOCK}, {fused.WARPS} warps, on NVIDIA GPUs at most {fused.REGISTERS} registers for up to "
-        f"{fused.CROWDED} stations, triton {triton.__version__}.  Compiled ahead of time by `python benchmarks/aot.py`; "
-        "nothing has run."
+        f"{fused.CROWDED} stations, triton {triton.__version__}.  Compiled ahead of time by "
+        "`python benchmarks/aot.py`; nothing has run."
     )
     report(rows, head, ("methods", "layout"), options.output, block=fused.BLOCK, warps=fused.WARPS)
 
