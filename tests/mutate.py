@@ -85,7 +85,7 @@ MUTATIONS = [
     Mutation(
         "empty sequences left out of the mean",
         CORRECTION,
-        "torch.as_tensor(len(tokens.mask))",
+        "count.new_full((), len(tokens.mask))",
         "(count > 0).sum()",
         f"{ORACLE} random",
     ),
@@ -113,8 +113,8 @@ MUTATIONS = [
     Mutation(
         "backward forgets the incoming gradient",
         CORRECTION,
-        "(incoming * coefficient)",
-        "coefficient",
+        "torch.mul(coefficient, incoming, out=gradient)",
+        "torch.mul(coefficient, torch.ones_like(incoming), out=gradient)",
         f"{CONTRACT} gradient and ppo",
     ),
     Mutation(
