@@ -89,8 +89,8 @@ def within_budget(loss_fn: offcorr.Correction, batch: Batch, **options: Any) -> 
     check("loss", out.loss, exact.loss, single.loss, sizes.sum())
     check("coefficient", out.coefficient, exact.coefficient, single.coefficient, sizes.max())
     assert out.coefficient.dtype == torch.float32 and gradient.dtype == batch.logp.dtype
-    rounding = 1e-6 if batch.logp.dtype == torch.float32 else 2**-8
-    torch.testing.assert_close(gradient.float(), 3 * out.coefficient, rtol=rounding, atol=1e-7 if rounding > 1e-6 else 0)
+    rtol, atol = (1e-6, 0) if batch.logp.dtype == torch.float32 else (2**-8, 1e-7)
+    torch.testing.assert_close(gradient.float(), 3 * out.coefficient, rtol=rtol, atol=atol)
     got, wanted, reference = (one.metrics.compute() for one in (out, exact, single))
     assert list(got) == list(wanted)
     for name, value in wanted.items():
