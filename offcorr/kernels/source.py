@@ -180,7 +180,7 @@ start, length, begin, end = spans.stretch(cu_seqlens_ptr, width, row, number, pa
         for one, span in self.reduction_of.items():
             self.write(f"state_{one.place} = spans.{self.reductions[span].start.__name__}(lanes)")
         if self.turns:
-            self.write("runs = 0\nturns = tl.zeros([1], tl.int64).sum(0)")
+            self.write("runs = 0\nturns = start * 0")
         for one in self.turns:
             self.write(f"total_{one.place} = 0.0\ncount_{one.place} = 0.0")
         self.blocks()
