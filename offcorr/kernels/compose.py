@@ -93,6 +93,11 @@ class Composition:
         return {place: (kind, on_device) for place, kind, on_device in self.parameters}
 
     @property
+    def kinds(self) -> dict[str, type[Any]]:
+        """The NamedTuples of the stations' numbers, under the names that the source calls."""
+        return {f"P_{place}": kind for place, kind, _ in self.parameters}
+
+    @property
     def writer(self) -> Source:
         from offcorr.kernels.source import Source  # needs triton
 

@@ -518,8 +518,7 @@ def kernels_of(composition: Composition) -> Kernels:
     spec = importlib.util.spec_from_file_location(f"offcorr_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    kinds = {f"P_{place}": kind for place, (kind, _) in composition.params.items()}
-    vars(module).update(parts | kinds)
+    vars(module).update(parts | composition.kinds)
     spec.loader.exec_module(module)
     launches = (module.summary, module.correction) if composition.split else (module.correction,)
     return Kernels(launches, len(writer.turns), writer.joins_runs, writer.summary_size)

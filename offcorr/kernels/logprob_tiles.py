@@ -45,7 +45,7 @@ class Transform(NamedTuple):
 def start(tokens: int, like: Tensor) -> Tensor:
     """The state before the first tile.  The maximum starts finite, so that no difference of two is NaN."""
     state = like.new_zeros(len(STATE), tokens)
-    state[0] = torch.finfo(like.dtype).min
+    state[0].fill_(torch.finfo(like.dtype).min)
     return state
 
 

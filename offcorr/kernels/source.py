@@ -113,7 +113,7 @@ start, length, begin, end = spans.stretch(cu_seqlens_ptr, width, row, number, pa
                     f"tl.load(p_{place}.{name}).to(tl.float32)" if name in on_device else f"p_{place}.{name}"
                     for name in kind._fields
                 ]
-                self.write(f"p_{place} = {_kind(place)}({', '.join(read)})")
+                self.write(f"p_{place} = P_{place}({', '.join(read)})")
         self.write("lanes = tl.arange(0, BLOCK)")
         if "advantages" not in self.fields:
             self.write("row_advantage = tl.load(advantages_ptr + row).to(tl.float32)")
@@ -490,11 +490,6 @@ metering.merge(
 def _nth(number: int) -> str:
     """Where the numbers of the n-th station begin that looks at turns."""
     return f"{number} * tokens.to(tl.int64)"
-
-
-def _kind(place: str) -> str:
-    """The NamedTuple of a station's numbers."""
-    return f"P_{place}"
 
 
 def _clamped(name: str, limit: float) -> str:

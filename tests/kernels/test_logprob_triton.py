@@ -6,7 +6,7 @@ come from torch.mm: the kernels hold no dot.
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Waits
 
 from offcorr.kernels import logprob_tiles as torch_tiles
 from offcorr.kernels import logprob_triton as triton_tiles
@@ -317,33 +317,10 @@ def test_logits_in_any_layout(layout):
 # -- what a GPU would wait for ---------------------------------------------------------------------------------
 
 
-class Waits(TorchDispatchMode):
-    """The operations within whose result, or its shape, the host has to read."""
-
-    READ = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "aten.equal")
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func)
-        masks = "index" in name and any(
-            isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in _indices(args)
-        )
-        if masks or any(part in name for part in self.READ):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def _indices(args):
-    return args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
-
-
 def waits(work):
     with Waits() as waited:
         work()
-    return waited.seen
+    return waited.waits
 
 
 @pytest.mark.parametrize("frozen", [False, True])
