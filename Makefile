@@ -21,9 +21,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 export DS_BUILD_OPS := 0
 
 PYTEST := $(BIN)/python -m pytest
-CORE := $(wildcard offcorr/[a-z]*.py) offcorr/methods offcorr/kernels/correction.py offcorr/kernels/logprob.py
+CORE := $(wildcard offcorr/[a-z]*.py) offcorr/methods offcorr/stages offcorr/kernels/correction.py offcorr/kernels/logprob/linear.py
 KERNEL_TESTS := $(wildcard tests/kernels)
-TRL_TESTS := $(wildcard tests/trl tests/test_rollout*.py)
+TRL_TESTS := $(wildcard tests/trl tests/rollout)
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv .venv-trl-min demo demo-short test test-all test-fast test-doc test-kernels test-trl-min mutate \

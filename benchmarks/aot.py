@@ -22,7 +22,7 @@ import offcorr
 from offcorr import gates, rejections, weights
 from offcorr.kernels import correction as fused
 from offcorr.kernels.compose import numbers
-from offcorr.kernels.metering_triton import divide_by_kept
+from offcorr.kernels.metrics import divide_by_kept
 
 EVERYTHING = "(minprefix, truncated by turn, four rejections)"
 
@@ -62,7 +62,7 @@ def everything_at_once() -> offcorr.Correction:
         rejections.Veto(1e-4),
         rejections.K3(0.1, level="seq-max"),
         rejections.Geometric(0.9, 1.1),
-        rejections.BinaryKL(0.1, of="engine"),
+        rejections.BinaryKL(0.1, mismatch="engine"),
     )
     ratio, weight = offcorr.ratios.MinPrefix(), weights.Truncate(2.0, level="turn")
     return offcorr.Correction(ratio, gates.Unclipped(), weight, reject, aggregate="seq-mean-token-mean")
@@ -154,7 +154,7 @@ def main() -> None:
     head = (
         "Registers a thread / bytes spilled / bytes of shared memory; float32 unless said.\n"
         f"Block {fused.BLOCK}, {fused.WARPS} warps, on NVIDIA GPUs at most {fused.REGISTERS} registers for up to "
-        f"{fused.CROWDED} stations, triton {triton.__version__}.  Compiled ahead of time by "
+        f"{fused.CROWDED} stages, triton {triton.__version__}.  Compiled ahead of time by "
         "`python benchmarks/aot.py`; nothing has run."
     )
     report(rows, head, ("methods", "layout"), options.output, block=fused.BLOCK, warps=fused.WARPS)

@@ -18,7 +18,7 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the tests load this file by its path
 from aot_common import DIVISIBLE_BY_16, TARGETS, arguments, bad, report, resources  # noqa: E402
 
-from offcorr.kernels.logprob_triton import BLOCK, WARPS, fold_kernel, grad_kernel  # noqa: E402
+from offcorr.kernels.logprob.fold import BLOCK, WARPS, fold_kernel, grad_kernel  # noqa: E402
 
 __all__ = ["TARGETS", "bad", "compile_for", "variants"]
 

@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from methods import plot, report, row_of, table_of  # noqa: E402
 
-from offcorr import embedded  # noqa: E402
+from offcorr import toy  # noqa: E402
 
 SETTING = {"loss": "vcpo", "ess_lr": "sqrt", "lag": 16, "precision": "int8", "packed": False, "updates": 4}
 
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/baselines.json"))
     args = parser.parse_args()
     for seed in args.seeds:
-        embedded.model_path(seed=seed)
+        toy.model_path(seed=seed)
     chosen = list(product(args.seeds, args.baselines))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         started = pool.map(lambda c: run(c[1], c[0], args.generations, args.runs / f"{c[1]}-{c[0]}"), chosen)

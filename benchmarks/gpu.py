@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 import offcorr
-from offcorr.contract import _with_length
 from offcorr.kernels import correction as fused
 from offcorr.kernels.logprob import logits_logprob
-from offcorr.registry import catalogue
+from offcorr.methods.registry import catalogue
+from offcorr.testing import _with_length
 
 CONSTANTS = ("BLOCK", "WARPS", "REGISTERS", "FILL", "PART", "ALONE")
 COMPARED = ("dapo", "gspo", "minpro", "ctpo", "tis", "seq_mis")
@@ -168,7 +168,7 @@ def right(run: Run, names: tuple[str, ...] | list[str]) -> list[str]:
 def compulsory_bytes(given: offcorr.Batch) -> int:
     """Every input read once, the coefficient written once.
 
-    The same for every method: what its stations leave alone, the metrics read.  Per token in float32: 17 bytes, 13
+    The same for every method: what its stages leave alone, the metrics read.  Per token in float32: 17 bytes, 13
     without ``rollout_logp``; a method of rewards or turns reads no more than its rows' rewards here.
     """
     read = (given.logp, given.old_logp, given.rollout_logp, given.advantages, given.mask)
@@ -177,9 +177,9 @@ def compulsory_bytes(given: offcorr.Batch) -> int:
 
 def one_pass(loss_fn: offcorr.Correction) -> bool:
     """Whether a token's coefficient needs nothing of the rest of its row that comes after it."""
-    from offcorr.kernels.scans_triton import REDUCTIONS
+    from offcorr.kernels.spans import REDUCTIONS
 
-    spans = {getattr(station, "span", "token") for station in loss_fn.stations.values()}
+    spans = {getattr(stage, "span", "token") for stage in loss_fn.stages.values()}
     return not spans & {"turn", *REDUCTIONS}
 
 

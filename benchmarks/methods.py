@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 from demo import LAG, PRECISION, Run, largest_fall, train_all  # noqa: E402
 from grpo import accuracy, means, series  # noqa: E402
 
-from offcorr import embedded  # noqa: E402
+from offcorr import toy  # noqa: E402
 
 METHODS = (
     "reinforce",
@@ -55,7 +55,7 @@ def main() -> int:
 
     rows: list[dict[str, Any]] = []
     for seed in args.seeds:
-        embedded.model_path(seed=seed)
+        toy.model_path(seed=seed)
         runs = {
             name: Run(name, ("--loss_type", f"offcorr:{name}", "--anchor", "snapshot"), "snapshot")
             for name in args.methods

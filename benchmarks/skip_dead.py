@@ -31,7 +31,7 @@ import torch
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 import offcorr.rollout
-from offcorr import embedded
+from offcorr import toy
 from offcorr.trl import GRPOConfig, GRPOTrainer
 
 SKIPPED = "offcorr/loss/skipped"
@@ -90,10 +90,10 @@ class Recorded:
 
 
 def make_trainer(options: argparse.Namespace, folder: str, rollout_func: Callable[..., Any], **given: Any) -> Any:
-    path = embedded.model_path(seed=0)
+    path = toy.model_path(seed=0)
     trainer = GRPOTrainer(
         model=path,
-        reward_funcs=embedded.reward,
+        reward_funcs=toy.reward,
         args=GRPOConfig(
             **{
                 "output_dir": folder,
@@ -104,7 +104,7 @@ def make_trainer(options: argparse.Namespace, folder: str, rollout_func: Callabl
                 "per_device_train_batch_size": 64,
                 "num_generations": options.num_generations,
                 "steps_per_generation": 4,
-                "max_completion_length": embedded.MAX_COMPLETION,
+                "max_completion_length": toy.MAX_COMPLETION,
                 "logging_steps": 4,
                 "save_strategy": "no",
                 "report_to": "none",
@@ -117,7 +117,7 @@ def make_trainer(options: argparse.Namespace, folder: str, rollout_func: Callabl
                 **given,
             }
         ),
-        train_dataset=embedded.dataset(4096, seed=0, split="train"),
+        train_dataset=toy.dataset(4096, seed=0, split="train"),
         processing_class=AutoTokenizer.from_pretrained(path),
         rollout_func=rollout_func,
     )

@@ -1,13 +1,14 @@
 """offcorr: off-policy correction for reinforcement learning of language models."""
 
-from offcorr import contract, controllers, gates, metrics, ratios, rejections, weights
+from offcorr import metrics, testing
 from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.kernels.correction import backend
 from offcorr.kernels.correction import use as use_backend
 from offcorr.kernels.logprob import LogProbs, linear_logprob, logits_logprob, out_of_vocabulary
+from offcorr.methods.registry import available, from_config, get, register, resolve, unregister
 from offcorr.metrics import Metrics
-from offcorr.registry import available, from_config, get, register, resolve, unregister
+from offcorr.stages import controllers, gates, ops, ratios, rejections, weights
 
 __version__ = "0.1.0"
 
@@ -20,7 +21,6 @@ __all__ = [
     "Statistics",
     "available",
     "backend",
-    "contract",
     "controllers",
     "from_config",
     "gates",
@@ -28,11 +28,13 @@ __all__ = [
     "linear_logprob",
     "logits_logprob",
     "metrics",
+    "ops",
     "out_of_vocabulary",
     "ratios",
     "register",
     "rejections",
     "resolve",
+    "testing",
     "unregister",
     "use_backend",
     "weights",

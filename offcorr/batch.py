@@ -1,17 +1,17 @@
-"""``Batch``: the one place where shapes are checked; ``Tokens``: the clean, padded view that stations see."""
+"""``Batch``: the one place where shapes are checked; ``Tokens``: the clean, padded view that stages see."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from einops import repeat
 from torch import Tensor
 
-from offcorr.kernels.scans import Rows
-from offcorr.shapes import Pair, PerToken, Scalar, TokenMask
+from offcorr.shapes import Mismatch, PerSequence, PerToken, Scalar, TokenIndex, TokenMask
 
 LOG_LIMIT = 20.0
 """Log-ratios (nats) are clamped to +-LOG_LIMIT, token by token and again before ``exp``."""
@@ -217,6 +217,41 @@ def _unseen(values: Tensor) -> bool:
     return values.is_cuda or values.is_meta
 
 
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The geometry of a padded batch: which tokens are valid, and the counts of them that spans need."""
+
+    mask: TokenMask
+    turn_ids: TokenIndex | None
+    dtype: torch.dtype
+
+    @cached_property
+    def position(self) -> PerToken:
+        """1-based count of valid tokens up to and including t."""
+        return self.mask.cumsum(1).to(self.dtype)
+
+    @cached_property
+    def count(self) -> PerSequence:
+        """Valid tokens of each sequence."""
+        return self.mask.sum(1).to(self.dtype)
+
+    @cached_property
+    def turn(self) -> TokenIndex:
+        """Turn numbers, dense over the batch, from 1; 0 under the mask."""
+        if self.turn_ids is None:
+            starts = self.mask & ~torch.nn.functional.pad(self.mask, (1, 0))[:, :-1]
+            number = starts.flatten().cumsum(0)
+        else:
+            row = repeat(
+                torch.arange(len(self.mask), device=self.mask.device),
+                "b -> b t",
+                t=self.mask.shape[1],
+            )
+            named = torch.stack([row.flatten(), self.turn_ids.flatten()], 1)
+            number = torch.unique(named, dim=0, return_inverse=True)[1] + 1
+        return torch.where(self.mask, number.view_as(self.mask), 0)
+
+
 class LogRatio(NamedTuple):
     """Two policies compared, token by token (nats); 0 where there is nothing to compare."""
 
@@ -228,7 +263,7 @@ class LogRatio(NamedTuple):
 
 
 class Tokens:
-    """A batch as the stations see it: padded, in float32 or float64, selected before any arithmetic.
+    """A batch as the stages see it: padded, in float32 or float64, selected before any arithmetic.
 
     Where a token is masked, or has a log-prob or advantage that is not finite, every log-ratio is 0 and the
     advantage is 0, so garbage reaches neither a value nor a gradient.
@@ -258,25 +293,25 @@ class Tokens:
             self.rollout_logp = torch.where(self.scored, reported.to(self.dtype), self.old_logp)
 
         self.rows = Rows(mask, batch.turn_ids, self.dtype)
-        self._log_ratios: dict[Pair, LogRatio] = {}
+        self._log_ratios: dict[Mismatch, LogRatio] = {}
 
     @property
     def mask(self) -> TokenMask:
         return self.rows.mask
 
-    def log_ratio(self, of: Pair) -> LogRatio:
-        """The two policies that ``of`` names, compared; detached."""
-        if of not in self._log_ratios:
-            ours = self.old_logp if of == "engine" else self.logp.detach()
-            theirs = self.old_logp if of == "staleness" else self.rollout_logp
-            compared = self.trainable if of == "staleness" else self.scored
+    def log_ratio(self, mismatch: Mismatch) -> LogRatio:
+        """The two policies that ``mismatch`` names, compared; detached."""
+        if mismatch not in self._log_ratios:
+            ours = self.old_logp if mismatch == "engine" else self.logp.detach()
+            theirs = self.old_logp if mismatch == "staleness" else self.rollout_logp
+            compared = self.trainable if mismatch == "staleness" else self.scored
             raw = ours - theirs
-            self._log_ratios[of] = LogRatio(raw.clamp(-LOG_LIMIT, LOG_LIMIT), raw, ours, theirs, compared)
-        return self._log_ratios[of]
+            self._log_ratios[mismatch] = LogRatio(raw.clamp(-LOG_LIMIT, LOG_LIMIT), raw, ours, theirs, compared)
+        return self._log_ratios[mismatch]
 
-    def inputs(self, of: Pair) -> dict[str, Any]:
-        """What a pointwise part may ask for (``station.INPUTS``) but ``value``, each [B, T]."""
-        pair = self.log_ratio(of)
+    def inputs(self, mismatch: Mismatch) -> dict[str, Any]:
+        """What a pointwise part may ask for (``stage.INPUTS``) but ``value``, each [B, T]."""
+        pair = self.log_ratio(mismatch)
         return {
             "log_ratio": pair.clamped,
             "raw_log_ratio": pair.raw,

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from offcorr.correction import Correction
+from offcorr.methods.registry import Method, catalogue
 from offcorr.metrics import LOSS, MISMATCH
-from offcorr.registry import Method, catalogue
 
 Table = list[dict[str, str]]
 
 
 def methods_table() -> Table:
-    """One row a method: its signature and stations, what it multiplies the gradient by, and where that was read."""
+    """One row a method: its signature and stages, what it multiplies the gradient by, and where that was read."""
     return [
         {
             "method": " = ".join((method.name, *method.aliases)),
@@ -127,9 +127,9 @@ def _signature(method: Method) -> str:
 
 
 def _stations(loss_fn: Correction) -> dict[str, str]:
-    def described(stations: Any) -> str:
-        stations = stations if isinstance(stations, tuple) else (stations,)
-        return ", ".join(_station(s) for s in stations if s is not None) or "none"
+    def described(stages: Any) -> str:
+        stages = stages if isinstance(stages, tuple) else (stages,)
+        return ", ".join(_station(s) for s in stages if s is not None) or "none"
 
     return {
         "ratio": described(loss_fn.ratio),
@@ -140,11 +140,11 @@ def _stations(loss_fn: Correction) -> dict[str, str]:
     }
 
 
-def _station(station: Any) -> str:
-    words = [station.name()]
-    if (level := getattr(station, "level", "token")) != "token":
+def _station(stage: Any) -> str:
+    words = [stage.name()]
+    if (level := getattr(stage, "level", "token")) != "token":
         words.append(f"by {level}")
-    if of := getattr(station, "of", None):
+    if of := getattr(stage, "mismatch", None):
         words.append(f"of {of}")
     return " ".join(words)
 

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from offcorr import metrics as metering
-from offcorr.aggregate import check_aggregate, check_denominator, row_weights, total
 from offcorr.batch import LOG_LIMIT, Batch, Tokens
-from offcorr.gates import Clip, Gate
 from offcorr.kernels import correction as fused_correction
 from offcorr.metrics import CONTROL, Metrics
-from offcorr.multipliers import Multiplied
-from offcorr.ratios import Ratio, Token
-from offcorr.rejections import Rejection
 from offcorr.shapes import PerToken, Scalar, TokenMask
-from offcorr.station import Number, Station, apply, plain
-from offcorr.weights import Weight
+from offcorr.stages.aggregate import check_aggregate, check_denominator, row_weights, total
+from offcorr.stages.base import Number, Stage, apply, plain
+from offcorr.stages.gates import Clip, Gate
+from offcorr.stages.multipliers import Multiplied
+from offcorr.stages.ratios import Ratio, Token
+from offcorr.stages.rejections import Rejection
+from offcorr.stages.weights import Weight
 
 
 class Output(NamedTuple):
@@ -41,7 +41,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """What batch-coupled stations need to know of the global batch, station by station; merges."""
+    """What batch-coupled stages need to know of the global batch, stage by stage; merges."""
 
     parts: Mapping[str, Any]
 
@@ -88,7 +88,7 @@ class Correction:
             instead of setting loss and gradient to 0 there.
 
     Raises:
-        ValueError: a station is not of its kind, or two of them count the same mismatch twice.
+        ValueError: a stage is not of its kind, or two of them count the same mismatch twice.
 
     >>> import torch, offcorr
     >>> loss_fn = Correction(ratio=offcorr.ratios.Prefix(), gate=offcorr.gates.Clip(0.2, 0.28))
@@ -116,17 +116,19 @@ class Correction:
             ("weight", Weight),
             ("reject", Rejection),
         ):
-            for station in _as_tuple(getattr(self, name)):
-                if not isinstance(station, kind):
-                    raise ValueError(f"{name} is {station!r}, expected one of offcorr.{_MODULE[name]}")
+            for stage in _as_tuple(getattr(self, name)):
+                if not isinstance(stage, kind):
+                    raise ValueError(f"{name} is {stage!r}, expected one of offcorr.{_MODULE[name]}")
         if not isinstance(self.gate, Gate):
-            raise ValueError("gate is None, expected one of offcorr.gates; offcorr.gates.Plain() holds nothing back")
+            raise ValueError(
+                "gate is None, expected one of offcorr.gates; offcorr.gates.ScoreFunction() holds nothing back"
+            )
         if self.ratio is None and self.gate.uses_ratio:
             raise ValueError(f"ratio is None, but gate {self.gate!r} needs one, for instance offcorr.ratios.Token()")
-        if self.ratio is not None and self.ratio.of == "engine" and not self.gate.detached:
+        if self.ratio is not None and self.ratio.mismatch == "engine" and not self.gate.detached:
             raise ValueError(
                 f"ratio {self.ratio!r} does not depend on logp, so gate {self.gate!r} would have no gradient; "
-                "use gates.Detached() or a weight"
+                "use gates.DetachedRatio() or a weight"
             )
         check_aggregate(self.aggregate, self.max_length)
         self._refuse_double_counting()
@@ -134,27 +136,27 @@ class Correction:
     # -- what it needs, for adapters ---------------------------------------------------------------------------
 
     @functools.cached_property
-    def stations(self) -> dict[str, Station]:
-        """Every station by its place: "ratio", "gate", "weight.0", "reject.0" ..."""
-        places: dict[str, Station] = {} if self.ratio is None else {"ratio": self.ratio}
+    def stages(self) -> dict[str, Stage]:
+        """Every stage by its place: "ratio", "gate", "weight.0", "reject.0" ..."""
+        places: dict[str, Stage] = {} if self.ratio is None else {"ratio": self.ratio}
         places["gate"] = self.gate
-        places |= {f"weight.{i}": station for i, station in enumerate(_as_tuple(self.weight))}
-        places |= {f"reject.{i}": station for i, station in enumerate(_as_tuple(self.reject))}
+        places |= {f"weight.{i}": stage for i, stage in enumerate(_as_tuple(self.weight))}
+        places |= {f"reject.{i}": stage for i, stage in enumerate(_as_tuple(self.reject))}
         return places
 
     @functools.cached_property
     def compares(self) -> frozenset[str]:
-        """Which pairs of policies its stations compare."""
-        return frozenset(of for s in self.stations.values() if (of := getattr(s, "of", None)) is not None)
+        """Which pairs of policies its stages compare."""
+        return frozenset(of for s in self.stages.values() if (of := getattr(s, "mismatch", None)) is not None)
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:
         """The optional ``Batch`` fields it cannot do without, and ``old_logp`` where its ratio is 1 without."""
-        asked = frozenset().union(*(s.asks_for for s in self.stations.values()))
+        asked = frozenset().union(*(s.asks_for for s in self.stages.values()))
         needs = {"rewards"} if "reward" in asked else set()
         needs |= {"group_ids"} & asked
         needs |= {"rollout_logp"} if self.compares & {"engine", "total"} else set()
-        needs |= {"old_logp"} if self.ratio is not None and self.ratio.of == "staleness" else set()
+        needs |= {"old_logp"} if self.ratio is not None and self.ratio.mismatch == "staleness" else set()
         return frozenset(needs)
 
     # -- the loss ----------------------------------------------------------------------------------------------
@@ -189,17 +191,17 @@ class Correction:
         return Output(_Attach.apply(batch.logp, (loss, coefficient)), coefficient, Metrics(data))
 
     def statistics(self, batch: Batch) -> Statistics | None:
-        """What batch-coupled stations need of this batch; merge over micro-batches and ranks.  None: nothing."""
+        """What batch-coupled stages need of this batch; merge over micro-batches and ranks.  None: nothing."""
         self._check_fields(batch)
         with torch.no_grad():
             return self._statistics(batch)
 
     def resolve(self, statistics: Statistics | None) -> Correction:
-        """The same correction with every batch-coupled station replaced by what ``statistics`` makes of it."""
+        """The same correction with every batch-coupled stage replaced by what ``statistics`` makes of it."""
         if statistics is None:
             return self
         known: dict[str, Any] = {
-            p: s.resolve(statistics.parts[p]) if p in statistics.parts else s for p, s in self.stations.items()
+            p: s.resolve(statistics.parts[p]) if p in statistics.parts else s for p, s in self.stages.items()
         }
         return dataclasses.replace(
             self,
@@ -214,15 +216,15 @@ class Correction:
         weight, kept = torch.ones_like(tokens.logp), torch.ones_like(tokens.mask)
         vetoed, truncated = torch.zeros_like(kept), torch.zeros_like(kept)
         with torch.no_grad():
-            for station in (*_as_tuple(self.weight), *_as_tuple(self.reject)):
-                one: Multiplied = station(tokens)
+            for stage in (*_as_tuple(self.weight), *_as_tuple(self.reject)):
+                one: Multiplied = stage(tokens)
                 weight = weight * one.weight
                 kept = kept & one.kept
                 truncated = truncated | one.truncated
-                if station.drops_as == "vetoed":
+                if stage.drops_as == "vetoed":
                     vetoed = vetoed | ~one.kept
 
-        of = self.ratio.of if self.ratio else "staleness"
+        of = self.ratio.mismatch if self.ratio else "staleness"
         pair = tokens.log_ratio(of)
         log_ratio, slope = torch.zeros_like(pair.clamped), torch.ones_like(pair.clamped)
         if self.ratio is not None:
@@ -285,7 +287,7 @@ class Correction:
     def _check_fields(self, batch: Batch) -> None:
         for name in self.needs - {"old_logp"}:
             if getattr(batch, name) is None:
-                users = [repr(s) for s in self.stations.values() if _asks(s, name)]
+                users = [repr(s) for s in self.stages.values() if _asks(s, name)]
                 hint = (
                     "; pass rollout_logp=old_logp to say that engine and trainer agree"
                     if name == "rollout_logp"
@@ -296,17 +298,17 @@ class Correction:
             batch.check_mask_values()
 
     def _statistics(self, batch: Batch) -> Statistics | None:
-        coupled = {place: s for place, s in self.stations.items() if s.statistics is not None}
+        coupled = {place: s for place, s in self.stages.items() if s.statistics is not None}
         if not coupled:
             return None
         tokens = Tokens(batch)
-        return Statistics({place: station.statistics(tokens) for place, station in coupled.items()})
+        return Statistics({place: stage.statistics(tokens) for place, stage in coupled.items()})
 
     def _found(self, statistics: Statistics, known: Correction, device: torch.device) -> dict[str, Tensor]:
-        """The ``offcorr/control/`` series: what batch-coupled stations became."""
+        """The ``offcorr/control/`` series: what batch-coupled stages became."""
         found: dict[str, Number] = {}
         for place in statistics.parts:
-            found |= self.stations[place].found(known.stations[place])
+            found |= self.stages[place].found(known.stages[place])
         one = torch.ones((), dtype=torch.float64, device=device)  # filled there: a list would be copied from the host
         return {CONTROL + name: torch.stack([one * value, one]) for name, value in found.items()}
 
@@ -328,9 +330,9 @@ class Correction:
         """Each of the two mismatches may multiply the gradient once: the total ratio is both of them."""
         counted: dict[str, str] = {}
         multiplying = [("ratio", self.ratio)] if self.ratio is not None and self.gate.uses_ratio else []
-        for place, station in multiplying + [("weight", s) for s in _as_tuple(self.weight)]:
-            label = f"{place} {station!r}"
-            for mismatch in ("staleness", "engine") if station.of == "total" else (station.of,):
+        for place, stage in multiplying + [("weight", s) for s in _as_tuple(self.weight)]:
+            label = f"{place} {stage!r}"
+            for mismatch in ("staleness", "engine") if stage.mismatch == "total" else (stage.mismatch,):
                 if mismatch in counted:
                     raise ValueError(
                         f"{counted[mismatch]} and {label} both count the {mismatch} ratio; "
@@ -342,20 +344,20 @@ class Correction:
 _MODULE = {"ratio": "ratios", "gate": "gates", "weight": "weights", "reject": "rejections"}
 
 
-def _as_tuple(stations: Any) -> tuple[Any, ...]:
-    if stations is None:
+def _as_tuple(stages: Any) -> tuple[Any, ...]:
+    if stages is None:
         return ()
-    return tuple(stations) if isinstance(stations, tuple | list) else (stations,)
+    return tuple(stages) if isinstance(stages, tuple | list) else (stages,)
 
 
-def _asks(station: Any, field_name: str) -> bool:
+def _asks(stage: Any, field_name: str) -> bool:
     if field_name == "rollout_logp":
-        return getattr(station, "of", None) in ("engine", "total")
-    return {"rewards": "reward"}.get(field_name, field_name) in station.asks_for
+        return getattr(stage, "mismatch", None) in ("engine", "total")
+    return {"rewards": "reward"}.get(field_name, field_name) in stage.asks_for
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Station):
+    if isinstance(value, Stage):
         return value.to_config()
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
-from offcorr.shapes import Pair, PerToken, TokenMask
+from offcorr.shapes import Mismatch, PerToken, TokenMask
 
 
 class Accumulator:
@@ -212,7 +212,7 @@ _SERIES: dict[str, tuple[Metric, ...]] = {
 }
 
 CONTROL = "offcorr/control/"
-"""Before the names of what batch-coupled stations found, which are their own (``Station.found``)."""
+"""Before the names of what batch-coupled stages found, which are their own (``Stage.found``)."""
 
 
 class _Kinds(dict[str, Metric]):
@@ -221,7 +221,7 @@ class _Kinds(dict[str, Metric]):
     def __missing__(self, name: str) -> Metric:
         if not name.startswith(CONTROL):
             raise KeyError(name)
-        metric = self[name] = Metric(name.removeprefix(CONTROL), "what a batch-coupled station found", Mean())
+        metric = self[name] = Metric(name.removeprefix(CONTROL), "what a batch-coupled stage found", Mean())
         return metric
 
 
@@ -329,7 +329,7 @@ def measure(batch: Batch) -> Metrics:
 @torch.no_grad()
 def mismatch(tokens: Tokens) -> Metrics:
     """The series that the batch has the log-probs for, measured together."""
-    series: list[Pair] = []
+    series: list[Mismatch] = []
     if tokens.batch.rollout_logp is not None:
         series.append("engine")
     if tokens.batch.old_logp is not None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 else:
     PerToken = PerSequence = TokenMask = TokenIndex = Scalar = Any
 
-Pair = Literal["staleness", "engine", "total"]
-"""Which two policies a station compares.
+Mismatch = Literal["staleness", "engine", "total"]
+"""Which two policies a stage compares.
 
 staleness: logp against old_logp · engine: old_logp against rollout_logp · total: logp against rollout_logp.
 """

@@ -42,13 +42,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, TrainerState
 
 import offcorr
-from offcorr import Batch, embedded
-from offcorr.aggregate import AGGREGATIONS
-from offcorr.baselines import OPOB, check_proportional, token_baseline
+from offcorr import Batch, toy
 from offcorr.kernels.logprob import linear_logprob
 from offcorr.metrics import Metrics
-from offcorr.optim import ESSLearningRate
 from offcorr.rollout import Precision, Replica, Sampling, SnapshotRing, changing_weights, decode, score
+from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.training.baselines import OPOB, check_proportional, token_baseline
+from offcorr.training.ess_lr import ESSLearningRate
 
 sys.path.insert(0, str(Path(__file__).parent))
 from grpo import History, Task, load_task, plot, summarise  # noqa: E402
@@ -81,7 +81,7 @@ class Arguments:
     learning_rate: float = 3e-4
     max_grad_norm: float = 1.0
     temperature: float = 1.0
-    max_completion_length: int = embedded.MAX_COMPLETION
+    max_completion_length: int = toy.MAX_COMPLETION
 
     eval_every: int = field(default=5, metadata={"help": "generations between two evaluations on held-out examples"})
     train_size: int = 4096
@@ -132,7 +132,7 @@ def main() -> None:
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     accelerator = start_accelerator(args)
     set_seed(args.seed)
-    path = embedded.model_path(seed=args.seed) if args.model == "embedded" else args.model
+    path = toy.model_path(seed=args.seed) if args.model == "embedded" else args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)
     loss_fn = offcorr.resolve(args.loss, **json.loads(args.loss_kwargs))
@@ -293,7 +293,7 @@ def global_statistics(
 ) -> offcorr.Statistics | None:
     """What a batch-coupled method (bapo, m2po, self-normalised weights) must know of the whole update, over all
     micro-batches and processes, by one forward pass ahead; None for every other method."""
-    if all(station.statistics is None for station in loss_fn.stations.values()):
+    if all(stage.statistics is None for stage in loss_fn.stages.values()):
         return None
     with torch.no_grad():
         parts = [loss_fn.statistics(trained_batch(model, micro)) for micro in window]

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, TrainerCallback
 from trl import TrlParser
 
-from offcorr import embedded
+from offcorr import toy
 from offcorr.rollout import Replica, Sampling, changing_weights, decode
 from offcorr.trl.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from offcorr.trl.local_worker import LocalWorker
@@ -52,7 +52,7 @@ class Arguments(AsyncGRPOConfig):
     per_device_train_batch_size: int = field(default=64)
     token_budget: int | None = field(default=0, metadata={"help": "0: per_device_train_batch_size samples a row"})
     num_generations: int = field(default=8)
-    max_completion_length: int = field(default=embedded.MAX_COMPLETION)
+    max_completion_length: int = field(default=toy.MAX_COMPLETION)
     logging_steps: float = field(default=4)
     eval_steps: float = field(default=20)
     save_strategy: str = field(default="no")
@@ -70,7 +70,7 @@ class Arguments(AsyncGRPOConfig):
 def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     (args,) = TrlParser(Arguments).parse_args_and_config()
-    path = embedded.model_path(seed=args.seed) if args.model == "embedded" else args.model
+    path = toy.model_path(seed=args.seed) if args.model == "embedded" else args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)
 

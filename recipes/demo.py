@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from offcorr import embedded
+from offcorr import toy
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where installed, warns that it found nothing else
@@ -64,7 +64,7 @@ def main() -> int:
     args = parser.parse_args()
     steps = 12 if args.short else 160
 
-    embedded.model_path(seed=args.seed)  # the warm start, once, with its progress bar
+    toy.model_path(seed=args.seed)  # the warm start, once, with its progress bar
     print(f"{SETTING}\nThree runs of recipes/grpo.py, {steps} updates each:")
     logs = train_all(RUNS, args.output, steps, args.seed)
     Console().print(comparison(logs))

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback
 from trl import TrlParser
 
 import offcorr.rollout
-from offcorr import embedded
+from offcorr import toy
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 
 
@@ -60,7 +60,7 @@ class Arguments(GRPOConfig):
     num_generations: int = field(default=8)
     num_generations_eval: int = field(default=1)
     steps_per_generation: int = field(default=4)
-    max_completion_length: int = field(default=embedded.MAX_COMPLETION)
+    max_completion_length: int = field(default=toy.MAX_COMPLETION)
     logging_steps: float = field(default=4)
     eval_strategy: str = field(default="steps")
     eval_steps: float = field(default=20)
@@ -91,9 +91,9 @@ def load_task(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> Task:
 
     if args.task == "embedded":
         return Task(
-            embedded.dataset(args.train_size, seed=args.seed, split="train"),
-            embedded.dataset(args.eval_size, seed=0, split="test"),
-            embedded.reward,
+            toy.dataset(args.train_size, seed=args.seed, split="train"),
+            toy.dataset(args.eval_size, seed=0, split="test"),
+            toy.reward,
         )
     if args.task.endswith(".jsonl"):
         rows = datasets.load_dataset("json", data_files=args.task, split="train").shuffle(seed=args.seed)
@@ -164,7 +164,7 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     (args,) = TrlParser(arguments).parse_args_and_config()
-    path = embedded.model_path(seed=args.seed) if args.model == "embedded" else args.model
+    path = toy.model_path(seed=args.seed) if args.model == "embedded" else args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import grpo  # noqa: E402
 
 import offcorr  # noqa: E402
-from offcorr.baselines import token_baseline  # noqa: E402
+from offcorr.training.baselines import token_baseline  # noqa: E402
 
 
 @dataclass

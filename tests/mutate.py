@@ -30,12 +30,12 @@ class Mutation(NamedTuple):
     """A pytest node, or a node and ``-k`` words after a space."""
 
 
-CONTRACT, ORACLE, PITFALLS = "tests/test_contract.py", "tests/test_oracle.py", "tests/test_pitfalls.py"
-METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/test_rollout_trl.py", "tests/trl/test_trainer.py"
+CONTRACT, ORACLE, PITFALLS = "tests/test_testing.py", "tests/methods/test_oracle.py", "tests/methods/test_pitfalls.py"
+METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/rollout/test_rollout_trl.py", "tests/trl/test_trainer.py"
 ANCHORS, KERNEL, SOURCE = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py", "offcorr/kernels/source.py"
-LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metering_triton.py"
+LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metrics.py"
 GOLDEN = f"{ORACLE}::test_golden_table"
-SCANS, CORRECTION, BATCH = "offcorr/kernels/scans.py", "offcorr/correction.py", "offcorr/batch.py"
+SCANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "offcorr/batch.py"
 
 MUTATIONS = [
     Mutation("sequence taken as geometric", SCANS, "over_row(x.sum(1), rows)", "over_row(x.mean(1), rows)", GOLDEN),
@@ -147,42 +147,42 @@ MUTATIONS = [
     ),
     Mutation(
         "veto sees clamped ratios of the wrong side",
-        "offcorr/rejections.py",
+        "offcorr/stages/rejections.py",
         'span: ClassVar[Any] = "sequence_min"',
         'span: ClassVar[Any] = "sequence_max"',
         f"{ORACLE} random and veto",
     ),
     Mutation(
         "OPSM keeps the wrong sign",
-        "offcorr/rejections.py",
+        "offcorr/stages/rejections.py",
         "(advantage >= 0) | (-value",
         "(advantage <= 0) | (-value",
         f"{ORACLE} random and opsm",
     ),
     Mutation(
         "dual clip the wrong way",
-        "offcorr/gates.py",
+        "offcorr/stages/gates.py",
         "ops.maximum(surrogate, p.dual * advantage)",
         "ops.minimum(surrogate, p.dual * advantage)",
         f"{ORACLE} random and ppo",
     ),
     Mutation(
         "SAPO's temperatures swapped",
-        "offcorr/gates.py",
+        "offcorr/stages/gates.py",
         "zeros_like(ratio) + p.positive, p.negative",
         "zeros_like(ratio) + p.negative, p.positive",
         f"{GOLDEN} sapo",
     ),
     Mutation(
         "weight outside the band clamped, not dropped",
-        "offcorr/weights.py",
+        "offcorr/stages/weights.py",
         "return ratio, (ratio >= p.low) & (ratio <= p.high)",
         "return ratio, ratio == ratio",
         f"{GOLDEN} icepop",
     ),
     Mutation(
         "self-normalised by the count alone",
-        "offcorr/weights.py",
+        "offcorr/stages/weights.py",
         "total[asked] / count[asked].clamp(min=1)",
         "total[asked]",
         f"{METRICS} mean_one",
@@ -210,7 +210,7 @@ MUTATIONS = [
     ),
     Mutation(
         "on-policy gradient halved",
-        "offcorr/gates.py",
+        "offcorr/stages/gates.py",
         "return advantage * logp, advantage",
         "return advantage * logp, advantage / 2",
         f"{CONTRACT} reinforce",
@@ -280,13 +280,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a step calibrated on and scaled",
-        "offcorr/optim.py",
+        "offcorr/training/ess_lr.py",
         "        self.end()\n        self._seen, self.lr_scale = None, 1.0",
         "        self._seen = None",
         "tests/trl/test_ess_lr.py::test_calibrated_on_policy",
     ),
     Mutation(
-        "an engine station sees the trainer's log-prob in the kernel",
+        "an engine stage sees the trainer's log-prob in the kernel",
         SOURCE,
         '"logp" if place == "gate" else _POLICIES[of][0]',
         '"logp"',

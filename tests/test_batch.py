@@ -119,9 +119,9 @@ def test_packed_per_token_advantages():
 
 
 def test_a_ratios_own_options_come_first():
-    assert ratios.PowerMean(2.0) == ratios.PowerMean(power=2.0, of="staleness")
-    assert ratios.MinPrefix(True, of="total").bounded
-    assert ratios.Token(of="total").of == "total"
+    assert ratios.PowerMean(2.0) == ratios.PowerMean(power=2.0, mismatch="staleness")
+    assert ratios.MinPrefix(True, mismatch="total").bounded
+    assert ratios.Token(mismatch="total").mismatch == "total"
 
 
 def test_masks_of_numbers_are_masks():
@@ -143,13 +143,13 @@ def test_masks_of_numbers_are_masks():
         (lambda: offcorr.get("ppo", aggregate="token_mean"), "did you mean 'token-mean'"),
         (lambda: offcorr.get("ppo", max_length=8), "divides by no constant length"),
         (lambda: weights.Truncate(2.0, level="word"), "level is 'word', expected one of"),
-        (lambda: weights.Truncate(2.0, of="engin"), "of is 'engin', did you mean 'engine'"),
+        (lambda: weights.Truncate(2.0, mismatch="engin"), "mismatch is 'engin', did you mean 'engine'"),
         (lambda: weights.SelfNormalise(rejections.Veto()), "inner is Veto"),
         (lambda: rejections.Veto(0.0), "threshold is 0.0, expected a finite number > 0"),
         (lambda: offcorr.Correction(ratio=None), "ratio is None, but gate Clip"),
         (lambda: offcorr.Correction(gate=None), "gate is None"),
         (lambda: offcorr.Correction(weight=rejections.Veto()), "weight is Veto"),
-        (lambda: offcorr.Correction(ratio=ratios.Token(of="engine")), "would have no gradient"),
+        (lambda: offcorr.Correction(ratio=ratios.Token(mismatch="engine")), "would have no gradient"),
         (lambda: offcorr.from_config({"eps_low": 0.2}), "expected a mapping with a 'method'"),
         (
             lambda: offcorr.from_config({"method": "ppo", "weight": {"name": "trunc"}}),
@@ -168,13 +168,13 @@ def test_refused_configuration(build, message):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: offcorr.Correction(ratio=ratios.Token(of="total"), weight=weights.Truncate(2.0)),
-        lambda: offcorr.Correction(ratio=ratios.Token(), weight=weights.Truncate(2.0, of="total")),
-        lambda: offcorr.get("ppo", weight=(weights.Truncate(2.0), weights.Band(0.5, 2.0, level="sequence"))),
+        lambda: offcorr.Correction(ratio=ratios.Token(mismatch="total"), weight=weights.Truncate(2.0)),
+        lambda: offcorr.Correction(ratio=ratios.Token(), weight=weights.Truncate(2.0, mismatch="total")),
+        lambda: offcorr.get("ppo", weight=(weights.Truncate(2.0), weights.Mask(0.5, 2.0, level="sequence"))),
     ],
 )
 def test_a_ratio_counted_twice_is_refused_naming_both(build):
-    with pytest.raises(ValueError, match=r"(Token|Truncate)\(.*and weight (Truncate|Band)\(.*both count the"):
+    with pytest.raises(ValueError, match=r"(Token|Truncate)\(.*and weight (Truncate|Mask)\(.*both count the"):
         build()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import offcorr
-from offcorr import Batch, Metrics, contract, gates, ratios, rejections, weights
+from offcorr import Batch, Metrics, gates, ratios, rejections, testing, weights
 from offcorr.metrics import KINDS, Histogram, LogSumExp
 
 
@@ -21,7 +21,7 @@ def valid_log_ratios(batch, ours, theirs):
     "series, ours, theirs", [("engine", "old_logp", "rollout_logp"), ("staleness", "logp", "old_logp")]
 )
 def test_mismatch_series(series, ours, theirs):
-    batch = contract.example(seed=3)
+    batch = testing.example(seed=3)
     rows = [row for row in valid_log_ratios(batch, ours, theirs) if len(row)]
     d, total = np.concatenate(rows), np.array([row.sum() for row in rows])
     mean = np.array([row.mean() for row in rows])
@@ -86,7 +86,7 @@ def test_soft_gates_report_how_much_they_held_back():
 
 
 def test_pack_and_ranks():
-    parts = [offcorr.get("tis")(contract.example(seed)).metrics for seed in range(3)]
+    parts = [offcorr.get("tis")(testing.example(seed)).metrics for seed in range(3)]
     merged = parts[0].merge(parts[1]).merge(parts[2]).compute()
     stacked = torch.stack([part.pack() for part in parts])
     assert stacked.ndim == 2 and parts[0].unpack(stacked[0]).compute() == pytest.approx(parts[0].compute())
@@ -109,13 +109,13 @@ def test_every_metric_says_what_it_is():
 
 def test_empty_metrics():
     assert Metrics().compute() == {}
-    batch = contract.example()
+    batch = testing.example()
     nothing = offcorr.get("tis")(Batch(**{**vars(batch), "mask": torch.zeros_like(batch.mask)}))
     assert all(math.isfinite(value) for value in nothing.metrics.compute().values())
 
 
 def test_self_normalised_weights_have_mean_one():
-    batch = contract.example()
+    batch = testing.example()
     for inner in (weights.Truncate(2.0), weights.Truncate(2.0, level="prefix")):
         loss_fn = offcorr.Correction(ratio=ratios.Token(), gate=gates.Clip(), weight=weights.SelfNormalise(inner))
         assert loss_fn(batch).metrics.compute()["offcorr/loss/weight_mean"] == pytest.approx(1)

@@ -1,6 +1,6 @@
-"""What a kernel is composed of: the stations' own pointwise parts around the hand-written spans.
+"""What a kernel is composed of: the stages' own pointwise parts around the hand-written spans.
 
-Nothing of a station is written twice: its pointwise parts are called, rebound to ``triton.language``, with the
+Nothing of a stage is written twice: its pointwise parts are called, rebound to ``triton.language``, with the
 inputs their arguments name; its numbers are run-time arguments.  What the text depends on is which functions, spans
 and policies a composition uses and which fields a batch has, never a number.
 """
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from offcorr.aggregate import AGGREGATIONS
 from offcorr.batch import LOG_LIMIT, Batch
-from offcorr.multipliers import Multiplier
-from offcorr.ratios import Ratio
-from offcorr.shapes import Pair
-from offcorr.station import Station
-from offcorr.weights import _Bounded
+from offcorr.shapes import Mismatch
+from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.stages.base import Stage
+from offcorr.stages.multipliers import Multiplier
+from offcorr.stages.ratios import Ratio
+from offcorr.stages.weights import _Bounded
 
 if TYPE_CHECKING:
     from offcorr.correction import Correction
@@ -38,10 +38,10 @@ Part = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Carried:
-    """A station that carries a measure over a span: the ratio, or a weight or rejection."""
+    """A stage that carries a measure over a span: the ratio, or a weight or rejection."""
 
     place: str
-    of: Pair
+    mismatch: Mismatch
     span: str
     measure: Part
     parts: tuple[tuple[str, Part], ...]  # called with the span's value
@@ -55,7 +55,7 @@ class Composition:
     """Everything that the source depends on: functions, spans, policies and which fields a batch has."""
 
     carried: tuple[Carried, ...]
-    ratio_of: Pair
+    ratio_of: Mismatch
     surrogate: Part
     detached: bool
     log_limit: float
@@ -77,9 +77,9 @@ class Composition:
         return found
 
     @property
-    def series(self) -> list[Pair]:
+    def series(self) -> list[Mismatch]:
         """The pairs whose mismatch is metered, in the order of the metrics."""
-        known: list[tuple[str, Pair]] = [("rollout_logp", "engine"), ("old_logp", "staleness")]
+        known: list[tuple[str, Mismatch]] = [("rollout_logp", "engine"), ("old_logp", "staleness")]
         return [of for name, of in known if name in self.fields]
 
     @property
@@ -89,12 +89,12 @@ class Composition:
 
     @property
     def params(self) -> dict[str, tuple[type[Any], frozenset[str]]]:
-        """By place: the kind of a station's numbers, and those of them that are tensors."""
+        """By place: the kind of a stage's numbers, and those of them that are tensors."""
         return {place: (kind, on_device) for place, kind, on_device in self.parameters}
 
     @property
     def kinds(self) -> dict[str, type[Any]]:
-        """The NamedTuples of the stations' numbers, under the names that the source calls."""
+        """The NamedTuples of the stages' numbers, under the names that the source calls."""
         return {f"P_{place}": kind for place, kind, _ in self.parameters}
 
     @property
@@ -124,30 +124,30 @@ def compose(
         split: several programs share a row.
 
     Raises:
-        NotFused: a station does something that is no pointwise part.
+        NotFused: a stage does something that is no pointwise part.
     """
     carried = []
-    for place, station in loss_fn.stations.items():
+    for place, stage in loss_fn.stages.items():
         name = place.replace(".", "_")
-        if isinstance(station, Ratio):
-            _refuse_own(station, Ratio, "__call__")
-            parts = (("read", station.read), ("slope", station.slope))
-            carried.append(Carried(name, station.of, station.span, station.measure, parts, LOG_LIMIT))
-        elif isinstance(station, Multiplier):
-            _refuse_own(station, Multiplier, "__call__", "inputs")
-            bounded = type(station).truncated is _Bounded.truncated
+        if isinstance(stage, Ratio):
+            _refuse_own(stage, Ratio, "__call__")
+            parts = (("read", stage.read), ("slope", stage.slope))
+            carried.append(Carried(name, stage.mismatch, stage.span, stage.measure, parts, LOG_LIMIT))
+        elif isinstance(stage, Multiplier):
+            _refuse_own(stage, Multiplier, "__call__", "inputs")
+            bounded = type(stage).truncated is _Bounded.truncated
             if not bounded:
-                _refuse_own(station, Multiplier, "truncated")
+                _refuse_own(stage, Multiplier, "truncated")
             carried.append(
                 Carried(
                     name,
-                    _pair(station, batch),
-                    station.span,
-                    station.measure,
-                    (("rule", station.rule),),
-                    station.value_limit,
+                    _pair(stage, batch),
+                    stage.span,
+                    stage.measure,
+                    (("rule", stage.rule),),
+                    stage.value_limit,
                     bounded,
-                    station.drops_as == "vetoed",
+                    stage.drops_as == "vetoed",
                 )
             )
     if loss_fn.aggregate not in DIVIDES_BY_COUNT:
@@ -162,7 +162,7 @@ def compose(
     fields |= {name for name, there in given.items() if there}
     return Composition(
         tuple(carried),
-        loss_fn.ratio.of if loss_fn.ratio else "staleness",
+        loss_fn.ratio.mismatch if loss_fn.ratio else "staleness",
         loss_fn.gate.surrogate,
         loss_fn.gate.detached,
         float(loss_fn.gate.log_limit),
@@ -191,7 +191,7 @@ def _parameters(loss_fn: Correction, device: torch.device) -> tuple[tuple[str, t
 
 
 def numbers(loss_fn: Correction, device: torch.device) -> list[tuple[Any, ...]]:
-    """Every station's parameters, in the order of the kernel's arguments; as floats, since an int is specialised on."""
+    """Every stage's parameters, in the order of the kernel's arguments; as floats, since an int is specialised on."""
     return [
         type(params)(*(value if _on(device, value) else float(value) for value in params))
         for _, params in _params(loss_fn)
@@ -199,7 +199,7 @@ def numbers(loss_fn: Correction, device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def _params(loss_fn: Correction) -> list[tuple[str, Any]]:
-    known = ((place, station.params) for place, station in sorted(loss_fn.stations.items()))
+    known = ((place, stage.params) for place, stage in sorted(loss_fn.stages.items()))
     return [(place, params) for place, params in known if params]
 
 
@@ -219,14 +219,14 @@ def _on(device: torch.device, value: Any) -> bool:
     return isinstance(value, Tensor) and value.device == device
 
 
-def _pair(station: Multiplier, batch: Batch) -> Pair:
+def _pair(stage: Multiplier, batch: Batch) -> Mismatch:
     try:
-        return station.pair(SimpleNamespace(batch=batch))  # type: ignore[arg-type]
+        return stage.pair(SimpleNamespace(batch=batch))  # type: ignore[arg-type]
     except AttributeError as missing:
-        raise NotFused(f"{type(station).__name__}.pair looks at more than the batch: {missing}") from None
+        raise NotFused(f"{type(stage).__name__}.pair looks at more than the batch: {missing}") from None
 
 
-def _refuse_own(station: Station, base: type, *names: str) -> None:
+def _refuse_own(stage: Stage, base: type, *names: str) -> None:
     for name in names:
-        if getattr(type(station), name) is not getattr(base, name):
-            raise NotFused(f"{type(station).__name__} has a {name}() of its own")
+        if getattr(type(stage), name) is not getattr(base, name):
+            raise NotFused(f"{type(stage).__name__} has a {name}() of its own")

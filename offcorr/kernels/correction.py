@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from offcorr.aggregate import AGGREGATIONS, constant_length
 from offcorr.batch import Batch
-from offcorr.gates import Gate
 from offcorr.kernels.compose import Composition, NotFused, compose, numbers
 from offcorr.kernels.rebind import for_triton
 from offcorr.metrics import KINDS, LOSS, MISMATCH, Histogram
-from offcorr.multipliers import Multiplier
+from offcorr.stages.aggregate import AGGREGATIONS, constant_length
+from offcorr.stages.gates import Gate
+from offcorr.stages.multipliers import Multiplier
 
 if TYPE_CHECKING:
     from offcorr.correction import Correction
@@ -40,7 +40,7 @@ Choice = Literal["auto", "reference", "triton"]
 BLOCK, WARPS = 512, 4
 """Tokens a program looks at together (fewer where the rows are shorter), and the warps that do."""
 REGISTERS, CROWDED = 168, 4
-"""What a thread may have: left alone, the assembler spills some.  With more stations than CROWDED it may have all."""
+"""What a thread may have: left alone, the assembler spills some.  With more stages than CROWDED it may have all."""
 FILL, PART = 512, 4096
 """Rows of more than two parts are split, a part is PART tokens or more, until there are FILL programs."""
 ALONE = 256
@@ -168,7 +168,7 @@ def _longest(batch: Batch) -> int:
 
 def _row_factor(loss_fn: Correction, batch: Batch) -> Tensor | None:
     """[S], the product of what weights multiply whole sequences with; None: 1."""
-    factors = [s.row_factor(batch) for s in loss_fn.stations.values() if isinstance(s, Multiplier)]
+    factors = [s.row_factor(batch) for s in loss_fn.stages.values() if isinstance(s, Multiplier)]
     return functools.reduce(_product, factors, None)
 
 
@@ -257,7 +257,7 @@ class _Call(NamedTuple):
             raise _refuse(self.composition, f"Triton cannot compile it: {_first_cause(error)}") from error
 
     def divide_by_kept(self, outputs: Outputs) -> None:
-        from offcorr.kernels.metering_triton import divide_by_kept
+        from offcorr.kernels.metrics import divide_by_kept
 
         divide_by_kept[self.entries,](
             outputs.coefficient,
@@ -419,7 +419,7 @@ class Layout(NamedTuple):
 
 @functools.cache
 def _layout(series: tuple[str, ...], device: torch.device) -> Layout:
-    from offcorr.kernels import metering_triton as metering
+    from offcorr.kernels import kernel_metrics as metering
 
     metrics = [(f"offcorr/{of}/", metric) for of in series for metric in MISMATCH]
     metrics += [("offcorr/loss/", metric) for metric in LOSS]
@@ -494,7 +494,7 @@ class Kernels(NamedTuple):
     """A composition's kernels, not yet compiled, and what their buffers depend on."""
 
     launches: tuple[Any, ...]  # in their order, the correction itself last
-    turns: int  # stations that look at turns
+    turns: int  # stages that look at turns
     joins_runs: bool  # of one turn
     summary_size: int
 

@@ -1,4 +1,4 @@
-"""A station's pointwise part for Triton: the same code object, with ``ops`` bound to ``ops_triton``."""
+"""A stage's pointwise part for Triton: the same code object, with ``ops`` bound to ``kernel_ops``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from offcorr import ops
+from offcorr.stages import ops
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def for_triton(pointwise: Callable[..., Any]) -> Any:
     import triton
     import triton.language as tl
 
-    from offcorr.kernels import ops_triton
+    from offcorr.kernels import kernel_ops
 
     if not isinstance(pointwise, types.FunctionType):
         raise ValueError("it is no plain function")
@@ -34,12 +34,12 @@ def for_triton(pointwise: Callable[..., Any]) -> Any:
         raise ValueError(f"it takes {', '.join(pointwise.__code__.co_freevars)} from the function around it")
     written = _as_written(pointwise)
     scope = pointwise.__globals__ | dict.fromkeys(_annotations(written), tl.tensor)
-    scope |= {"ops": ops_triton, "tl": tl}  # the interpreter looks for triton.language
+    scope |= {"ops": kernel_ops, "tl": tl}  # the interpreter looks for triton.language
     names = {node.id for node in ast.walk(written) if isinstance(node, ast.Name)}
     for name in names.intersection(pointwise.__code__.co_names):  # no local ones, no attributes
         value = scope.get(name)
         if value is ops:
-            scope[name] = ops_triton
+            scope[name] = kernel_ops
         elif isinstance(value, types.FunctionType) and value is not pointwise:
             scope[name] = for_triton(value)
         elif isinstance(value, int | float) and name.isupper():

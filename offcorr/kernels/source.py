@@ -6,10 +6,10 @@ import math
 
 from offcorr.batch import LOG_LIMIT
 from offcorr.kernels.compose import Carried, Composition, NotFused
-from offcorr.kernels.metering_triton import entry_size
-from offcorr.kernels.scans_triton import REDUCTIONS, RUNNING
-from offcorr.shapes import Pair
-from offcorr.station import arguments
+from offcorr.kernels.metrics import entry_size
+from offcorr.kernels.spans import REDUCTIONS, RUNNING
+from offcorr.shapes import Mismatch
+from offcorr.stages.base import arguments
 
 ARGUMENTS = (
     *("logp_ptr", "old_logp_ptr", "rollout_logp_ptr", "advantages_ptr", "mask_ptr", "rewards_ptr"),
@@ -18,7 +18,7 @@ ARGUMENTS = (
     *("coefficient_ptr", "partials_ptr", "merged_ptr", "loss_ptr", "found_z_ptr", "tickets_ptr"),
     *("row_weight", "z", "tokens", "width", "rows", "parts", "part_length", "group"),
 )
-"""What every kernel takes before the stations' parameters, in order; an absent field is None."""
+"""What every kernel takes before the stages' parameters, in order; an absent field is None."""
 
 _POLICIES = {
     "staleness": ("logp", "old_logp"),
@@ -64,9 +64,9 @@ class Source:
             "import triton",
             "import triton.language as tl",
             "",
-            "from offcorr.kernels import metering_triton as metering",
-            "from offcorr.kernels import ops_triton as ops",
-            "from offcorr.kernels import scans_triton as spans",
+            "from offcorr.kernels import kernel_metrics as metering",
+            "from offcorr.kernels import kernel_ops as ops",
+            "from offcorr.kernels import kernel_spans as spans",
         ]
         if self.split:
             self.head("summary")
@@ -154,7 +154,7 @@ start, length, begin, end = spans.stretch(cu_seqlens_ptr, width, row, number, pa
             self.write(f"raw_{of} = {ours} - {theirs}", indent)
             self.write(f"log_ratio_{of} = {_clamped(f'raw_{of}', LOG_LIMIT)}", indent)
 
-    def call(self, name: str, place: str, of: Pair, **own: str) -> str:
+    def call(self, name: str, place: str, of: Mismatch, **own: str) -> str:
         """A call of a pointwise part, with what its arguments name."""
         names = {
             "log_ratio": f"log_ratio_{of}",
@@ -291,7 +291,7 @@ spans.turn_means(
     # second takes the row's values and what comes before its own part.
 
     def summary_slots(self) -> list[tuple[Carried, str, list[int]]]:
-        """(station, reduction, slots of its folded state); slot 0 is the count."""
+        """(stage, reduction, slots of its folded state); slot 0 is the count."""
         found, slot = [], 1
         for one, span in self.reduction_of.items():
             size = self.reductions[span].size
@@ -385,7 +385,7 @@ valid_before += tl.sum(ones, 0)
         self.meter()
 
     def value(self, one: Carried) -> None:
-        """What the station's span makes of its measure, as ``value_PLACE``."""
+        """What the stage's span makes of its measure, as ``value_PLACE``."""
         value = f"value_{one.place}"
         if one in self.reduced:
             self.write(f"{value} = tl.zeros([BLOCK], tl.float32) + row_{one.place}", 2)
@@ -404,7 +404,7 @@ valid_before += tl.sum(ones, 0)
             self.write(f"{value} = {_clamped(value, one.limit)}", 2)
 
     def multiply(self, one: Carried) -> None:
-        """The station's multiplier and kept flag, as ``Multiplier.__call__`` combines them."""
+        """The stage's multiplier and kept flag, as ``Multiplier.__call__`` combines them."""
         self.write(f"multiplier, inside_bounds = {self.call(f'{one.place}_rule', one.place, one.of)}", 2)
         self.write("kept_here = inside_bounds & mask\nmultiplier = tl.where(kept_here, multiplier, 0.0)", 2)
         self.write("weight *= multiplier\nkept = kept & kept_here", 2)
@@ -488,7 +488,7 @@ metering.merge(
 
 
 def _nth(number: int) -> str:
-    """Where the numbers of the n-th station begin that looks at turns."""
+    """Where the numbers of the n-th stage begin that looks at turns."""
     return f"{number} * tokens.to(tl.int64)"
 
 

@@ -5,9 +5,9 @@ dL/dlogp_t = -min(R_t, cap) A_t / Z, R the total ratio, detached.
 
 from __future__ import annotations
 
-from offcorr import gates, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios
 
 
 @register(
@@ -28,7 +28,7 @@ def aipo(cap: float = 4.0) -> Correction:
     tensor([[1.6487, 0.6065, 2.7183]])
     """
     return Correction(
-        ratio=ratios.Token(of="total"),
-        gate=gates.Capped(cap),
+        ratio=ratios.Token(mismatch="total"),
+        gate=gates.DetachedClip(cap),
         aggregate="token-mean",
     )

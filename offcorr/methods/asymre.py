@@ -14,12 +14,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from einops import repeat
 
-from offcorr import gates
 from offcorr.batch import Tokens
 from offcorr.correction import Correction
-from offcorr.registry import register
-from offcorr.station import Number, check_number
-from offcorr.weights import GroupSums
+from offcorr.methods.registry import register
+from offcorr.stages import gates
+from offcorr.stages.base import Number, check_number
+from offcorr.stages.weights import GroupSums
 
 
 class Shift(NamedTuple):

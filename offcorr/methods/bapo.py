@@ -9,10 +9,10 @@ the authors' code, raising c_low never helps: where the first bounds miss the ta
 
 from __future__ import annotations
 
-from offcorr import ratios
-from offcorr.controllers import BalancedClip
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import ratios
+from offcorr.stages.controllers import BalancedClip
 
 
 @register(

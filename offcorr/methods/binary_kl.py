@@ -6,9 +6,9 @@ distributions of this token or another, under old_logp and rollout_logp.
 
 from __future__ import annotations
 
-from offcorr import gates, ratios, rejections
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios, rejections
 
 
 @register(

@@ -5,9 +5,9 @@ dL/dlogp_t = -clip(r_t, low, cap) A_t / Z, the ratio detached.
 
 from __future__ import annotations
 
-from offcorr import gates, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios
 
 
 @register(
@@ -29,6 +29,6 @@ def cispo(cap: float = 5.0, low: float = 0.0) -> Correction:
     """
     return Correction(
         ratio=ratios.Token(),
-        gate=gates.Capped(cap, low),
+        gate=gates.DetachedClip(cap, low),
         aggregate="token-mean",
     )

@@ -8,9 +8,9 @@ log-ratio is capped at 10.  The authors' script adds seq_tis at cap 5:
 
 from __future__ import annotations
 
-from offcorr import gates, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios
 
 
 @register(

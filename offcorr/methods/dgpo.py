@@ -16,10 +16,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from offcorr import gates, ops, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
-from offcorr.station import check_number
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ops, ratios
+from offcorr.stages.base import check_number
 
 
 class Tails(NamedTuple):

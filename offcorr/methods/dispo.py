@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from offcorr import gates, ops, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
-from offcorr.station import check_number, check_order
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ops, ratios
+from offcorr.stages.base import check_number, check_order
 
 
 class SignBounds(NamedTuple):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from offcorr import gates, ratios, rejections
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios, rejections
 
 
 @register(
@@ -39,8 +39,8 @@ def dppo(
     tensor([[1.6487, 0.6065, 0.0000]])
     """
     return Correction(
-        ratio=ratios.Token(of="total"),
-        gate=gates.Capped(cap),
+        ratio=ratios.Token(mismatch="total"),
+        gate=gates.DetachedClip(cap),
         reject=rejections.DPPO(divergence, low, high, delta),
         aggregate="seq-mean-token-sum-norm",
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from offcorr.correction import Correction
 from offcorr.methods.dppo import dppo
-from offcorr.registry import register
+from offcorr.methods.registry import register
 
 
 @register(

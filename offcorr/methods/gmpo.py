@@ -6,9 +6,9 @@ ratios, each clipped in log space before the mean: above at eps_high for A > 0, 
 
 from __future__ import annotations
 
-from offcorr import gates, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios
 
 
 @register(

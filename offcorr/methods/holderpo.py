@@ -9,10 +9,10 @@ anneal, and hold an exponent that is given; a loop of one's own asks ``offcorr.s
 
 from __future__ import annotations
 
-from offcorr import gates, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
-from offcorr.schedules import Linear
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios
+from offcorr.training.schedules import Linear
 
 
 @register(

@@ -5,9 +5,9 @@ dL/dlogp_t = -rho_t 1[low <= rho_t <= high] c_t A_t / Z, c_t as PPO.
 
 from __future__ import annotations
 
-from offcorr import gates, ratios, weights
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios, weights
 
 
 @register(
@@ -35,6 +35,6 @@ def icepop(
     return Correction(
         ratio=ratios.Token(),
         gate=gates.Clip(eps_low, eps_high, dual_clip),
-        weight=weights.Band(low, high),
+        weight=weights.Mask(low, high),
         aggregate="token-mean",
     )

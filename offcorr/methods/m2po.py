@@ -6,10 +6,10 @@ of log^2 r over what is left is at most tau: one threshold for the global batch,
 
 from __future__ import annotations
 
-from offcorr import gates, ratios
-from offcorr.controllers import MomentBudget
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios
+from offcorr.stages.controllers import MomentBudget
 
 
 @register(

@@ -8,9 +8,9 @@ eps_low defaults to 1 (no lower bound).  The running minimum is taken literally;
 
 from __future__ import annotations
 
-from offcorr import gates, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios
 
 
 @register(
@@ -32,6 +32,6 @@ def minpro(eps_low: float = 1.0, eps_high: float = 0.28, bounded: bool = False) 
     """
     return Correction(
         ratio=ratios.MinPrefix(bounded=bounded),
-        gate=gates.Capped(cap=1 + eps_high, low=1 - eps_low),
+        gate=gates.DetachedClip(cap=1 + eps_high, low=1 - eps_low),
         aggregate="token-mean",
     )

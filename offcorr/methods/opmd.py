@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from offcorr import gates
 from offcorr.correction import Correction
-from offcorr.registry import register
-from offcorr.station import check_number
+from offcorr.methods.registry import register
+from offcorr.stages import gates
+from offcorr.stages.base import check_number
 
 
 class Temperature(NamedTuple):

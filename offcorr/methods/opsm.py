@@ -5,9 +5,9 @@ dL/dlogp_t = -1[A >= 0 or mean_t(anchor - logp) <= delta] c_t A_t / Z, c_t as PP
 
 from __future__ import annotations
 
-from offcorr import gates, ratios, rejections
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios, rejections
 
 
 @register(

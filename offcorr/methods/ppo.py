@@ -5,9 +5,9 @@ dL/dlogp_t = -c_t A_t / Z, c_t = r_t where r_t is inside [1 - eps_low, 1 + eps_h
 
 from __future__ import annotations
 
-from offcorr import gates, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios
 
 
 @register(

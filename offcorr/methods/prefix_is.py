@@ -5,9 +5,9 @@ dL/dlogp_t = -min(ratio_t, cap) * A_t / Z, the ratio detached.
 
 from __future__ import annotations
 
-from offcorr import gates, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios
 
 
 @register(
@@ -29,6 +29,6 @@ def prefix_is(cap: float | None = None) -> Correction:
     """
     return Correction(
         ratio=ratios.Prefix(),
-        gate=gates.Capped(cap),
+        gate=gates.DetachedClip(cap),
         aggregate="token-mean",
     )

@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from offcorr import gates, ops, ratios, rejections
 from offcorr.correction import Correction
-from offcorr.registry import register
-from offcorr.shapes import Pair
-from offcorr.station import check_choice, check_number, check_pair
+from offcorr.methods.registry import register
+from offcorr.shapes import Mismatch
+from offcorr.stages import gates, ops, ratios, rejections
+from offcorr.stages.base import check_choice, check_number, check_pair
 
 Mode = Literal["one-side", "two-side", "ring"]
 
@@ -66,7 +66,7 @@ class REC(rejections.Rejection):
     eps_high: float = 0.2
     eps_low_prime: float = 0.6
     eps_high_prime: float = 2.0
-    of: Pair = "staleness"
+    mismatch: Mismatch = "staleness"
 
     span: ClassVar[Any] = "token"
 
@@ -111,7 +111,7 @@ def rec(
     """
     return Correction(
         ratio=ratios.Token(),
-        gate=gates.Detached() if weighted else gates.Plain(),
+        gate=gates.DetachedRatio() if weighted else gates.ScoreFunction(),
         reject=REC(mode, eps_low, eps_high, eps_low_prime, eps_high_prime),
         aggregate="token-mean",
     )

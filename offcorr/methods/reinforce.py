@@ -5,9 +5,9 @@ dL/dlogp_t = -A_t / Z
 
 from __future__ import annotations
 
-from offcorr import gates
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates
 
 
 @register(
@@ -28,6 +28,6 @@ def reinforce() -> Correction:
     """
     return Correction(
         ratio=None,
-        gate=gates.Plain(),
+        gate=gates.ScoreFunction(),
         aggregate="token-mean",
     )

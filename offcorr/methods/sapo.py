@@ -5,9 +5,9 @@ dL/dlogp_t = -r_t sech^2(tau (r_t - 1) / 2) A_t / Z, tau by the sign of A.
 
 from __future__ import annotations
 
-from offcorr import gates, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios
 
 
 @register(
@@ -28,6 +28,6 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05) -> Correction:
     """
     return Correction(
         ratio=ratios.Token(),
-        gate=gates.Soft(tau_pos, tau_neg),
+        gate=gates.SoftClip(tau_pos, tau_neg),
         aggregate="seq-mean-token-mean",
     )

@@ -5,9 +5,9 @@ dL/dlogp_t = -(prod rho) 1[prod rho <= cap] c_t A_t / Z, c_t as PPO.
 
 from __future__ import annotations
 
-from offcorr import gates, ratios, weights
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios, weights
 
 
 @register(
@@ -31,6 +31,6 @@ def seq_mis(
     return Correction(
         ratio=ratios.Token(),
         gate=gates.Clip(eps_low, eps_high, dual_clip),
-        weight=weights.Bound(high=cap, outside="zero", level="sequence"),
+        weight=weights.Bound(high=cap, outside="mask", level="sequence"),
         aggregate="token-mean",
     )

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from offcorr import gates, ops, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ops, ratios
 
 
 def tapered(log_ratio: Any, logp: Any, advantage: Any, reward: Any) -> Any:

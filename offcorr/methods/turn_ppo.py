@@ -8,9 +8,9 @@ public. Turns are ``Batch.turn_ids``, or the contiguous runs of the mask.
 
 from __future__ import annotations
 
-from offcorr import gates, ratios
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios
 
 
 @register(

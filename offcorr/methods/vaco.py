@@ -5,9 +5,9 @@ dL/dlogp_t = -r_t 1[A_t log R_t <= 0 or mean_t |R_t - 1| <= bound] A_t / Z, R th
 
 from __future__ import annotations
 
-from offcorr import gates, ratios, rejections
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios, rejections
 
 
 @register(

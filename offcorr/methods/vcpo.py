@@ -6,9 +6,9 @@ that follows the effective sample size, and a minimum-variance baseline in the a
 
 from __future__ import annotations
 
-from offcorr import gates, weights
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, weights
 
 
 @register(
@@ -30,7 +30,7 @@ def vcpo(cap: float = 8.0) -> Correction:
     """
     return Correction(
         ratio=None,
-        gate=gates.Plain(),
-        weight=weights.Truncate(cap, level="sequence", of="total"),
+        gate=gates.ScoreFunction(),
+        weight=weights.Truncate(cap, level="sequence", mismatch="total"),
         aggregate="seq-mean-token-mean",
     )

@@ -5,9 +5,9 @@ dL/dlogp_t = -1[no valid token has rho < threshold] c_t A_t / Z, c_t as PPO.
 
 from __future__ import annotations
 
-from offcorr import gates, ratios, rejections
 from offcorr.correction import Correction
-from offcorr.registry import register
+from offcorr.methods.registry import register
+from offcorr.stages import gates, ratios, rejections
 
 
 @register(

@@ -9,11 +9,12 @@ OffPolicy(lag=16, precision='int8', temperature=None, top_p=None, top_k=None, se
 (log-probs of given tokens).
 """
 
+from offcorr.training.precision import PRECISIONS, Precision
+from offcorr.training.replica import Replica
+from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights
+
 from .decode import Decoded, Sampling, decode, score
 from .off_policy import OffPolicy
-from .precision import PRECISIONS, Precision
-from .replica import Replica
-from .snapshots import MissingVersion, SnapshotRing, changing_weights
 
 __all__ = [
     "PRECISIONS",

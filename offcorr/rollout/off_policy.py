@@ -14,10 +14,11 @@ from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from offcorr.training.precision import Precision
+from offcorr.training.replica import Replica, base_of
+from offcorr.training.snapshots import SnapshotRing, changing_weights
+
 from .decode import Sampling, decode
-from .precision import Precision
-from .replica import Replica, base_of
-from .snapshots import SnapshotRing, changing_weights
 
 STATE_FILE = "offcorr_rollout.pt"
 """What a checkpoint folder holds of the sampler."""

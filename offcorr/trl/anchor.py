@@ -11,13 +11,13 @@ from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
 import offcorr
-from offcorr.anchors import EWMA, Anchor, LogLinear, Rollout, Score
 from offcorr.batch import Tokens
 from offcorr.metrics import Mean, measure
-from offcorr.optim import Gather
 from offcorr.rollout.off_policy import give_fused_head
-from offcorr.rollout.replica import base_of
-from offcorr.station import nearest
+from offcorr.stages.base import nearest
+from offcorr.training.anchors import EWMA, Anchor, LogLinear, Rollout, Score
+from offcorr.training.ess_lr import Gather
+from offcorr.training.replica import base_of
 from offcorr.trl.names import with_field_metrics
 
 
@@ -122,7 +122,7 @@ def choose_anchor(anchor: str | None, correction: offcorr.Correction | None, sup
     """The anchor in force, for a batch that holds the keys ``supplied``.
 
     Asked for: that one.  Else snapshot where the sampler supplies ``old_logp``; else rollout if the engine reported
-    log-probs and the correction has no engine station to look at them; else recomputed.
+    log-probs and the correction has no engine stage to look at them; else recomputed.
 
     Raises:
         ValueError: the anchor asked for needs what did not come.

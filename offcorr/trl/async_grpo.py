@@ -25,9 +25,9 @@ from trl.experimental.async_grpo import async_grpo_trainer as trl_module
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
 import offcorr
-from offcorr.aggregate import AGGREGATIONS
-from offcorr.rollout.replica import base_of
-from offcorr.schedules import Annealed
+from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.training.replica import base_of
+from offcorr.training.schedules import Annealed
 from offcorr.trl.anchor import as_trained
 from offcorr.trl.config import PREFIX, CorrectionOptions, given, named, trl_losses
 from offcorr.trl.corrected import Corrected
@@ -142,7 +142,7 @@ class AsyncGRPOTrainer(Corrected, trl_async.AsyncGRPOTrainer):
 
     def _window_statistics(self, model: Any) -> offcorr.Statistics | None:
         """Statistics of the step's whole batch, all ranks, by one forward pass ahead; None where none are needed."""
-        if all(station.statistics is None for station in self.correction.stations.values()):
+        if all(stage.statistics is None for stage in self.correction.stages.values()):
             return None
         if self._statistics is None:
             parts: list[Any] = []

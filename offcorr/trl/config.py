@@ -17,10 +17,10 @@ from typing import Any
 import trl
 
 import offcorr
-from offcorr.aggregate import AGGREGATIONS
-from offcorr.optim import RULES
-from offcorr.registry import Method, find
-from offcorr.schedules import Annealed
+from offcorr.methods.registry import Method, find
+from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.training.ess_lr import RULES
+from offcorr.training.schedules import Annealed
 from offcorr.trl.anchor import KINDS
 from offcorr.trl.head import HEADS, SUPPORTED
 from offcorr.trl.state import AUTO
@@ -67,7 +67,7 @@ class CorrectionOptions:
             "generation; in the asynchronous trainer those being trained, so every staleness ratio is 1. 'ewma': a "
             "mean of the weights so far, by one more forward pass (PPO-EWMA). 'log_linear': between rollout and "
             "current log-probs, by version (A-3PO). Default: snapshot where the sampler supplies it, else rollout if "
-            "the correction has no engine station, else recomputed.",
+            "the correction has no engine stage, else recomputed.",
             "choices": list(KINDS),
         },
     )
@@ -137,7 +137,7 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
         default=False,
         metadata={
             "help": "Leave sequences out of the forward and backward passes whose gradient is known to be 0 before: no "
-            "advantage, or rejected by stations that compare old with rollout log-probs. The update is the same; "
+            "advantage, or rejected by stages that compare old with rollout log-probs. The update is the same; "
             "metrics cover the computed sequences, and offcorr/loss/skipped is the share left out."
         },
     )

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 import offcorr
-from offcorr.schedules import Annealed
+from offcorr.training.schedules import Annealed
 from offcorr.trl.anchor import TrainingAnchor
 from offcorr.trl.names import readable
 from offcorr.trl.state import StepRate, saved_state

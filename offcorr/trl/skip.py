@@ -26,9 +26,9 @@ def dead_sequences(correction: offcorr.Correction, batch: offcorr.Batch) -> Tens
     if correction.gate.scales_with_advantage:
         alive = alive & (tokens.advantages != 0)
     if batch.old_logp is not None and batch.rollout_logp is not None:
-        for place, station in correction.stations.items():
-            if place.startswith(("weight", "reject")) and getattr(station, "of", None) == "engine":
-                alive = alive & station(tokens).kept
+        for place, stage in correction.stages.items():
+            if place.startswith(("weight", "reject")) and getattr(stage, "mismatch", None) == "engine":
+                alive = alive & stage(tokens).kept
     return ~alive.any(1)
 
 

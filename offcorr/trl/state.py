@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from offcorr.batch import Batch
-from offcorr.optim import ESSLearningRate, Gather
+from offcorr.training.ess_lr import ESSLearningRate, Gather
 
 STATE_FILE = "offcorr_trainer.pt"
 """What a checkpoint folder holds of the trainer."""

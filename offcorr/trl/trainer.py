@@ -142,8 +142,8 @@ class GRPOTrainer(Corrected, trl.GRPOTrainer):
 
     @property
     def _coupled(self) -> bool:
-        stations = self.correction.stations.values()
-        return any(station.statistics is not None for station in stations)
+        stages = self.correction.stages.values()
+        return any(stage.statistics is not None for stage in stages)
 
     @property
     def _skips_dead(self) -> bool:

@@ -6,7 +6,8 @@ they are the same: tensors and generators are made there unless they say otherwi
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED
+
+from tests.kernels.cases import INTERPRETED
 
 
 def pytest_configure(config):

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, METHODS, cast, packed, padded, run, within_budget
 
 import offcorr
 from offcorr import Batch, gates, ops, ratios, rejections, weights
 from offcorr import ops as vocabulary
-from offcorr.aggregate import AGGREGATIONS
-from offcorr.contract import _with_length
 from offcorr.kernels import compose, scans
 from offcorr.kernels import correction as fused
+from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.testing import _with_length
+from tests.kernels.cases import INTERPRETED, METHODS, cast, packed, padded, run, within_budget
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 
@@ -94,10 +94,10 @@ def test_every_span_over_many_blocks(span, monkeypatch):
 
 
 def test_the_same_spans_on_both_sides():
-    from offcorr.kernels import scans_triton
+    from offcorr.kernels import kernel_spans
 
-    assert scans_triton.SPANS == scans.SPANS.keys()
-    for name, reduction in scans_triton.REDUCTIONS.items():
+    assert kernel_spans.SPANS == scans.SPANS.keys()
+    for name, reduction in kernel_spans.REDUCTIONS.items():
         assert reduction.end.__name__ == name
 
 
@@ -205,10 +205,10 @@ def test_compositions_at_random(seed, monkeypatch):
     number = pick((torch.tensor, float))
     loss_fn = offcorr.Correction(
         _Spanned(over=pick(spans)),
-        pick((gates.Unclipped(), gates.PositionClip(0.2, 0.3), gates.Capped(number(1.5)))),
+        pick((gates.Unclipped(), gates.PositionClip(0.2, 0.3), gates.DetachedClip(number(1.5)))),
         pick((None, weights.Truncate(number(1.2), level=pick(levels)), weights.SelfNormalise(over="group"))),
         (
-            rejections.K3(number(0.2), level=pick(("token", "seq-sum", "seq-mean", "seq-max")), of="total"),
+            rejections.K3(number(0.2), level=pick(("token", "seq-sum", "seq-mean", "seq-max")), mismatch="total"),
             rejections.Veto(0.3, of=pick(("engine", "staleness"))),
         ),
         aggregate=pick(("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
@@ -513,7 +513,7 @@ def test_parameters_that_are_no_numbers_run_on_the_reference(params, match):
     ids=lambda made: made.func.__name__ + str(made.args[:1]),
 )
 def test_every_pair_of_policies(rejection, of):
-    """A station sees the two policies that it compares, whatever the ratio compares."""
+    """A stage sees the two policies that it compares, whatever the ratio compares."""
     batch = padded(rows=6, width=17, seed=2)
     kept = within_budget(offcorr.get("ppo", reject=rejection(of=of)), batch).metrics.compute()["offcorr/loss/kept"]
     assert 0 < kept < 1
@@ -526,9 +526,9 @@ def test_every_mode_of_rec(mode):
 
 @pytest.mark.parametrize("over", ["batch", "group"])
 def test_self_normalised_weights(over):
-    inner = weights.Band(0.5, 2.0, level="turn")
-    both = (weights.SelfNormalise(inner, over=over), weights.SelfNormalise(weights.Truncate(1.2, of="staleness")))
-    loss_fn = offcorr.Correction(ratio=None, gate=gates.Plain(), weight=both)
+    inner = weights.Mask(0.5, 2.0, level="turn")
+    both = (weights.SelfNormalise(inner, over=over), weights.SelfNormalise(weights.Truncate(1.2, mismatch="staleness")))
+    loss_fn = offcorr.Correction(ratio=None, gate=gates.ScoreFunction(), weight=both)
     batch = padded(rows=5)
     within_budget(loss_fn, batch)
     within_budget(loss_fn, packed(batch, [65, 0, 9, 33, 1]), denominator=torch.tensor(40.0))
@@ -546,7 +546,7 @@ def test_a_station_with_a_call_of_its_own_runs_on_the_reference():
 
 def test_a_gate_that_changes_tokens_runs_on_the_reference():
     @dataclass(frozen=True)
-    class _Doubling(gates.Plain):
+    class _Doubling(gates.ScoreFunction):
         def inputs(self, tokens, inputs):
             return inputs | {"advantage": 2 * tokens.advantages}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from offcorr.registry import catalogue
+from offcorr.methods.registry import catalogue
 
 ROOT = Path(__file__).parents[2]
 METHODS = {method.name for method in catalogue()}

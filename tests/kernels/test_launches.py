@@ -9,13 +9,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import INTERPRETED, METHODS, packed, padded, run, within_budget
-from waits import Waits
 
 import offcorr
 from offcorr import rejections
-from offcorr.contract import _with_length
 from offcorr.kernels import correction as fused
+from offcorr.testing import _with_length
+from tests.kernels.cases import INTERPRETED, METHODS, packed, padded, run, within_budget
+from tests.waits import Waits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 

@@ -6,13 +6,13 @@ come from torch.mm: the kernels hold no dot.
 
 import pytest
 import torch
-from waits import Waits
 
 from offcorr.kernels import logprob_tiles as torch_tiles
 from offcorr.kernels import logprob_triton as triton_tiles
 from offcorr.kernels.correction import use
 from offcorr.kernels.logprob import linear_logprob, logits_logprob, naive_logprob, out_of_vocabulary
-from offcorr.kernels.logprob_tiles import Transform
+from offcorr.kernels.logprob.tiles import Transform
+from tests.waits import Waits
 
 TRANSFORMS = [
     pytest.param(Transform(), id="plain"),

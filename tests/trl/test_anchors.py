@@ -11,8 +11,8 @@ from peft import LoraConfig
 from transformers import HfArgumentParser, TrainerCallback
 from trl import TrlParser
 
-from offcorr.anchors import EWMA
 from offcorr.rollout import OffPolicy
+from offcorr.training.anchors import EWMA
 from offcorr.trl import GRPOConfig, GRPOTrainer
 
 STALE = ("old_logp", "rollout_version")

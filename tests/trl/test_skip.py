@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import offcorr
-from offcorr import contract, get
+from offcorr import get, testing
 from offcorr.trl.skip import dead_sequences, only, rows_kept
 
 
@@ -40,7 +40,7 @@ def test_the_update_is_the_same(make_trainer, replay, series, loss_type, kwargs)
 
 
 def test_what_is_known_to_be_dead():
-    batch = contract.example()
+    batch = testing.example()
     batch.advantages[3] = 0
     dead = dead_sequences(get("dapo"), batch)
     assert dead.tolist() == [False, True, False, True, False, False, False]  # row 1 has no valid token
@@ -77,7 +77,7 @@ def test_nothing_to_learn_costs_one_sequence_and_changes_nothing(make_trainer, r
 
 
 def test_denominators_and_gradients_are_those_of_the_whole_micro_batch():
-    batch = contract.example()
+    batch = testing.example()
     batch.advantages[3:5] = 0
     for name, denominator in (("dapo", 50.0), ("grpo", 7), ("gspo", 7)):
         correction = get(name)

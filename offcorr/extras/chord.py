@@ -1,0 +1,93 @@
+"""CHORD: a policy loss and supervised learning on expert data, mixed  (2508.11408; official code, Trinity-RFT)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offcorr.correction import Output
+from offcorr.stages.aggregate import check_denominator
+
+
+class Mixed(NamedTuple):
+    """What CHORD gives.
+
+    loss: scalar, differentiable in the log-probs of both.
+    coefficient: dL/dlogp of the sampled tokens, (1 - mu) times the correction's; detached.
+    sft_coefficient: dL/dlogp of the expert's tokens; detached.
+    """
+
+    loss: Tensor
+    coefficient: Tensor
+    sft_coefficient: Tensor
+
+
+@dataclass(frozen=True)
+class CHORD:
+    """L = (1 - mu) L_policy + mu L_sft,  L_sft = - sum_t phi(p_t) log p_t / Z_sft,  phi(p) = sg(p (1 - p)).
+
+    dL/dlogp of an expert's token = - mu p_t (1 - p_t) / Z_sft: what is known by heart and what is out of reach teach
+    little.  The policy's part is any correction's output.
+
+    Args:
+        mu: share of the supervised part, in [0, 1]; ``scheduled_mu`` for one that changes from step to step.
+        phi: False: every expert token weighs 1 (the paper's CHORD-mu).
+
+    >>> import torch, offcorr
+    >>> sampled, expert = torch.zeros(1, 2, requires_grad=True), torch.tensor([[0.5, 0.9]]).log().requires_grad_()
+    >>> ones = torch.ones(1, 2, dtype=torch.bool)
+    >>> out = offcorr.get("ppo")(offcorr.Batch(logp=sampled, advantages=torch.ones(1), mask=ones))
+    >>> mixed = CHORD(mu=0.5)(out, expert, ones)
+    >>> mixed.sft_coefficient
+    tensor([[-0.0625, -0.0225]])
+    """
+
+    mu: float = 0.1
+    phi: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mu <= 1:
+            raise ValueError(f"mu is {self.mu}, expected 0 <= mu <= 1")
+
+    def __call__(
+        self, out: Output, sft_logp: Tensor, sft_mask: Tensor, denominator: float | Tensor | None = None
+    ) -> Mixed:
+        """Both losses as one.
+
+        Args:
+            out: the correction's, of the sampled batch.
+            sft_logp: log-probs (nats) of the expert's tokens under the weights being trained, padded or packed.
+            sft_mask: same shape, bool: the tokens to learn.
+            denominator: expert tokens of the global batch, as for a correction; None: this batch's own.
+        """
+        if sft_logp.shape != sft_mask.shape:
+            raise ValueError(
+                f"sft_mask has shape {tuple(sft_mask.shape)}, expected {tuple(sft_logp.shape)}, that of sft_logp"
+            )
+        if denominator is not None:
+            check_denominator(denominator)
+        mask = sft_mask.bool()
+        logp = torch.where(mask, sft_logp, 0)
+        p = logp.detach().exp()
+        weight = torch.where(mask, p * (1 - p) if self.phi else 1.0, 0)
+        z = mask.sum().clamp(min=1) if denominator is None else denominator
+        sft_loss = -(weight * logp).sum() / z
+        loss = (1 - self.mu) * out.loss + self.mu * sft_loss
+        return Mixed(loss, (1 - self.mu) * out.coefficient, -self.mu * weight / z)
+
+
+def scheduled_mu(step: int, *, warmup: int, decay: int, peak: float, valley: float) -> float:
+    """mu of a step: linear from 0 to ``peak`` in ``warmup`` steps, then by a cosine to ``valley`` in ``decay`` steps.
+
+    >>> [round(scheduled_mu(s, warmup=2, decay=2, peak=0.9, valley=0.1), 2) for s in range(6)]
+    [0.0, 0.45, 0.9, 0.5, 0.1, 0.1]
+    """
+    if step < warmup:
+        return peak * step / warmup
+    if step >= warmup + decay:
+        return valley
+    return valley + (peak - valley) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / decay))

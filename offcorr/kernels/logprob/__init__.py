@@ -1,0 +1,5 @@
+"""Log-probs of a language-model head without logits in memory."""
+
+from offcorr.kernels.logprob.linear import LogProbs, linear_logprob, logits_logprob, naive_logprob, out_of_vocabulary
+
+__all__ = ["LogProbs", "linear_logprob", "logits_logprob", "naive_logprob", "out_of_vocabulary"]

@@ -1,0 +1,67 @@
+"""What ``linear_logprob`` and ``logits_logprob`` take, and the errors for everything else."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from offcorr.kernels.logprob.tiles import Transform
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def transform_of(logit_scale: float, soft_cap: float | None, temperature: float) -> Transform:
+    for name, value in (("temperature", temperature), ("soft_cap", soft_cap)):
+        if value is not None and not (0 < value < math.inf):
+            raise ValueError(f"{name} is {value}, expected a positive number")
+    if not 0 < abs(logit_scale) < math.inf:
+        raise ValueError(f"logit_scale is {logit_scale}, expected a finite number other than 0")
+    return Transform(float(logit_scale), soft_cap if soft_cap is None else float(soft_cap), float(temperature))
+
+
+def check_float(name: str, x: Tensor) -> None:
+    if any(cls.__name__ == "DTensor" for cls in type(x).__mro__):
+        raise ValueError(
+            f"{name} is a DTensor ({getattr(x, 'placements', '')}): a vocabulary-sharded head is not supported; "
+            "gather it first, with full_tensor()"
+        )
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} is {x.dtype}, expected one of {', '.join(str(d)[6:] for d in DTYPES)}")
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """The dtype to compute in."""
+    named = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    kind = hidden.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    rounded = torch.get_autocast_dtype(kind) if casts else None
+    for name, x in named.items():
+        check_float(name, x)
+        if x.device != hidden.device:
+            raise ValueError(f"{name} is on {x.device}, expected {hidden.device}, where hidden is")
+        if rounded is None and x.dtype != hidden.dtype:
+            raise TypeError(f"{name} is {x.dtype}, expected {hidden.dtype} like hidden (or autocast)")
+    if hidden.ndim < 1 or hidden.shape[-1] < 1:
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}, expected (..., H) with H at least 1")
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or not len(weight):
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}, expected (V, {hidden.shape[-1]}) to go with hidden "
+            f"{tuple(hidden.shape)}; a head that FSDP or ZeRO-3 has split must be gathered first"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({len(weight)},) to go with weight")
+    return hidden.dtype if rounded is None or hidden.dtype == torch.float64 else rounded
+
+
+def check_targets(target: Tensor, mask: Tensor | None, shape: torch.Size, name: str, device: torch.device) -> None:
+    for what, x in (("target", target), ("mask", mask)):
+        if x is None:
+            continue
+        if x.shape != shape:
+            raise ValueError(f"{what} has shape {tuple(x.shape)}, expected {tuple(shape)}, that of {name} but its last")
+        if x.device != device:
+            raise ValueError(f"{what} is on {x.device}, expected {device}, where {name} is")
+        if x.dtype.is_floating_point or x.dtype.is_complex or (what == "target" and x.dtype == torch.bool):
+            raise TypeError(f"{what} is {x.dtype}, expected integers{' or bool' if what == 'mask' else ''}")

@@ -1,0 +1,239 @@
+"""``logprob_tiles`` for Triton, under the same names: both kernels read a tile once and do no matrix product.
+
+A row of the tile is one program's in ``fold_tile``; in ``grad_tile`` each block of a row is one's.  Sums over a row
+run in a fixed order: the same tile gives the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from offcorr.kernels.logprob.tiles import Transform
+from offcorr.kernels.spans import expm1
+
+BLOCK, WARPS = 2048, 8
+"""Columns a program looks at together, and the warps that do."""
+
+
+def fold_tile(
+    tile: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    state: Tensor,
+    transform: Transform,
+    first: int,
+    weights: Tensor | None = None,
+    *,
+    entropy: bool = False,
+    squares: bool = False,
+) -> None:
+    """As ``logprob_tiles.fold_tile``; the tile itself is left as it is unless it is ``weights``."""
+    rows, columns = tile.shape
+    scale, soft_cap, inverse_temperature = _numbers(transform)
+    fold_kernel[(rows,)](
+        tile,
+        tile.stride(0),
+        bias,
+        target,
+        state,
+        state.stride(0),
+        weights,
+        weights.stride(0) if weights is not None else 0,
+        first,
+        columns,
+        scale,
+        soft_cap,
+        inverse_temperature,
+        CAPPED=transform.soft_cap is not None,
+        ENTROPY=entropy,
+        SQUARES=squares,
+        BLOCK=_block(columns),
+        num_warps=WARPS,
+    )
+
+
+def grad_tile(
+    tile: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    rows: Tensor,
+    transform: Transform,
+    first: int,
+    out: Tensor,
+    *,
+    entropy: bool = False,
+) -> None:
+    """As ``logprob_tiles.grad_tile``; a token with no incoming gradient gets zeros, whatever its tile holds."""
+    columns, block = tile.shape[1], _block(tile.shape[1])
+    scale, soft_cap, inverse_temperature = _numbers(transform)
+    grad_kernel[(tile.shape[0], triton.cdiv(columns, block))](
+        tile,
+        tile.stride(0),
+        bias,
+        target,
+        rows,
+        rows.stride(0),
+        out,
+        out.stride(0),
+        first,
+        columns,
+        scale,
+        soft_cap,
+        inverse_temperature,
+        CAPPED=transform.soft_cap is not None,
+        ENTROPY=entropy,
+        BLOCK=block,
+        num_warps=WARPS,
+    )
+
+
+def _numbers(transform: Transform) -> tuple[float, float, float]:
+    return float(transform.scale), float(transform.soft_cap or 1.0), 1.0 / transform.temperature
+
+
+def _block(columns: int) -> int:
+    return min(BLOCK, max(16, triton.next_power_of_2(columns)))
+
+
+@triton.jit
+def _logit(product, scale, soft_cap, inverse_temperature, CAPPED: tl.constexpr):
+    """(logit, d logit / d product)."""
+    x = product * scale
+    slope = tl.zeros_like(x) + scale * inverse_temperature
+    if CAPPED:
+        # tanh(x) = -expm1(-2|x|) / (1 + e^(-2|x|)), with the sign of x: accurate at both ends.
+        x = x / soft_cap
+        e = tl.exp(-2 * tl.abs(x))
+        bounded = -expm1(-2 * tl.abs(x)) / (1 + e)
+        slope = slope * (4 * e / ((1 + e) * (1 + e)))
+        x = soft_cap * tl.where(x < 0, -bounded, bounded)
+    return x * inverse_temperature, slope
+
+
+@triton.jit
+def _load(row_ptr, bias_ptr, columns_at, inside, first, scale, soft_cap, inverse_temperature, CAPPED: tl.constexpr):
+    product = tl.load(row_ptr + columns_at, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        product += tl.load(bias_ptr + columns_at, mask=inside, other=0.0).to(tl.float32)
+    return _logit(product, scale, soft_cap, inverse_temperature, CAPPED)
+
+
+@triton.jit(do_not_specialize=["first", "state_stride"])
+def fold_kernel(
+    tile_ptr,
+    tile_stride,
+    bias_ptr,
+    target_ptr,
+    state_ptr,
+    state_stride,
+    weights_ptr,
+    weights_stride,
+    first,
+    columns,
+    scale,
+    soft_cap,
+    inverse_temperature,
+    CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = tile_ptr + row * tile_stride
+    stride = state_stride.to(tl.int64)
+    target = tl.load(target_ptr + row) - first
+    lanes = tl.arange(0, BLOCK)
+    before = tl.load(state_ptr + row)
+    maximum = before
+    total = tl.load(state_ptr + stride + row)
+    shifted = 0.0
+    square = 0.0
+    if ENTROPY:
+        shifted = tl.load(state_ptr + 2 * stride + row)
+    if SQUARES:
+        square = tl.load(state_ptr + 3 * stride + row)
+
+    if weights_ptr is not None:  # what is written is relative to the tile's maximum, so that comes first
+        for start in range(0, columns, BLOCK):
+            at = start + lanes
+            z, slope = _load(row_ptr, bias_ptr, at, at < columns, first, scale, soft_cap, inverse_temperature, CAPPED)
+            others = (at < columns) & (at != target)
+            maximum = tl.maximum(maximum, tl.max(tl.where(others, z, -float("inf")), 0))
+        moved = before - maximum
+        factor = tl.exp(moved)
+        shifted = factor * (shifted + total * moved)
+        square = factor * factor * square
+        total = factor * total
+
+    for start in range(0, columns, BLOCK):
+        at = start + lanes
+        inside = at < columns
+        z, slope = _load(row_ptr, bias_ptr, at, inside, first, scale, soft_cap, inverse_temperature, CAPPED)
+        z = tl.where(inside & (at != target), z, -float("inf"))
+        highest = tl.maximum(maximum, tl.max(z, 0))
+        moved = maximum - highest
+        factor = tl.exp(moved)
+        z = z - highest
+        e = tl.exp(z)
+        if ENTROPY:
+            shifted = factor * (shifted + total * moved) + tl.sum(tl.where(e > 0, e * z, 0.0), 0)
+        if SQUARES:
+            square = factor * factor * square + tl.sum(e * e, 0)
+        total = factor * total + tl.sum(e, 0)
+        maximum = highest
+        if weights_ptr is not None:
+            to_ptr = weights_ptr + row * weights_stride + at
+            tl.store(to_ptr, (e * slope).to(weights_ptr.dtype.element_ty), mask=inside)
+
+    tl.store(state_ptr + row, maximum)
+    tl.store(state_ptr + stride + row, total)
+    if ENTROPY:
+        tl.store(state_ptr + 2 * stride + row, shifted)
+    if SQUARES:
+        tl.store(state_ptr + 3 * stride + row, square)
+    tl.store(state_ptr + 4 * stride + row, tl.exp(before - maximum))
+
+
+@triton.jit(do_not_specialize=["first", "rows_stride"])
+def grad_kernel(
+    tile_ptr,
+    tile_stride,
+    bias_ptr,
+    target_ptr,
+    rows_ptr,
+    rows_stride,
+    out_ptr,
+    out_stride,
+    first,
+    columns,
+    scale,
+    soft_cap,
+    inverse_temperature,
+    CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    stride = rows_stride.to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    lse = tl.load(rows_ptr + row)
+    d_logp = tl.load(rows_ptr + 2 * stride + row) + tl.zeros([BLOCK], tl.float32)
+    d_target = tl.load(rows_ptr + 4 * stride + row)
+    alive = d_logp != 0
+    if ENTROPY:
+        mean = tl.load(rows_ptr + stride + row)
+        d_entropy = tl.load(rows_ptr + 3 * stride + row) + tl.zeros([BLOCK], tl.float32)
+        alive = alive | (d_entropy != 0)
+    row_ptr = tile_ptr + row * tile_stride
+    z, slope = _load(row_ptr, bias_ptr, at, inside & alive, first, scale, soft_cap, inverse_temperature, CAPPED)
+    log_p = z - lse
+    p = tl.exp(log_p)
+    grad = -d_logp * p
+    if ENTROPY:
+        grad -= tl.where(p > 0, d_entropy * p * (log_p + mean), 0.0)
+    grad = tl.where(at == tl.load(target_ptr + row) - first, d_target, grad * slope)
+    grad = tl.where(alive, grad, 0.0)
+    tl.store(out_ptr + row * out_stride + at, grad.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,423 @@
+"""Metric accumulators in a kernel: every program leaves an entry of numbers, the last one to end merges them.
+
+Sums are taken in a fixed order, and the one atomic is an integer: who comes last is chance, what it computes is not.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from offcorr.kernels.spans import stretch
+
+LOSS_COLUMNS = (
+    "loss",
+    "clipped",
+    "truncated",
+    "kept",
+    "rejected",
+    "vetoed",
+    "weight",
+    "zero",
+    "unscored",
+    "nonfinite",
+    "valid",
+    "rows",  # that count where only what is kept does
+)
+MISMATCH_COLUMNS = (
+    # added up
+    *("abs", "seen", "k1", "k3", "first_token", "first_seen", "rows"),
+    # the largest taken
+    "max",
+    # moments of e^x, scaled: the largest x, sum e^(x - largest), sum e^(2 (x - largest)); x of a token, of a sequence,
+    # and minus the sequence's mean
+    *("top", "first", "second"),
+    *("seq_top", "seq_first", "seq_second"),
+    *("ppl_top", "ppl_first"),
+    "histogram",  # 64 columns, added up
+)
+BINS: tl.constexpr = tl.constexpr(64)
+WIDE: tl.constexpr = tl.constexpr(16)
+"""Columns of the loss, and of a series before its bins."""
+LOSS_SIZE: tl.constexpr = tl.constexpr(len(LOSS_COLUMNS))
+SERIES_SIZE: tl.constexpr = tl.constexpr(16 + 64)
+
+
+def entry_size(series: int) -> int:
+    """Numbers of an entry: those of the loss, then those of every series."""
+    return int(WIDE) + series * int(SERIES_SIZE)
+
+
+LOSS, CLIPPED, TRUNCATED, KEPT, REJECTED, VETOED, WEIGHT, ZERO, UNSCORED, NONFINITE, VALID, ROWS = map(
+    tl.constexpr, range(len(LOSS_COLUMNS))
+)
+ABS, SEEN, K1, K3, FIRST_TOKEN, FIRST_SEEN, PRESENT, MAX, TOP, _, _, SEQ, _, _, PPL, _, _ = map(
+    tl.constexpr, range(len(MISMATCH_COLUMNS))
+)
+
+LANES: tl.constexpr = tl.constexpr(32)
+"""Entries that are merged together."""
+
+PLACES: tl.constexpr = tl.constexpr(8)
+"""Most places that one merged number goes to."""
+
+FOLD: tl.constexpr = tl.constexpr(4)
+"""Neighbouring tokens that share one lane of an accumulator: a thread's own, so that it costs one register."""
+
+_NOTHING: tl.constexpr = tl.constexpr(-1e30)  # below every log-ratio; e^(_NOTHING - x) is 0
+
+
+@triton.jit
+def _folded(x):
+    """[BLOCK] to [BLOCK / FOLD] sums, of whichever numbers lie together in a thread."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // FOLD, FOLD], can_reorder=True), 1)
+
+
+@triton.jit
+def _folded_max(x):
+    return tl.max(tl.reshape(x, [x.shape[0] // FOLD, FOLD], can_reorder=True), 1)
+
+
+@triton.jit
+def later(last, index):
+    """The larger of ``last`` [BLOCK / FOLD] and ``index`` [BLOCK], lane by lane."""
+    return tl.maximum(last, _folded_max(index))
+
+
+@triton.jit
+def mismatch_start(BLOCK: tl.constexpr):
+    zeros = tl.zeros([BLOCK // FOLD], tl.float32)
+    return zeros, zeros, zeros, zeros, zeros, tl.max(zeros, 0) + _NOTHING, zeros, zeros, tl.zeros([128], tl.int32)
+
+
+@triton.jit
+def mismatch_step(state, d, seen, edges_ptr):
+    """One block of unclamped log-ratios."""
+    size_sum, count, largest, k1, k3, top, moment, second, bins = state
+
+    # The nearest of the 63 edges, far apart: one comparison settles the bin.
+    size = tl.abs(d)
+    place = (tl.log2(tl.maximum(size, 1e-30)) * 0.30102999566398 + 6.0) * (62.0 / 9.0)
+    nearest = tl.floor(tl.minimum(tl.maximum(place, 0.0), 62.0) + 0.5).to(tl.int32)
+    bin_of = nearest + tl.where(size > tl.load(edges_ptr + nearest), 1, 0)
+    bins += tl.histogram(tl.where(seen, bin_of, 127), 128)
+
+    d = tl.where(seen, d, 0.0)
+    size = tl.abs(d)
+    # e^d - 1 - d: its series near 0, where the difference would cancel; beyond d = 80 float32 ends
+    series = 1 + d * (1 / 6) * (1 + d * (1 / 7) * (1 + d * (1 / 8)))
+    series = d * d * 0.5 * (1 + d * (1 / 3) * (1 + d * (1 / 4) * (1 + d * (1 / 5) * series)))
+    limited = tl.minimum(d, 80.0)
+    excess = tl.where(size < 0.5, series, tl.exp(limited) - 1 - limited)
+
+    new_top = tl.maximum(top, tl.max(tl.where(seen, d, _NOTHING), 0))
+    shrink = tl.exp(top - new_top)
+    scaled = tl.where(seen, tl.exp(d - new_top), 0.0)
+    return (
+        size_sum + _folded(size),
+        count + _folded(tl.where(seen, 1.0, 0.0)),
+        tl.maximum(largest, _folded_max(size)),
+        k1 - _folded(d),
+        k3 + _folded(excess),
+        new_top,
+        moment * shrink + _folded(scaled),
+        second * shrink * shrink + _folded(scaled * scaled),
+        bins,
+    )
+
+
+@triton.jit
+def _added_but_the_third(a, b, c, d, e, f, g, a2, b2, c2, d2, e2, f2, g2):
+    return a + a2, b + b2, tl.maximum(c, c2), d + d2, e + e2, f + f2, g + g2
+
+
+@triton.jit
+def mismatch_store(state, first, series_ptr):
+    """``first``: |d| at the row's first valid token, below 0 where there is none to compare."""
+    size_sum, count, largest, k1, k3, top, moment, second, bins = state
+    size_sum, seen, largest, minus_d, k3, moment, second = tl.reduce(
+        (size_sum, count, largest, k1, k3, moment, second), 0, _added_but_the_third
+    )
+    column = tl.arange(0, WIDE)
+    numbers = tl.where(column == ABS, size_sum, 0.0)
+    numbers = tl.where(column == SEEN, seen, numbers)
+    numbers = tl.where(column == K1, minus_d, numbers)
+    numbers = tl.where(column == K3, k3, numbers)
+    numbers = tl.where(column == FIRST_TOKEN, tl.maximum(first, 0.0), numbers)
+    numbers = tl.where(column == FIRST_SEEN, tl.where(first >= 0, 1.0, 0.0), numbers)
+    numbers = tl.where(column == MAX, largest, numbers)
+    numbers = tl.where(column == TOP, top, numbers)
+    numbers = tl.where(column == TOP + 1, moment, numbers)
+    numbers = tl.where(column == TOP + 2, second, numbers)
+    numbers = _of_a_row(numbers, minus_d, seen)
+    tl.store(series_ptr + column, numbers)
+    number = tl.arange(0, 128)
+    tl.store(series_ptr + WIDE + number, bins.to(tl.float32), mask=number < BINS)
+
+
+@triton.jit
+def _of_a_row(numbers, minus_d, seen):
+    """[WIDE] with the columns that hold something of whole rows: one row, of which all is known."""
+    column = tl.arange(0, WIDE)
+    present = tl.where(seen > 0, 1.0, 0.0)
+    numbers = tl.where(column == PRESENT, present, numbers)
+    numbers = tl.where(column == SEQ, tl.where(seen > 0, -minus_d, _NOTHING), numbers)
+    numbers = tl.where((column == SEQ + 1) | (column == SEQ + 2), present, numbers)
+    # clamped as in the reference, where e^700 is still a number
+    mean = tl.minimum(minus_d / tl.maximum(seen, 1.0), 700.0)
+    numbers = tl.where(column == PPL, tl.where(seen > 0, mean, _NOTHING), numbers)
+    return tl.where(column == PPL + 1, present, numbers)
+
+
+@triton.jit
+def loss_start(BLOCK: tl.constexpr):
+    zeros = tl.zeros([BLOCK // FOLD], tl.float32)
+    none = tl.zeros([BLOCK // FOLD], tl.int32)
+    return zeros, zeros, zeros, none, none, none, none, none, none, none
+
+
+@triton.jit
+def _count(mask, where):
+    return _folded(tl.where(mask & where, 1, 0))
+
+
+@triton.jit
+def loss_step(state, mask, loss, held_back, truncated, kept, vetoed, weight, coefficient, unscored, nonfinite):
+    total, clipped, weights, bounded, keeps, vetoes, zeros, blind, bad, valid = state
+    return (
+        total + _folded(loss),
+        clipped + _folded(tl.where(mask & (held_back == held_back), held_back, 0.0)),  # NaN is not itself
+        weights + _folded(tl.where(mask & (weight == weight), weight, 0.0)),
+        bounded + _count(mask, truncated),
+        keeps + _count(mask, kept),
+        vetoes + _count(mask, vetoed),
+        zeros + _count(mask, coefficient == 0),
+        blind + _count(mask, unscored),
+        bad + _count(mask, nonfinite),
+        valid + _folded(tl.where(mask, 1, 0)),
+    )
+
+
+@triton.jit
+def _all_added(a, b, c, d, e, f, g, h, i, j, a2, b2, c2, d2, e2, f2, g2, h2, i2, j2):
+    return a + a2, b + b2, c + c2, d + d2, e + e2, f + f2, g + g2, h + h2, i + i2, j + j2
+
+
+@triton.jit
+def loss_store(state, entry_ptr, DIVIDES: tl.constexpr):
+    """``DIVIDES``: the loss is divided by how many of its row's tokens were kept (see ``merge``)."""
+    # All of them together: a reduction by itself is as long a wait as one of ten.
+    total, clipped, weights, bounded, kept, vetoed, zero, blind, bad, valid = tl.reduce(state, 0, _all_added)
+    column = tl.arange(0, WIDE)
+    numbers = tl.where(column == LOSS, total, 0.0)
+    numbers = tl.where(column == CLIPPED, clipped, numbers)
+    numbers = tl.where(column == TRUNCATED, bounded.to(tl.float32), numbers)
+    numbers = tl.where(column == KEPT, kept.to(tl.float32), numbers)
+    numbers = tl.where(column == REJECTED, (valid - kept).to(tl.float32), numbers)
+    numbers = tl.where(column == VETOED, vetoed.to(tl.float32), numbers)
+    numbers = tl.where(column == WEIGHT, weights, numbers)
+    numbers = tl.where(column == ZERO, zero.to(tl.float32), numbers)
+    numbers = tl.where(column == UNSCORED, blind.to(tl.float32), numbers)
+    numbers = tl.where(column == NONFINITE, bad.to(tl.float32), numbers)
+    numbers = tl.where(column == VALID, valid.to(tl.float32), numbers)
+    numbers = _of_a_rows_loss(numbers, kept.to(tl.float32), valid.to(tl.float32), DIVIDES)
+    tl.store(entry_ptr + column, numbers)
+
+
+@triton.jit
+def _of_a_rows_loss(numbers, kept, valid, DIVIDES: tl.constexpr):
+    column = tl.arange(0, WIDE)
+    if DIVIDES:
+        numbers = tl.where(column == LOSS, numbers / tl.maximum(kept, 1.0), numbers)
+    return tl.where(column == ROWS, tl.where((kept > 0) | (valid == 0), 1.0, 0.0), numbers)
+
+
+# -- merging -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _arrive(ticket_ptr, members):
+    """Whether this program is the last of ``members`` to come here; it may read what the others stored before.
+
+    The barrier and the atomic's release order the stores of all its threads, on NVIDIA GPUs.  On AMD's a barrier waits
+    for no other wave's stores: there the first wave, whose atomic it is, stores an entry alone, a number a thread.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    if before == members - 1:
+        tl.store(ticket_ptr, 0)  # for the next launch
+    return before == members - 1
+
+
+@triton.jit
+def _one(numbers, AT: tl.constexpr):
+    """One of [WIDE]."""
+    return tl.sum(tl.where(tl.arange(0, WIDE) == AT, numbers, 0.0), 0)
+
+
+@triton.jit
+def _merged_loss(entry_ptr, count, SIZE: tl.constexpr):
+    """[WIDE], the sums over ``count`` entries."""
+    lanes, column = tl.arange(0, LANES)[:, None], tl.arange(0, WIDE)[None, :]
+    total = tl.zeros([WIDE], tl.float64)
+    for first in range(0, count, LANES):
+        numbers = tl.load(entry_ptr + lanes * SIZE + column, mask=first + lanes < count, other=0.0)
+        total += tl.sum(numbers.to(tl.float64), 0)
+        entry_ptr += LANES * SIZE
+    return total
+
+
+@triton.jit
+def _merged_series(series_ptr, count, SIZE: tl.constexpr, ROW: tl.constexpr):
+    """A series over ``count`` entries: [WIDE] numbers and [BINS]; ``ROW``: they are the parts of one row.
+
+    What is scaled has, before it, the column of the exponent that it is scaled by, and is scaled anew by the largest.
+    """
+    lanes, column, number = tl.arange(0, LANES)[:, None], tl.arange(0, WIDE), tl.arange(0, BINS)[None, :]
+    scaled_by = tl.where(column >= PPL, PPL, tl.where(column >= SEQ, SEQ, tl.where(column >= TOP, TOP, column)))
+    power = (column - scaled_by).to(tl.float32)
+    scaled = column > scaled_by
+    top = tl.zeros([WIDE], tl.float32) + _NOTHING
+    total = tl.zeros([WIDE], tl.float64)
+    bins = tl.zeros([BINS], tl.float64)
+    for first in range(0, count, LANES):
+        inside = first + lanes < count
+        # Everything is asked for before anything is waited for.
+        numbers = tl.load(series_ptr + lanes * SIZE + column[None, :], mask=inside, other=0.0)
+        tops = tl.load(series_ptr + lanes * SIZE + scaled_by[None, :], mask=inside, other=_NOTHING)
+        counts = tl.load(series_ptr + lanes * SIZE + WIDE + number, mask=inside, other=0.0)
+        largest = tl.maximum(top, tl.max(tops, 0))
+        numbers *= tl.where(scaled[None, :], tl.exp(power[None, :] * (tops - largest[None, :])), 1.0)
+        total = total * tl.where(scaled, tl.exp(power * (top - largest)), 1.0) + tl.sum(numbers.to(tl.float64), 0)
+        bins += tl.sum(counts.to(tl.float64), 0)
+        top = largest
+        series_ptr += LANES * SIZE
+    total = tl.where((column == MAX) | (column == TOP) | (column == SEQ) | (column == PPL), top, total)
+    if ROW:
+        total = _of_a_row(total, _one(total, K1), _one(total, SEEN))
+    return total, bins
+
+
+@triton.jit
+def merge(
+    partials_ptr,
+    places_ptr,
+    merged_ptr,
+    loss_ptr,
+    found_z_ptr,
+    tickets_ptr,
+    entry,
+    entries,
+    group,
+    rows,
+    SERIES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    UNIT: tl.constexpr,
+    DIVIDES: tl.constexpr,
+):
+    """The last program merges every entry: the metrics, the loss and, where it is not known before, Z.
+
+    Where there are many entries, the last of each ``group`` has merged its own before; entries of groups follow those
+    of programs.  Where rows are split (``SPLIT``) a group is a row.
+
+    Args:
+        UNIT: the column that Z is the sum of, where Z is not known before (``count_rejected=False``); else None.
+        DIVIDES: together with that, the loss of a row is divided by how many of its tokens were kept.
+    """
+    SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
+    from_ptr, count = partials_ptr, entries
+    last = entry >= 0
+    if group > 1:
+        number = entry // group
+        members = tl.minimum(group, entries - number * group)
+        last = _arrive(tickets_ptr + 1 + number, members)
+        groups_ptr = partials_ptr + entries.to(tl.int64) * SIZE
+        if last:
+            own_ptr = partials_ptr + (number * group).to(tl.int64) * SIZE
+            _merge_group(own_ptr, groups_ptr + number.to(tl.int64) * SIZE, members, SERIES, SPLIT, DIVIDES)
+        from_ptr, count = groups_ptr, tl.cdiv(entries, group)
+    if last:
+        if _arrive(tickets_ptr, count):
+            _publish(from_ptr, places_ptr, merged_ptr, loss_ptr, found_z_ptr, count, rows, SERIES, UNIT)
+
+
+@triton.jit
+def _merge_group(from_ptr, to_ptr, count, SERIES: tl.constexpr, SPLIT: tl.constexpr, DIVIDES: tl.constexpr):
+    """Merge ``count`` entries into one."""
+    SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
+    column = tl.arange(0, WIDE)
+    numbers = _merged_loss(from_ptr, count, SIZE)
+    if SPLIT:
+        numbers = _of_a_rows_loss(numbers, _one(numbers, KEPT), _one(numbers, VALID), DIVIDES)
+    tl.store(to_ptr + column, numbers.to(tl.float32))
+    for series in range(SERIES):
+        skip = WIDE + series * SERIES_SIZE
+        numbers, bins = _merged_series(from_ptr + skip, count, SIZE, SPLIT)
+        tl.store(to_ptr + skip + column, numbers.to(tl.float32))
+        tl.store(to_ptr + skip + WIDE + tl.arange(0, BINS), bins.to(tl.float32))
+
+
+@triton.jit
+def _publish(
+    from_ptr, places_ptr, merged_ptr, loss_ptr, found_z_ptr, count, rows, SERIES: tl.constexpr, UNIT: tl.constexpr
+):
+    """Merge ``count`` entries into the vector of accumulators, float64, each number to its places."""
+    SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
+    column = tl.arange(0, WIDE)
+    numbers = _merged_loss(from_ptr, count, SIZE)
+    # "skipped": the two columns after the last, none of all rows
+    _place(tl.where(column == LOSS_SIZE + 1, rows, numbers), places_ptr, merged_ptr)
+    loss = _one(numbers, LOSS)
+    if UNIT is not None:
+        z = tl.maximum(_one(numbers, UNIT), 1.0)
+        tl.store(found_z_ptr, z.to(tl.float32))
+        loss = loss / z
+    tl.store(loss_ptr, loss.to(tl.float32))
+    for series in range(SERIES):
+        numbers, bins = _merged_series(from_ptr + WIDE + series * SERIES_SIZE, count, SIZE, False)
+        perplexity = _one(numbers, PPL + 1) * tl.exp(_one(numbers, PPL))
+        numbers = tl.where(column == PPL + 1, perplexity, numbers)
+        # as an empty accumulator has it
+        numbers = tl.where(((column == TOP) | (column == SEQ)) & (numbers <= _NOTHING), -1e300, numbers)
+        places_of_ptr = places_ptr + (1 + series * 2) * WIDE * PLACES
+        _place(numbers, places_of_ptr, merged_ptr)
+        first_bin = tl.load(places_of_ptr + WIDE * PLACES)
+        tl.store(merged_ptr + first_bin + tl.arange(0, BINS), bins)
+
+
+@triton.jit
+def _place(numbers, places_ptr, merged_ptr):
+    """[WIDE] numbers to the places that a table [WIDE, PLACES] has for each; -1: none."""
+    place = tl.load(places_ptr + tl.arange(0, WIDE)[:, None] * PLACES + tl.arange(0, PLACES)[None, :])
+    spread = tl.zeros([WIDE, PLACES], tl.float64) + numbers[:, None]
+    tl.store(merged_ptr + place, spread, mask=place >= 0)
+
+
+@triton.jit(do_not_specialize=["parts", "part_length"])
+def divide_by_kept(
+    coefficient_ptr,
+    partials_ptr,
+    found_z_ptr,
+    cu_seqlens_ptr,
+    width,
+    parts,
+    part_length,
+    SERIES: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """count_rejected=False: the coefficient by Z and, with ``DIVIDES``, by how many tokens of its row were kept."""
+    entry = tl.program_id(0)
+    row = entry // parts
+    start, _, begin, end = stretch(cu_seqlens_ptr, width, row, entry % parts, part_length)
+    scale = 1.0 / tl.load(found_z_ptr)
+    if DIVIDES:
+        SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
+        numbers = _merged_loss(partials_ptr + row.to(tl.int64) * parts * SIZE, parts, SIZE)
+        scale = scale / tl.maximum(_one(numbers, KEPT).to(tl.float32), 1.0)
+    lanes = tl.arange(0, BLOCK)
+    for first in range(begin, end, BLOCK):
+        index = first + lanes
+        place = coefficient_ptr + start + index
+        tl.store(place, tl.load(place, mask=index < end, other=0.0) * scale, mask=index < end)

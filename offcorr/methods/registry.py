@@ -1,0 +1,225 @@
+"""Methods by name: discovery, options, configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offcorr.correction import Correction
+from offcorr.stages.base import nearest, stage_from_config
+from offcorr.training.schedules import Linear
+
+_STAGE_OPTIONS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
+_COMMON = ("aggregate", "max_length", "weight", "reject", "count_rejected", "strict")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named composition and what is said of it.
+
+    build: keyword options -> Correction.
+    multiplier: c_t, in words or a formula: dL/dlogp_t = -c_t A_t / Z, before weights and rejections.
+    paper: arXiv id or name. provenance: "official code", "paper text", "secondary" ... where the formula was read.
+    on_policy: whether its gradient on-policy is REINFORCE's.
+    notes: one line on where frameworks differ or what is unpublished.
+    schedules: the options that run over training unless they are given, for trainers; ``build`` knows no time.
+    """
+
+    name: str
+    build: Callable[..., Correction]
+    aliases: tuple[str, ...] = ()
+    multiplier: str = ""
+    paper: str = ""
+    provenance: str = ""
+    notes: str = ""
+    on_policy: bool = True
+    schedules: Mapping[str, Linear] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, inspect.Parameter]:
+        return dict(inspect.signature(self.build).parameters)
+
+    def __call__(self, **options: Any) -> Correction:
+        for name in options:
+            known = [*self.options, *_COMMON]
+            if name not in known:
+                raise ValueError(f"{self.name} has no option {name!r}{nearest(name, known)}; it has {known}")
+        for name, kind in _STAGE_OPTIONS.items():
+            if name in options:
+                options[name] = stage_from_config(kind, options[name])
+        own = {name: value for name, value in options.items() if name in self.options}
+        correction = self.build(**own)
+        if not isinstance(correction, Correction):
+            raise TypeError(f"{self.name} built a {type(correction).__name__}, expected an offcorr.Correction")
+        common = {name: value for name, value in options.items() if name not in own}
+        if "aggregate" in common and "max_length" not in common:
+            common["max_length"] = None
+        return dataclasses.replace(correction, **common, method=self.name, options=dict(options))
+
+
+_METHODS: dict[str, Method] = {}
+
+
+def register(name: str, **about: Any) -> Callable[[Any], Any]:
+    """Make a method known by ``name``: decorates a function (or class) from keyword options to a Correction.
+
+    Takes the fields of ``Method``: aliases, multiplier, paper, provenance, notes, on_policy, schedules.
+
+    Raises:
+        ValueError: the name exists already.
+
+    >>> import offcorr
+    >>> @offcorr.register("half_ppo", multiplier="as ppo, half as wide")
+    ... def half_ppo(eps: float = 0.1) -> offcorr.Correction:
+    ...     return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))
+    >>> offcorr.get("half_ppo", eps=0.05).gate.eps_low
+    0.05
+    >>> offcorr.unregister("half_ppo")
+    """
+
+    def decorate(build: Any) -> Any:
+        method = Method(name, build, **about)
+        for word in (name, *method.aliases):
+            known = _METHODS.get(word)
+            if known is not None and _source(known.build) != _source(build):
+                raise ValueError(f"a method named {word!r} exists already: {_source(known.build)}")
+        for word in (name, *method.aliases):
+            _METHODS[word] = method
+        return build
+
+    return decorate
+
+
+def unregister(name: str) -> None:
+    """Forget a method and its aliases."""
+    method = _method(name)
+    for word in (method.name, *method.aliases):
+        _METHODS.pop(word, None)
+
+
+def available() -> list[str]:
+    """Names of all methods, aliases among them, sorted."""
+    _discover()
+    return sorted(_METHODS)
+
+
+def catalogue() -> list[Method]:
+    """Every method once, by name."""
+    _discover()
+    return [method for name, method in sorted(_METHODS.items()) if name == method.name]
+
+
+def get(name: str, **options: Any) -> Correction:
+    """The method ``name``, with its options; ``weight=`` and ``reject=`` replace the method's own, None removes them.
+
+    Raises:
+        ValueError: unknown method or option (with the nearest name), or a value out of range.
+
+    >>> import offcorr
+    >>> offcorr.get("dapo", eps_high=0.3).gate
+    Clip(eps_low=0.2, eps_high=0.3, dual_clip=None)
+    >>> offcorr.get("minprop")
+    Traceback (most recent call last):
+    ValueError: unknown method 'minprop', did you mean 'minpro'? offcorr.available() lists them
+    """
+    return _method(name)(**options)
+
+
+def from_config(config: Mapping[str, Any]) -> Correction:
+    """A correction from plain data: ``{"method": name, **options}``, or ``"custom"`` with stages spelled out.
+
+    >>> import offcorr
+    >>> loss_fn = offcorr.from_config({"method": "ppo", "weight": {"name": "truncate", "cap": 2.0}})
+    >>> offcorr.from_config(loss_fn.to_config()) == loss_fn
+    True
+    """
+    if not isinstance(config, Mapping) or "method" not in config:
+        raise ValueError(f"config is {config!r}, expected a mapping with a 'method'")
+    options = dict(config)
+    name = options.pop("method")
+    _discover()  # some stages live in the file of the one method that uses them
+    if name != "custom":
+        return resolve(name, **options)
+    allowed = [f.name for f in dataclasses.fields(Correction) if f.name not in ("method", "options")]
+    for option in options:
+        if option not in allowed:
+            raise ValueError(f"custom has no option {option!r}{nearest(option, allowed)}; it has {allowed}")
+    for option, kind in _STAGE_OPTIONS.items():
+        if option in options:
+            options[option] = stage_from_config(kind, options[option])
+    return Correction(**options)
+
+
+def resolve(spec: str, **options: Any) -> Correction:
+    """A correction from what a trainer's ``loss_type`` may say: "minpro", "offcorr:dapo" or "my_file.py:MyLoss"."""
+    found = find(spec)
+    if isinstance(found, Method):
+        return found(**options)
+    if options:
+        raise ValueError(f"{spec} is a finished Correction, expected no options, got {sorted(options)}")
+    return found
+
+
+def find(spec: str) -> Method | Correction:
+    """The method, or the finished Correction, that ``spec`` names; see ``resolve``."""
+    path, _, symbol = spec.rpartition(":")
+    if path == "offcorr" or not path:
+        return _method(symbol)
+    found = _load_symbol(path, symbol)
+    if isinstance(found, Correction):
+        return found
+    return next((method for method in catalogue() if method.build is found), None) or Method(spec, found)
+
+
+def _load_symbol(path: str, symbol: str) -> Any:
+    if not path.endswith(".py"):
+        raise ValueError(f"loss {path}:{symbol} is not known, expected offcorr:NAME or FILE.py:SYMBOL")
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ValueError(f"{path} is not a file, expected the file that defines {symbol}")
+    module = _load_file(file)
+    if not hasattr(module, symbol):
+        raise ValueError(f"{path} defines no {symbol!r}{nearest(symbol, vars(module))}")
+    return getattr(module, symbol)
+
+
+@functools.cache
+def _load_file(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"offcorr_user_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _method(name: str) -> Method:
+    _discover()
+    if name not in _METHODS:
+        raise ValueError(
+            f"unknown method {name!r}{nearest(name, _METHODS)}? offcorr.available() lists them".replace("??", "?")
+        )
+    return _METHODS[name]
+
+
+def _source(build: Any) -> str:
+    return f"{build.__module__}.{build.__qualname__}"
+
+
+@functools.cache
+def _discover() -> None:
+    """Import every file of ``offcorr.methods`` and every entry point of the group ``offcorr.methods``."""
+    import offcorr.methods
+
+    for module in pkgutil.iter_modules(offcorr.methods.__path__):
+        importlib.import_module(f"offcorr.methods.{module.name}")
+    for entry in importlib.metadata.entry_points(group="offcorr.methods"):
+        entry.load()

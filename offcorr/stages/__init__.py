@@ -1,0 +1,1 @@
+"""The five stages of a correction: ratio, weight, rejection, gate, aggregation."""

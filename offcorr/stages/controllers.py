@@ -1,0 +1,215 @@
+"""Controllers: stages whose numbers depend on the whole optimizer batch.
+
+A controller is a stage with two more methods, in place of its pointwise parts:
+
+    statistics(tokens)    what it needs of a micro-batch: an object with ``merge(other)``, made of tensors
+    resolve(statistics)   the plain stage, made of the merged statistics of the global batch
+
+``merge`` adds or joins, so the split into micro-batches and ranks changes nothing but rounding.  Without accumulation
+``loss_fn(batch)`` does both; else statistics come first, from a pass without gradient over what the step will train on:
+
+    merged = reduce(Statistics.merge, (loss_fn.statistics(part) for part in parts))   # then over ranks
+    for part in parts:
+        loss_fn(part, denominator=z, statistics=merged).loss.backward()
+
+Every controller here reads ahead like that, since each is defined on the batch that it bounds; one that tolerates a
+lag of a step is given the last step's statistics instead.  Nothing is kept between steps, so there is no state to
+save.  ``loss_fn.resolve(merged)`` shows what was found; what ``found(resolved)`` names of it is logged under
+``offcorr/control/``.
+
+Nothing here waits for the device: what is found stays there, as 0-dim tensors in place of the resolved stage's
+numbers, and is read only by who prints it.  (The tokens of a packed batch are padded first, which reads the longest
+length, and statistics that are merged over ranks travel by way of the host.)
+
+A user's own controller is written and used the same way; ``.tolist()`` or ``if`` in it would be right, and wait:
+
+>>> import torch, offcorr
+>>> from dataclasses import dataclass
+>>> @dataclass(frozen=True)
+... class Sum:
+...     total: torch.Tensor
+...     def merge(self, other):
+...         return Sum(self.total + other.total)
+>>> @dataclass(frozen=True)
+... class ClipTwiceTheMean(offcorr.gates.Gate):
+...     POINTWISE = ()
+...     def statistics(self, tokens):
+...         moved = tokens.log_ratio("staleness").clamped.abs()
+...         return Sum(torch.stack([torch.where(tokens.mask, moved, 0).sum(), tokens.mask.sum()]))
+...     def resolve(self, statistics):
+...         moved, count = statistics.total
+...         eps = 2 * moved / count.clamp(min=1)
+...         return offcorr.gates.Clip(eps, eps)
+>>> loss_fn = offcorr.Correction(gate=ClipTwiceTheMean())
+>>> old = torch.zeros(2, 2)
+>>> batch = offcorr.Batch(logp=old + 0.125, old_logp=old, advantages=torch.ones(2), mask=old == 0)
+>>> loss_fn.resolve(loss_fn.statistics(batch)).gate.to_config()
+{'name': 'clip', 'eps_low': 0.25, 'eps_high': 0.25, 'dual_clip': None}
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from offcorr.batch import Tokens
+from offcorr.shapes import Mismatch
+from offcorr.stages.base import Number, check_number, check_order, check_pair
+from offcorr.stages.gates import Clip, Gate
+from offcorr.stages.rejections import K2, Rejection
+
+
+@dataclass(frozen=True, eq=False)
+class Balance:
+    """Praise for every candidate upper bound, blame for every candidate lower one; merges by addition."""
+
+    praise: Tensor  # [H], sum of min(r, high) A over A >= 0
+    blame: Tensor  # [L], sum of max(r, low) |A| over A < 0
+
+    def merge(self, other: Balance) -> Balance:
+        return Balance(self.praise + other.praise, self.blame + other.blame)
+
+
+@dataclass(frozen=True)
+class BalancedClip(Gate):
+    """Clip whose bounds are raised until praise balances blame over the global batch (BAPO, 2510.18927).
+
+    From [low_start, high_start], first the lower bound and then the upper one is raised by its step to its maximum,
+    while  sum of min(r, c_high) A over A >= 0  is below  target * sum of max(r, c_low) |A| over A < 0.
+    r is the token's staleness ratio.  A token clipped at c_low still counts, with c_low |A|, so raising c_low never
+    lowers the blame: where the first bounds miss the target, c_low ends at its maximum.
+
+    Args:
+        target: praise / blame; the paper's rho_0 is a share, praise / (praise + blame): .5 there is 1 here.
+        low_start, low_max, low_step, high_start, high_max, high_step: absolute bounds on the ratio.
+        dual_clip: as in ``Clip``.
+    """
+
+    target: float = 1.0
+    low_start: float = 0.6
+    low_max: float = 0.8
+    low_step: float = 0.05
+    high_start: float = 1.2
+    high_max: float = 2.0
+    high_step: float = 0.05
+    dual_clip: float | None = 3.0
+
+    POINTWISE: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("target", "low_start"):
+            check_number(self, field, low=0)
+        for field in ("low_step", "high_step"):
+            check_number(self, field, low=0, above=True)
+        check_number(self, "high_start", low=1)
+        check_number(self, "low_max")
+        check_number(self, "high_max")
+        check_order(self, "low_start", "low_max")
+        check_order(self, "high_start", "high_max")
+        if self.low_max > 1:
+            raise ValueError(f"BalancedClip: low_max is {self.low_max!r}, expected a lower bound on the ratio <= 1")
+        check_number(self, "dual_clip", low=1, optional=True)
+
+    @property
+    def lows(self) -> list[float]:
+        """The lower bounds that are tried, in order."""
+        return _steps(self.low_start, self.low_max, self.low_step)
+
+    @property
+    def highs(self) -> list[float]:
+        """The upper bounds that are tried, in order."""
+        return _steps(self.high_start, self.high_max, self.high_step)
+
+    def statistics(self, tokens: Tokens) -> Balance:
+        ratio, size = tokens.log_ratio("staleness").clamped.exp(), tokens.advantages.abs()
+        praised, blamed = (torch.where(side, size, 0) for side in (tokens.advantages >= 0, tokens.advantages < 0))
+        return Balance(
+            torch.stack([(ratio.clamp(max=high) * praised).sum(dtype=torch.float64) for high in self.highs]),
+            torch.stack([(ratio.clamp(min=low) * blamed).sum(dtype=torch.float64) for low in self.lows]),
+        )
+
+    def resolve(self, statistics: Balance) -> Clip:
+        """The clip with the bounds found, both 0-dim tensors."""
+        praise, blame = statistics.praise, self.target * statistics.blame
+        # Every pair in the order tried, but for the last, which is taken if none balances.
+        balanced = torch.cat([praise[:1] >= blame[:-1], praise[:-1] >= blame[-1:]])
+        in_vain = (~balanced).cumprod(0).sum()  # how many come before the first that does
+        eps_low, eps_high = _path(tuple(self.lows), tuple(self.highs), praise.device).index_select(0, in_vain)[0]
+        return Clip(eps_low, eps_high, self.dual_clip)
+
+    def found(self, resolved: Clip) -> dict[str, Number]:
+        """The bounds on the ratio."""
+        return {"c_low": 1 - resolved.eps_low, "c_high": 1 + resolved.eps_high}
+
+
+@lru_cache
+def _path(lows: tuple[float, ...], highs: tuple[float, ...], device: torch.device) -> Tensor:
+    """[L + H - 1, 2], every (eps_low, eps_high) in the order tried: the lower bound is raised first.
+
+    Kept on the device: making it anew would wait for the host every time.
+    """
+    bounds = [(low, highs[0]) for low in lows[:-1]] + [(lows[-1], high) for high in highs]
+    return torch.tensor([(1 - low, high - 1) for low, high in bounds], dtype=torch.float64, device=device)
+
+
+def _steps(start: float, stop: float, step: float) -> list[float]:
+    # The small amount keeps 1.2 to 2.0 by .05 at 16 steps, whatever the division rounds to.
+    count = max(0, math.ceil((stop - start) / step - 1e-9))
+    return [start + k * step for k in range(count)] + [stop]
+
+
+@dataclass(frozen=True, eq=False)
+class SquaredLogRatios:
+    """Every token's log^2 ratio; merges by joining, as an exact sort over the global batch wants them all.
+
+    Masked tokens hold their place, at infinity: to leave them out would be to wait for their number.
+    """
+
+    values: Tensor  # [B T]
+
+    def merge(self, other: SquaredLogRatios) -> SquaredLogRatios:
+        return SquaredLogRatios(torch.cat([self.values, other.values]))
+
+
+@dataclass(frozen=True)
+class MomentBudget(Rejection):
+    """Drop the tokens with the largest log^2 ratio until the mean over what is left is <= ``tau`` (M2PO, 2510.01161).
+
+    One threshold for the global batch, by an exact sort; tokens at the threshold are kept.  Statistics are 4 bytes a
+    position (8 in float64), masked or not.
+
+    Args:
+        tau: nats^2.
+    """
+
+    tau: float = 0.04
+    mismatch: Mismatch = "staleness"
+
+    POINTWISE: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_number(self, "tau", low=0)
+        check_pair(self)
+
+    def statistics(self, tokens: Tokens) -> SquaredLogRatios:
+        pair = tokens.log_ratio(self.mismatch)
+        return SquaredLogRatios(torch.where(pair.compared, pair.clamped.square(), math.inf).flatten())
+
+    def resolve(self, statistics: SquaredLogRatios) -> K2:
+        """The rejection with the threshold known: log^2(ratio) / 2 <= bound, a 0-dim tensor."""
+        squares = statistics.values.sort().values
+        count = torch.arange(1, len(squares) + 1, device=squares.device)
+        fits = squares.cumsum(0, dtype=torch.float64) <= self.tau * count
+        # Where not even the smallest fits, every square is above 0, and a threshold of 0 keeps none.
+        kept = torch.where(fits, squares, 0)
+        largest = kept.amax() if len(kept) else kept.sum()
+        return K2(largest / 2, level="token", mismatch=self.mismatch)
+
+    def found(self, resolved: K2) -> dict[str, Number]:
+        """The largest squared log-ratio that is kept."""
+        return {"squared_log_ratio": 2 * resolved.bound}

@@ -1,0 +1,231 @@
+"""Gates: how the update is held back.
+
+A gate's pointwise part gives (surrogate, d surrogate / d log-prob through the ratio).  A *detached* gate takes the
+ratio as a constant and lets the gradient through ``logp`` alone; for the others the slope of the ratio multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+from offcorr.batch import LOG_LIMIT, Tokens
+from offcorr.stages import ops
+from offcorr.stages.base import Number, Stage, check_number, check_order
+
+
+class Gate(Stage, kind="gate"):
+    """Dataclass with a pointwise ``surrogate``."""
+
+    POINTWISE: ClassVar[tuple[str, ...]] = ("surrogate",)
+    surrogate: ClassVar[Any]
+
+    detached: ClassVar[bool] = False
+    log_limit: ClassVar[float] = LOG_LIMIT
+    """The ratio's logarithm is limited to this before ``exp``, straight-through."""
+    uses_ratio: ClassVar[bool] = True
+    scales_with_advantage: ClassVar[bool] = True
+    """Whether advantage 0 means coefficient 0."""
+
+    def inputs(self, tokens: Tokens, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the surrogate sees, each [B, T]; a gate that knows something of the global batch puts it in here."""
+        return inputs
+
+
+def plain(logp: Any, advantage: Any) -> Any:
+    return advantage * logp, advantage
+
+
+@dataclass(frozen=True)
+class ScoreFunction(Gate):
+    """A log pi: no ratio, multiplier 1."""
+
+    surrogate: ClassVar[Any] = staticmethod(plain)
+    detached: ClassVar = True
+    uses_ratio: ClassVar = False
+
+
+def detached(log_ratio: Any, logp: Any, advantage: Any) -> Any:
+    gradient = ops.exp(log_ratio) * advantage
+    return gradient * logp, gradient
+
+
+@dataclass(frozen=True)
+class DetachedRatio(Gate):
+    """sg(ratio) A log pi: multiplier ratio."""
+
+    surrogate: ClassVar[Any] = staticmethod(detached)
+    detached: ClassVar = True
+
+
+def unclipped(log_ratio: Any, advantage: Any) -> Any:
+    surrogate = ops.exp(log_ratio) * advantage
+    return surrogate, surrogate
+
+
+@dataclass(frozen=True)
+class Unclipped(Gate):
+    """ratio A, with the gradient through the ratio: multiplier ratio * slope."""
+
+    surrogate: ClassVar[Any] = staticmethod(unclipped)
+
+
+class ClipBounds(NamedTuple):
+    low: Number
+    high: Number
+    dual: Number
+
+
+def clip(log_ratio: Any, advantage: Any, p: Any) -> Any:
+    ratio = ops.exp(log_ratio)
+    inside = ops.minimum(ops.maximum(ratio, p.low), p.high)
+    surrogate = ops.minimum(ratio * advantage, inside * advantage)
+    surrogate = ops.where(advantage < 0, ops.maximum(surrogate, p.dual * advantage), surrogate)
+    blocked = ((advantage > 0) & (ratio > p.high)) | ((advantage < 0) & ((ratio < p.low) | (ratio > p.dual)))
+    return surrogate, ops.where(blocked, 0.0, ratio * advantage)
+
+
+@dataclass(frozen=True)
+class Clip(Gate):
+    """min(ratio A, clip(ratio) A): multiplier ratio where inside or recovering, else 0 (PPO, 1707.06347).
+
+    Args:
+        eps_low, eps_high: distances from 1.
+        dual_clip: for A < 0 the loss is at most ``-dual_clip * A``; None: off.
+    """
+
+    eps_low: Number = 0.2
+    eps_high: Number = 0.2
+    dual_clip: Number | None = None
+
+    surrogate: ClassVar[Any] = staticmethod(clip)
+
+    def __post_init__(self) -> None:
+        check_number(self, "eps_low", low=0)
+        check_number(self, "eps_high", low=0)
+        check_number(self, "dual_clip", low=1, optional=True)
+
+    @cached_property  # of tensors, every 1 - eps is a launch
+    def params(self) -> ClipBounds:
+        dual = ops.UNBOUNDED if self.dual_clip is None else self.dual_clip
+        return ClipBounds(1 - self.eps_low, 1 + self.eps_high, dual)
+
+
+class CapBounds(NamedTuple):
+    low: Number
+    high: Number
+
+
+def capped(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
+    gradient = ops.minimum(ops.maximum(ops.exp(log_ratio), p.low), p.high) * advantage
+    return gradient * logp, gradient
+
+
+@dataclass(frozen=True)
+class DetachedClip(Gate):
+    """sg(clip(ratio, low, cap)) A log pi: multiplier the clipped ratio, never 0 at ``low`` > 0 (CISPO, 2506.13585).
+
+    Args:
+        cap: absolute upper bound on the ratio; None: none.
+        low: absolute lower bound.
+    """
+
+    cap: Number | None = 5.0
+    low: Number = 0.0
+
+    surrogate: ClassVar[Any] = staticmethod(capped)
+    detached: ClassVar = True
+
+    def __post_init__(self) -> None:
+        check_number(self, "cap", low=0, optional=True)
+        check_number(self, "low", low=0)
+        if self.cap is not None:
+            check_order(self, "low", "cap")
+
+    @property
+    def params(self) -> CapBounds:
+        return CapBounds(self.low, ops.UNBOUNDED if self.cap is None else self.cap)
+
+
+class Temperatures(NamedTuple):
+    positive: Number
+    negative: Number
+
+
+def soft(log_ratio: Any, advantage: Any, p: Any) -> Any:
+    ratio = ops.exp(log_ratio)
+    tau = ops.where(advantage > 0, ops.zeros_like(ratio) + p.positive, p.negative)
+    above, below = ops.sigmoid(tau * (ratio - 1)), ops.sigmoid(tau * (1 - ratio))
+    return 4 / tau * above * advantage, 4 * above * below * ratio * advantage
+
+
+@dataclass(frozen=True)
+class SoftClip(Gate):
+    """(4 / tau) sigmoid(tau (ratio - 1)) A: multiplier ratio * sech^2(tau (ratio - 1) / 2) (SAPO, 2511.20347).
+
+    Args:
+        tau_pos, tau_neg: temperature for A > 0 and A <= 0.
+    """
+
+    tau_pos: Number = 1.0
+    tau_neg: Number = 1.05
+
+    surrogate: ClassVar[Any] = staticmethod(soft)
+
+    def __post_init__(self) -> None:
+        check_number(self, "tau_pos", low=0, above=True)
+        check_number(self, "tau_neg", low=0, above=True)
+
+    @property
+    def params(self) -> Temperatures:
+        return Temperatures(self.tau_pos, self.tau_neg)
+
+
+class PositionBounds(NamedTuple):
+    low: Number
+    high: Number
+    dual: Number
+    power: Number
+
+
+def position_clip(log_ratio: Any, advantage: Any, position: Any, p: Any) -> Any:
+    ratio = ops.exp(log_ratio)
+    width = ops.exp(p.power * ops.log(ops.maximum(position, 1.0)))
+    low, high, dual = ops.exp(-p.low * width), ops.exp(p.high * width), ops.exp(p.dual * width)
+    inside = ops.minimum(ops.maximum(ratio, low), high)
+    surrogate = ops.minimum(ratio * advantage, inside * advantage)
+    surrogate = ops.where(advantage < 0, ops.maximum(surrogate, dual * advantage), surrogate)
+    blocked = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & ((ratio < low) | (ratio > dual)))
+    return surrogate, ops.where(blocked, 0.0, ratio * advantage)
+
+
+@dataclass(frozen=True)
+class PositionClip(Gate):
+    """Clip whose log-bounds widen with position: [-log_low t^power, log_high t^power] (CTPO, 2605.07331).
+
+    t is the 1-based count of valid tokens.  The log-ratio is capped at 10.
+
+    Args:
+        log_low, log_high: nats at t = 1.
+        power: growth with t.
+        log_dual: for A < 0 the loss is at most -exp(log_dual t^power) A; None: ``log_high``.
+    """
+
+    log_low: Number = 0.025
+    log_high: Number = 0.05
+    power: Number = 0.5
+    log_dual: Number | None = None
+
+    surrogate: ClassVar[Any] = staticmethod(position_clip)
+    log_limit: ClassVar = 10.0
+
+    def __post_init__(self) -> None:
+        for field in ("log_low", "log_high", "power"):
+            check_number(self, field, low=0)
+        check_number(self, "log_dual", low=0, optional=True)
+
+    @property
+    def params(self) -> PositionBounds:
+        dual = self.log_high if self.log_dual is None else self.log_dual
+        return PositionBounds(self.log_low, self.log_high, dual, self.power)

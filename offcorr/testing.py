@@ -1,0 +1,292 @@
+"""What every correction must hold, as runnable checks.
+
+    offcorr.testing.check("minpro")        # a name
+    offcorr.testing.check(my_method)       # what @offcorr.register decorated, or any callable giving a Correction
+    offcorr.testing.check(my_correction)   # a finished Correction
+
+The test suite runs every check on every discovered method; a new method file is covered by being there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offcorr.batch import Batch, Tokens
+from offcorr.correction import Correction, Output
+from offcorr.methods.registry import catalogue, from_config, get
+
+Build = Callable[..., Correction]
+
+RTOL, ATOL = 1e-9, 1e-12
+"""Checks run in float64."""
+
+
+def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
+    """Run every check on a method; gives the names of the checks it passed.
+
+    Args:
+        method: a name, a registered function or class, any callable from options to a Correction, or a Correction.
+        on_policy: whether its on-policy gradient is REINFORCE's; None: what it was registered with, else True.
+
+    Raises:
+        AssertionError: names the check that failed and how.
+
+    >>> len(check("ppo")) == len(CHECKS)
+    True
+    """
+    loss_fn, declared = _resolve(method)
+    as_reinforce = declared if on_policy is None else on_policy
+    passed = []
+    for name, run in CHECKS.items():
+        if run is on_policy_gradient and not as_reinforce:
+            continue
+        try:
+            run(loss_fn)
+        except AssertionError as error:
+            raise AssertionError(f"{loss_fn.method}: {name}: {error}") from error
+        passed.append(name)
+    return passed
+
+
+def example(seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 0.3) -> Batch:
+    """A float64 batch with everything in it: tool spans in the middle, an empty sequence, unscored tokens."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    logp = -normal(sequences, width).abs() - 0.05
+    mask = torch.rand((sequences, width), generator=draw) > 0.3
+    mask[:, 0] = True
+    mask[1] = False
+    old_logp = logp + spread * normal(sequences, width)
+    rollout_logp = old_logp + spread * normal(sequences, width)
+    rollout_logp[2, ::5] = math.nan
+    return Batch(
+        logp=logp,
+        old_logp=old_logp,
+        rollout_logp=rollout_logp,
+        advantages=normal(sequences),
+        mask=mask,
+        rewards=normal(sequences).sign(),
+        group_ids=torch.arange(sequences) % 3,
+    )
+
+
+# -- the checks ----------------------------------------------------------------------------------------------
+
+
+def on_policy_gradient(loss_fn: Correction) -> None:
+    """Where the three policies agree, the gradient is REINFORCE's under the same aggregation."""
+    batch = example()
+    batch = dataclasses.replace(batch, old_logp=batch.logp, rollout_logp=batch.logp)
+    reinforce = get("reinforce", aggregate=loss_fn.aggregate, max_length=loss_fn.max_length)
+    _close(loss_fn(batch).coefficient, reinforce(batch).coefficient, "on-policy coefficient")
+
+
+def blind_under_the_mask(loss_fn: Correction) -> None:
+    """Garbage under the mask, NaN included, changes nothing."""
+    batch = example()
+    clean = loss_fn(_per_token_advantages(batch))
+    for junk in (math.nan, math.inf, -1e30, 7.0):
+        dirty: dict[str, Any] = {
+            name: torch.where(batch.mask, getattr(batch, name), junk) for name in ("logp", "old_logp", "rollout_logp")
+        }
+        advantages = torch.where(batch.mask, batch.advantages[:, None], junk)
+        _same(loss_fn(dataclasses.replace(batch, **dirty, advantages=advantages)), clean, f"{junk} under the mask")
+
+
+def splitting(loss_fn: Correction) -> None:
+    """Micro-batches with the global denominator (and statistics) add up to the whole batch."""
+    if not loss_fn.count_rejected:
+        return
+    batch = example()
+    denominator = float(batch.mask.sum()) if loss_fn.aggregate == "token-mean" else float(batch.sequences)
+    whole = loss_fn(batch, denominator=denominator)
+    for cuts in ((3,), (1, 2, 6)):
+        parts = [batch.rows(slice(a, b)) for a, b in zip((0, *cuts), (*cuts, batch.sequences), strict=True)]
+        statistics = loss_fn.statistics(parts[0])
+        for part in parts[1:]:
+            statistics = None if statistics is None else statistics.merge(loss_fn.statistics(part))  # type: ignore[arg-type]
+        outs = [loss_fn(part, denominator=denominator, statistics=statistics) for part in parts]
+        _close(torch.stack([out.loss for out in outs]).sum(), whole.loss, "sum of micro-batch losses")
+        _close(torch.cat([out.coefficient for out in outs]), whole.coefficient, "micro-batch coefficients")
+        merged = outs[0].metrics
+        for out in outs[1:]:
+            merged = merged.merge(out.metrics)
+        _close_dicts(merged.compute(), whole.metrics.compute(), "merged metrics")
+
+
+def row_order(loss_fn: Correction) -> None:
+    """The order of the sequences does not matter."""
+    batch = example()
+    order = torch.randperm(batch.sequences, generator=torch.Generator().manual_seed(1))
+    out, shuffled = loss_fn(batch), loss_fn(batch.rows(order))
+    _close(shuffled.loss, out.loss, "loss of permuted rows")
+    _close(shuffled.coefficient, out.coefficient[order], "coefficient of permuted rows")
+
+
+def packed_equals_padded(loss_fn: Correction) -> None:
+    """End to end or padded: the same numbers.  Lengths differ, tool spans interleave, one sequence is empty."""
+    batch = example()
+    lengths = torch.tensor([12, 5, 9, 0, 12, 1, 7])
+    inside = torch.arange(batch.logp.shape[1]) < lengths[:, None]
+    batch = dataclasses.replace(batch, mask=batch.mask & inside)
+    per_token = {name: getattr(batch, name)[inside] for name in ("logp", "old_logp", "rollout_logp", "mask")}
+    rest = {name: getattr(batch, name) for name in ("advantages", "rewards", "group_ids")}
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    packed, padded = loss_fn(Batch.packed(cu_seqlens=cu_seqlens, **per_token, **rest)), loss_fn(batch)
+    _close(packed.loss, padded.loss, "packed loss")
+    _close(packed.coefficient, padded.coefficient[inside], "packed coefficient")
+    _close_dicts(packed.metrics.compute(), padded.metrics.compute(), "packed metrics")
+
+
+def config_round_trip(loss_fn: Correction) -> None:
+    """Its configuration is plain data and makes an equal correction, which gives equal numbers."""
+    import json
+
+    config = loss_fn.to_config()
+    again = from_config(json.loads(json.dumps(config)))
+    assert again == loss_fn, f"{config} makes {again}, expected {loss_fn}"
+    _same(again(example()), loss_fn(example()), "round-tripped")
+
+
+def coefficient_is_the_gradient(loss_fn: Correction) -> None:
+    """The coefficient is what backward hands to ``logp``, and what autograd makes of the surrogate."""
+    for batch in (example(), _per_token_advantages(example(seed=1))):
+        logp = batch.logp.clone().requires_grad_()
+        batch = dataclasses.replace(batch, logp=logp)
+        out = loss_fn(batch)
+        (attached,) = torch.autograd.grad(3 * out.loss, logp)
+        _close(attached, 3 * out.coefficient, "gradient of 3 * loss")
+        tokens = Tokens(batch)
+        resolved = loss_fn.resolve(loss_fn.statistics(batch))
+        terms = resolved.terms(tokens)
+        (derived,) = torch.autograd.grad(torch.where(tokens.mask, terms.surrogate, 0).sum(), logp)
+        stated = torch.where(tokens.mask, terms.derivative, 0)
+        _close(stated, derived, "stated derivative against autograd of the surrogate")
+
+
+def finite_under_extremes(loss_fn: Correction) -> None:
+    """Log-ratios of +-1e4, NaN and infinity give a finite loss, gradient and metrics."""
+    for size in (50.0, 1e4):
+        batch = example()
+        sign = torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)
+        wild = dataclasses.replace(batch, old_logp=batch.logp + size * sign, rollout_logp=batch.logp - 2 * size * sign)
+        _finite(loss_fn(wild), f"log-ratios of {size:g}")
+        _finite(loss_fn(dataclasses.replace(wild, old_logp=batch.logp - size)), f"ratios of e^{size:g}")
+        _finite(loss_fn(dataclasses.replace(wild, old_logp=batch.logp + size)), f"ratios of e^-{size:g}")
+    batch = example()
+    for junk in (math.nan, math.inf, -math.inf):
+        for name in ("logp", "old_logp", "rollout_logp"):
+            value = getattr(batch, name).clone()
+            value[0, :3] = junk
+            _finite(loss_fn(dataclasses.replace(batch, **{name: value})), f"{name} = {junk}")
+
+
+def no_advantage_no_gradient(loss_fn: Correction) -> None:
+    """Advantage 0 gives coefficient 0, unless the gate declares otherwise (``scales_with_advantage``)."""
+    batch = example()
+    out = loss_fn(dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages)))
+    dead = not out.coefficient.any()
+    declared = loss_fn.gate.scales_with_advantage
+    assert dead == declared, f"without advantage every coefficient is 0: {dead}; scales_with_advantage is {declared}"
+
+
+def nothing_left(loss_fn: Correction) -> None:
+    """A batch with no valid token gives loss 0 with a graph, and gradient 0."""
+    batch = example()
+    logp = batch.logp.clone().requires_grad_()
+    out = loss_fn(dataclasses.replace(batch, logp=logp, mask=torch.zeros_like(batch.mask)))
+    out.loss.backward()
+    assert out.loss.item() == 0, f"loss of an all-masked batch is {out.loss.item()}"
+    assert logp.grad is not None and not logp.grad.any(), "gradient of an all-masked batch is not 0"
+
+
+def low_precision(loss_fn: Correction) -> None:
+    """bf16 and fp16 log-probs: float32 coefficient, gradient in the input's dtype and finite."""
+    for dtype in (torch.bfloat16, torch.float16):
+        batch = example()
+        logp = batch.logp.to(dtype).requires_grad_()
+        cast = {name: getattr(batch, name).to(dtype) for name in ("old_logp", "rollout_logp", "advantages")}
+        out = loss_fn(dataclasses.replace(batch, logp=logp, **cast))
+        (1e30 * out.loss).backward()
+        assert out.coefficient.dtype == torch.float32, f"coefficient of {dtype} input is {out.coefficient.dtype}"
+        assert logp.grad is not None and logp.grad.dtype == dtype, f"gradient is not {dtype}"
+        assert logp.grad.isfinite().all(), f"{dtype} gradient is not finite"
+
+
+CHECKS: dict[str, Callable[[Correction], None]] = {
+    run.__name__: run
+    for run in (
+        on_policy_gradient,
+        blind_under_the_mask,
+        splitting,
+        row_order,
+        packed_equals_padded,
+        config_round_trip,
+        coefficient_is_the_gradient,
+        finite_under_extremes,
+        no_advantage_no_gradient,
+        nothing_left,
+        low_precision,
+    )
+}
+
+
+# -- helpers -------------------------------------------------------------------------------------------------
+
+
+def _resolve(method: Any) -> tuple[Correction, bool]:
+    if isinstance(method, str):
+        return _with_length(get(method)), next((m.on_policy for m in catalogue() if m.name == get(method).method), True)
+    if isinstance(method, Correction):
+        return _with_length(method), True
+    registered = next((m for m in catalogue() if m.build is method), None)
+    built = registered() if registered else method()
+    if not isinstance(built, Correction):
+        raise TypeError(f"{method!r} built a {type(built).__name__}, expected an offcorr.Correction")
+    return _with_length(built), registered.on_policy if registered else True
+
+
+def _with_length(loss_fn: Correction) -> Correction:
+    """A constant length where the aggregation wants one, so that the padded width does not matter."""
+    if loss_fn.aggregate != "seq-mean-token-sum-norm" or loss_fn.max_length:
+        return loss_fn
+    options = dict(loss_fn.options) | ({"max_length": 32} if loss_fn.method != "custom" else {})
+    return dataclasses.replace(loss_fn, max_length=32, options=options)
+
+
+def _per_token_advantages(batch: Batch) -> Batch:
+    return dataclasses.replace(batch, advantages=batch.advantages[:, None].expand_as(batch.logp).clone())
+
+
+def _same(out: Output, expected: Output, what: str) -> None:
+    _close(out.loss, expected.loss, f"loss, {what}")
+    _close(out.coefficient, expected.coefficient, f"coefficient, {what}")
+
+
+def _close(got: Tensor, wanted: Tensor, what: str) -> None:
+    torch.testing.assert_close(got, wanted, rtol=RTOL, atol=ATOL, msg=lambda detail: f"{what}: {detail}")
+
+
+def _close_dicts(got: dict[str, float], wanted: dict[str, float], what: str) -> None:
+    assert got.keys() == wanted.keys(), f"{what}: {sorted(got.keys() ^ wanted.keys())} on one side only"
+    for name, value in wanted.items():
+        assert math.isclose(got[name], value, rel_tol=RTOL, abs_tol=ATOL), f"{what}: {name} {got[name]} != {value}"
+
+
+def _finite(out: Output, what: str) -> None:
+    assert out.loss.isfinite(), f"{what}: loss is {out.loss.item()}"
+    assert out.coefficient.isfinite().all(), f"{what}: coefficient is not finite"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the warning about non-finite tokens is wanted elsewhere
+        bad = {name: value for name, value in out.metrics.compute().items() if not math.isfinite(value)}
+    assert not bad, f"{what}: metrics {bad}"

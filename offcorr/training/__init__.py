@@ -1,0 +1,1 @@
+"""What any training loop needs: anchors, snapshots, replicas, schedules, the ESS learning rate, baselines."""

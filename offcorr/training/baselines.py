@@ -1,0 +1,187 @@
+"""Minimum-variance baselines for importance-weighted policy gradients: OPOB, exact, and OTB, its cheap proxy.
+
+The gradient estimate is  mean of w (R - b) g,  g = grad log pi(tau), w the behaviour weight.  Its variance over
+sampled trajectories is least at  b* = E[w^2 |g|^2 R] / E[w^2 |g|^2]  (VCPO, 2602.17616), since E[w g] = 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from einops import repeat
+from torch import Tensor
+
+from offcorr.batch import Batch, Tokens
+from offcorr.correction import Correction
+from offcorr.shapes import PerToken
+from offcorr.stages import gates
+from offcorr.stages.weights import Truncate, Weight
+
+
+class OPOB:
+    """The off-policy optimal baseline, exact: b* = sum w^2 |g|^2 R / sum w^2 |g|^2 over a prompt group.
+
+    The norm is over all parameters and of one trajectory, so trajectories come one by one (micro-batch 1); besides
+    ``p.grad`` there is one more gradient-sized buffer, for sum w g.  Afterwards ``p.grad`` holds the gradient of the
+    loss, - sum w (R - b*) g / denominator, added to what it held.  Parameters must not be sharded (no ZeRO-2, ZeRO-3
+    or FSDP: a rank's own gradient never exists there), and a group's trajectories lie on one rank.
+
+        opob = OPOB(model.parameters(), denominator=trajectories_of_all_ranks)
+        for group in groups:
+            for trajectory in group:
+                with accelerator.no_sync(model):
+                    opob.add(log_prob(model, trajectory), trajectory.reward, trajectory.weight)
+            opob.end_group()
+        for p in model.parameters():
+            p.grad = accelerator.reduce(p.grad, "sum")
+        optimizer.step()
+
+    Args:
+        parameters: those that are trained.
+        denominator: Z, the number of trajectories of the optimizer batch.
+
+    >>> theta = torch.nn.Parameter(torch.zeros(2))
+    >>> opob = OPOB([theta], denominator=2)
+    >>> for action, reward in ((0, 1.0), (1, 0.0)):
+    ...     opob.add(theta.log_softmax(0)[action], reward)
+    >>> opob.end_group(), theta.grad
+    (0.5, tensor([-0.2500,  0.2500]))
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], denominator: float) -> None:
+        if not denominator > 0:
+            raise ValueError(f"denominator is {denominator!r}, expected a number of trajectories above 0")
+        self.parameters = [p for p in parameters if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("parameters holds none that requires grad")
+        self.denominator = denominator
+        self._scores = [torch.zeros_like(p) for p in self.parameters]  # sum w g of the group at hand
+        self._energy = self._praise = torch.zeros((), dtype=torch.float64)  # sum w^2 |g|^2, and that times R
+
+    def add(self, log_prob: Tensor, reward: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        """One trajectory: its log pi(tau), a scalar with a graph; its reward; its weight, which carries no gradient.
+
+        Any scalar whose gradient the estimate multiplies by R - b will do: minus a correction's loss at advantage 1
+        (weight 1, as it is in there), if ``check_proportional`` lets it through.  A score divided by the trajectory's
+        length gives the best baseline for that estimator, which any baseline biases a little.
+        """
+        if log_prob.numel() != 1:
+            raise ValueError(
+                f"log_prob has shape {tuple(log_prob.shape)}, expected a scalar: the sum over one trajectory's tokens"
+            )
+        reward, weight = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (reward, weight))
+        scores = torch.autograd.grad(log_prob.reshape(()), self.parameters, allow_unused=True)
+        norm = torch.zeros((), dtype=torch.float64, device=log_prob.device)
+        with torch.no_grad():
+            for p, total, score in zip(self.parameters, self._scores, scores, strict=True):
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                if score is None:
+                    continue
+                norm = norm + score.square().sum(dtype=torch.float64)
+                weighted = score * weight.to(score)
+                total += weighted
+                p.grad -= weighted * (reward / self.denominator).to(score)
+            energy = weight.to(norm).square() * norm
+            self._energy = self._energy.to(norm) + energy
+            self._praise = self._praise.to(norm) + energy * reward.to(norm)
+
+    @torch.no_grad()
+    def end_group(self) -> float:
+        """The prompt's last trajectory was added: subtract its baseline, and give it (0 where no score was above 0)."""
+        baseline = torch.where(self._energy > 0, self._praise / self._energy, 0)
+        for p, total in zip(self.parameters, self._scores, strict=True):
+            if p.grad is not None:
+                p.grad += total * (baseline / self.denominator).to(total)
+            total.zero_()
+        self._energy, self._praise = torch.zeros_like(self._energy), torch.zeros_like(self._praise)
+        return float(baseline)
+
+
+def check_proportional(loss_fn: Correction) -> None:
+    """Refuse a correction whose gradient is not proportional to the advantage: it has no baseline of least variance.
+
+    What a clip or a soft gate does to a token depends on the sign of its advantage, and that on the baseline.
+
+    >>> import offcorr
+    >>> check_proportional(offcorr.get("vcpo"))
+    """
+    looking = [s for place, s in loss_fn.stages.items() if place != "gate" and "advantage" in s.asks_for]
+    looking += [] if type(loss_fn.gate) in PROPORTIONAL_GATES else [loss_fn.gate]
+    if looking:
+        raise ValueError(
+            f"an optimal baseline needs a gradient proportional to the advantage, but {looking[0]!r} of "
+            f"{loss_fn.method!r} may treat advantages of one sign otherwise: take a loss such as vcpo or reinforce"
+        )
+
+
+PROPORTIONAL_GATES = (gates.ScoreFunction, gates.DetachedRatio, gates.Unclipped, gates.DetachedClip)
+"""The surrogate's derivative is the advantage times something that knows nothing of it."""
+
+
+@torch.no_grad()
+def token_baseline(
+    batch: Batch,
+    returns: Tensor | None = None,
+    weight: Weight | None = Truncate(8.0, level="sequence", mismatch="total"),  # noqa: B008  (frozen)
+) -> PerToken:
+    """OTB (2602.07078), the proxy of OPOB that needs no gradients: b_t = sum G_t W_t / sum W_t over the prompt group.
+
+    W_t = sum over s <= t of w^2 |s|^2, where |s|^2 = 1 - 2 p + sum over the vocabulary of p^2 is the squared gradient
+    of log p with respect to the logits.  t counts valid tokens, so a tool's tokens take no place.  A token that only
+    one trajectory of its group is long enough to have gets baseline 0: its own return would be no baseline.
+
+    Args:
+        batch: with ``sum_sq_probs``, ``group_ids``, ``rewards``, and what ``weight`` compares; whole groups.
+            ``advantages`` are not looked at.
+        returns: [B], or G_t as [B, T]; None: ``batch.rewards``, at every token.
+        weight: w; None: 1.
+
+    Returns:
+        b_t in the layout of ``batch.logp``, 0 on masked tokens. The advantage is returns - b_t.
+
+    >>> logp = torch.tensor([[-0.5], [-1.0]])
+    >>> batch = Batch(logp=logp, advantages=torch.zeros(2), mask=logp < 0, rewards=torch.tensor([1.0, 0.0]),
+    ...               group_ids=torch.tensor([3, 3]), sum_sq_probs=torch.full((2, 1), 0.5))
+    >>> token_baseline(batch, weight=None)
+    tensor([[0.2730],
+            [0.2730]])
+    """
+    returns = batch.rewards if returns is None else returns
+    for name, value, mend in (
+        ("sum_sq_probs", batch.sum_sq_probs, "the sum over the vocabulary of the trainer's squared probabilities"),
+        ("group_ids", batch.group_ids, "the prompt that each sequence belongs to"),
+        ("rewards", returns, "one number a sequence, or returns="),
+    ):
+        if value is None:
+            raise ValueError(f"{name} is None, but token_baseline needs it: pass {mend}")
+    if weight is not None and weight.mismatch in ("engine", "total") and batch.rollout_logp is None:
+        raise ValueError(
+            f"rollout_logp is None, but weight {weight!r} needs it; pass rollout_logp=old_logp to say that engine and "
+            "trainer agree, or weight=None"
+        )
+    assert returns is not None
+    tokens = Tokens(dataclasses.replace(batch, advantages=returns))
+    padded, mask, returns = tokens.batch, tokens.trainable, tokens.advantages
+    assert padded.sum_sq_probs is not None and padded.group_ids is not None
+
+    score = 1 - 2 * tokens.logp.exp() + padded.sum_sq_probs.to(tokens.dtype)
+    if weight is not None:
+        score = score * weight(tokens).weight.square()
+    energy = torch.where(mask, score.clamp(min=0), 0).cumsum(1)
+
+    # One slot for each prompt and place; a trajectory has one token in it at most.
+    group = repeat(torch.unique(padded.group_ids, return_inverse=True)[1], "b -> b t", t=mask.shape[1])
+    slot = (group * (mask.shape[1] + 1) + tokens.rows.position.long())[mask]
+    slots, slot = torch.unique(slot, return_inverse=True)
+
+    def over_slot(values: Tensor) -> Tensor:
+        return values.new_zeros(len(slots)).index_add(0, slot, values)[slot]
+
+    total, praise = over_slot(energy[mask]), over_slot((energy * returns)[mask])
+    alone = over_slot(torch.ones_like(total)) == 1
+    baseline = torch.zeros_like(energy)
+    baseline[mask] = torch.where((total > 0) & ~alone, praise / total, 0)
+    return batch.repack(baseline)

@@ -1,0 +1,342 @@
+"""Every correction as its paper writes it, to check the library against.
+
+`evaluate` gives the loss and dL/dlogp of a named method, `evaluate_stations` of any combination of
+stages, in float64 Python loops (`oracle_stages.py`). A case is a dict of nested lists: `logp`,
+`old_logp`, `rollout_logp` (None: not given; None or NaN inside: unscored), `advantages` ([B] or
+[B][T]), `mask`, `rewards`, `group_ids`, `turn_ids`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tests.methods import oracle_stages as stages
+from tests.methods.oracle_stages import (
+    SMTM,
+    SMTS,
+    SMTS_NORM,
+    TOKEN_MEAN,
+    Composition,
+    Sequence,
+    Stage,
+    difference,
+    mean,
+    near,
+    power,
+    read,
+    run,
+)
+
+Builder = Callable[[SimpleNamespace, list[Sequence]], Composition]
+METHODS: dict[str, tuple[Builder, str, dict[str, Any]]] = {}
+
+
+def method(*names: str, aggregate: str = TOKEN_MEAN, **defaults: Any) -> Callable[[Builder], Builder]:
+    def add(builder: Builder) -> Builder:
+        for name in names:
+            METHODS[name] = (builder, aggregate, defaults)
+        return builder
+
+    return add
+
+
+def evaluate(
+    name: str,
+    options: dict[str, Any],
+    case: dict[str, Any],
+    aggregate: str | None = None,
+    max_length: int | None = None,
+    denominator: float | None = None,
+    count_rejected: bool = True,
+) -> tuple[float, list[list[float]]]:
+    """Loss and dL/dlogp of a named method; `aggregate=None` is the method's own.
+
+    `options` may hold `weight` and `reject`, lists of stages that replace the method's own.
+    """
+    stages.trace.closest = math.inf
+    builder, own_aggregate, defaults = METHODS[name]
+    own = {key: value for key, value in options.items() if key not in ("weight", "reject")}
+    unknown = set(own) - set(defaults)
+    if unknown:
+        raise ValueError(f"{name} has no option {sorted(unknown)}")
+    batch = read(case)
+    composed = builder(SimpleNamespace(**{**defaults, **own}), batch)
+    composed.weights = options.get("weight", composed.weights)
+    composed.rejects = options.get("reject", composed.rejects)
+    composed.aggregate = aggregate or own_aggregate
+    return run(composed, batch, len(case["mask"][0]), max_length, denominator, count_rejected)
+
+
+def evaluate_stations(
+    case: dict[str, Any],
+    *,
+    gate: Stage,
+    ratio: Stage | None = None,
+    weights: list[Stage] | None = None,
+    rejects: list[Stage] | None = None,
+    aggregate: str = TOKEN_MEAN,
+    **options: Any,
+) -> tuple[float, list[list[float]]]:
+    """Loss and dL/dlogp of a free combination of stages."""
+    stages.trace.closest = math.inf
+    method = Composition(gate, ratio, weights or [], rejects or [], aggregate)
+    return run(method, read(case), len(case["mask"][0]), **options)
+
+
+def clip_gate(o: SimpleNamespace) -> Stage:
+    return ("Clip", {"eps_low": o.eps_low, "eps_high": o.eps_high, "dual_clip": o.dual_clip})
+
+
+PPO = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
+TOKEN: Stage = ("Token", {})
+
+
+@method("reinforce")
+def _reinforce(o, batch):
+    return Composition(("ScoreFunction", {}))
+
+
+@method("token_is", cap=None)
+def _token_is(o, batch):
+    return Composition(("DetachedClip", {"cap": o.cap}), ("Token", {}))
+
+
+@method("prefix_is", "cumulative_is", cap=None)
+def _prefix_is(o, batch):
+    return Composition(("DetachedClip", {"cap": o.cap}), ("Prefix", {}))
+
+
+@method("sequence_is", cap=None)
+def _sequence_is(o, batch):
+    return Composition(("DetachedClip", {"cap": o.cap}), ("Sequence", {}))
+
+
+@method("ppo", "grpo", aggregate=SMTM, **PPO)
+@method("dapo", **{**PPO, "eps_high": 0.28})
+def _ppo(o, batch):
+    return Composition(clip_gate(o), TOKEN)
+
+
+@method("tis", cap=2.0, **PPO)
+@method("decoupled_ppo", cap=5.0, **PPO)
+def _tis(o, batch):
+    return Composition(clip_gate(o), TOKEN, [("Truncate", {"cap": o.cap})])
+
+
+@method("seq_tis", cap=2.0, **PPO)
+def _seq_tis(o, batch):
+    return Composition(clip_gate(o), TOKEN, [("Truncate", {"cap": o.cap, "level": "sequence"})])
+
+
+@method("icepop", low=0.5, high=5.0, **PPO)
+def _icepop(o, batch):
+    return Composition(clip_gate(o), TOKEN, [("Mask", {"low": o.low, "high": o.high})])
+
+
+@method("seq_mis", cap=3.0, **PPO)
+def _seq_mis(o, batch):
+    band = ("Bound", {"high": o.cap, "outside": "mask", "level": "sequence"})
+    return Composition(clip_gate(o), TOKEN, [band])
+
+
+@method("geo_rs", low=0.999, high=1.001, **PPO)
+def _geo_rs(o, batch):
+    return Composition(clip_gate(o), TOKEN, [], [("Geometric", {"low": o.low, "high": o.high})])
+
+
+@method("veto", threshold=1e-4, **PPO)
+def _veto(o, batch):
+    return Composition(clip_gate(o), TOKEN, [], [("Veto", {"threshold": o.threshold})])
+
+
+@method("opsm", delta=0.5, **PPO)
+def _opsm(o, batch):
+    return Composition(clip_gate(o), TOKEN, [], [("OPSM", {"delta": o.delta})])
+
+
+@method("binary_kl", bound=0.05, **PPO)
+def _binary_kl(o, batch):
+    return Composition(clip_gate(o), TOKEN, [], [("BinaryKL", {"bound": o.bound})])
+
+
+@method("vaco", bound=0.2)
+def _vaco(o, batch):
+    return Composition(("Unclipped", {}), TOKEN, [], [("VACO", {"bound": o.bound})])
+
+
+@method("gspo", aggregate=SMTM, eps_low=3e-4, eps_high=4e-4, dual_clip=None)
+@method("luspo", aggregate=SMTS, eps_low=2e-3, eps_high=2.5e-3, dual_clip=None)
+def _gspo(o, batch):
+    return Composition(clip_gate(o), ("Geometric", {}))
+
+
+@method("gmpo", aggregate=SMTM, eps_low=0.4, eps_high=0.4)
+def _gmpo(o, batch):
+    return Composition(("Unclipped", {}), ("ClippedGeometric", vars(o)))
+
+
+@method("cispo", cap=5.0, low=0.0)
+def _cispo(o, batch):
+    return Composition(("DetachedClip", {"cap": o.cap, "low": o.low}), TOKEN)
+
+
+@method("aipo", cap=4.0)
+def _aipo(o, batch):
+    return Composition(("DetachedClip", {"cap": o.cap}), ("Token", {"mismatch": "total"}))
+
+
+@method("dispo", pos_low=0.8, pos_high=11.0, neg_low=0.0, neg_high=101.0)
+def _dispo(o, batch):
+    return Composition(("SignCapped", vars(o)), TOKEN)
+
+
+@method("sapo", aggregate=SMTM, tau_pos=1.0, tau_neg=1.05)
+def _sapo(o, batch):
+    return Composition(("SoftClip", vars(o)), TOKEN)
+
+
+@method("minpro", eps_low=1.0, eps_high=0.28, bounded=False)
+def _minpro(o, batch):
+    limits = {"low": 1.0 - o.eps_low, "cap": 1.0 + o.eps_high}
+    return Composition(("DetachedClip", limits), ("MinPrefix", {"bounded": o.bounded}))
+
+
+@method("ctpo", log_low=0.025, log_high=0.05, power=0.5, log_dual=None)
+def _ctpo(o, batch):
+    return Composition(("PositionClip", vars(o)), ("Prefix", {}))
+
+
+@method("turn_ppo", **PPO)
+def _turn_ppo(o, batch):
+    return Composition(clip_gate(o), ("Turn", {}))
+
+
+@method("holderpo", aggregate=SMTM, power=2.0, **PPO)
+def _holderpo(o, batch):
+    return Composition(clip_gate(o), ("PowerMean", {"power": o.power}))
+
+
+@method("dppo", "dppo_tv", aggregate=SMTS_NORM, divergence="tv", low=0.2, high=0.2, delta=0.05, cap=20.0)
+def _dppo(o, batch):
+    keep = {"divergence": o.divergence, "low": o.low, "high": o.high, "delta": o.delta}
+    return Composition(("DetachedClip", {"cap": o.cap}), ("Token", {"mismatch": "total"}), [], [("DPPO", keep)])
+
+
+@method("dppo_kl", aggregate=SMTS_NORM, delta=0.05, cap=20.0)
+def _dppo_kl(o, batch):
+    keep = {"divergence": "kl", "delta": o.delta}
+    return Composition(("DetachedClip", {"cap": o.cap}), ("Token", {"mismatch": "total"}), [], [("DPPO", keep)])
+
+
+@method("vespo", k_pos=2.0, lam_pos=3.0, k_neg=3.0, lam_neg=2.0)
+def _vespo(o, batch):
+    return Composition(("Phi", vars(o)), ("Sequence", {}))
+
+
+@method("dgpo", eps_low=0.2, eps_high=0.2, n=1.0, m=2.0)
+def _dgpo(o, batch):
+    return Composition(("Decay", vars(o)), TOKEN)
+
+
+@method("topr", aggregate=SMTS, level="sequence")
+def _topr(o, batch):
+    return Composition(("RewardCapped", {}), ("Sequence" if o.level == "sequence" else "Token", {}))
+
+
+@method("asymre", delta_v=-0.1)
+def _asymre(o, batch):
+    groups = defaultdict(list)
+    for sequence in batch:
+        groups[sequence.group].append(sequence.reward)
+    baseline = {group: mean(rewards) for group, rewards in groups.items()}
+    return Composition(("Asymmetric", {"baseline": baseline, "delta_v": o.delta_v}))
+
+
+@method("opmd", tau=1.0)
+def _opmd(o, batch):
+    return Composition(("Scaled", vars(o)))
+
+
+@method("kimi", "dro", tau=0.1)
+def _kimi(o, batch):
+    return Composition(("Quadratic", vars(o)), TOKEN)
+
+
+@method("vcpo", aggregate=SMTM, cap=8.0)
+def _vcpo(o, batch):
+    weight = ("Truncate", {"cap": o.cap, "level": "sequence", "mismatch": "total"})
+    return Composition(("ScoreFunction", {}), None, [weight])
+
+
+@method(
+    "rec",
+    mode="one-side",
+    weighted=True,
+    eps_low=0.2,
+    eps_high=0.2,
+    eps_low_prime=0.6,
+    eps_high_prime=2.0,
+)
+def _rec(o, batch):
+    gate = ("DetachedRatio" if o.weighted else "ScoreFunction", {})
+    return Composition(gate, TOKEN, [], [("REC", vars(o))])
+
+
+@method("m2po", tau=0.04)
+def _m2po(o, batch):
+    """Drop the largest log^2 r until the mean over the tokens left is at most tau."""
+    squares = sorted(
+        difference(token, "staleness") ** 2 for sequence in batch for token in sequence.tokens if token.finite
+    )
+    while squares:
+        average = mean(squares)
+        near(average, o.tau)
+        if average <= o.tau:
+            break
+        squares.pop()
+    return Composition(("Unclipped", {}), TOKEN, [], [("SquareBound", {"bound": squares[-1] if squares else -1.0})])
+
+
+@method(
+    "bapo",
+    target=1.0,
+    low_start=0.6,
+    low_max=0.8,
+    low_step=0.05,
+    high_start=1.2,
+    high_max=2.0,
+    high_step=0.05,
+    dual_clip=3.0,
+)
+def _bapo(o, batch):
+    """Widen the bounds, c_low first, until s = positive / negative terms reaches the target."""
+
+    def share(low: float, high: float) -> float:
+        positive = negative = 0.0
+        for sequence in batch:
+            for token in sequence.tokens:
+                a, r = token.advantage, power(difference(token, "staleness"))
+                if token.finite and a >= 0:
+                    positive += min(r, high) * a
+                elif token.finite:
+                    negative -= max(r, low) * a
+        result = positive / negative if negative else math.inf
+        near(result, o.target)
+        return result
+
+    low, high = o.low_start, o.high_start
+    low_steps = round((o.low_max - o.low_start) / o.low_step)
+    high_steps = round((o.high_max - o.high_start) / o.high_step)
+    for step in range(low_steps + high_steps):
+        if share(low, high) >= o.target:
+            break
+        if step < low_steps:
+            low = o.low_start + (step + 1) * o.low_step
+        else:
+            high = o.high_start + (step + 1 - low_steps) * o.high_step
+    bounds = {"eps_low": 1.0 - low, "eps_high": high - 1.0, "dual_clip": o.dual_clip}
+    return Composition(("Clip", bounds), TOKEN)

@@ -1,0 +1,562 @@
+"""The library against the oracle: golden data, every method, random combinations of stages."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offcorr
+from offcorr import Batch
+from tests.methods import oracle
+from tests.methods.oracle_stages import SMTM, SMTS, SMTS_NORM, TOKEN_MEAN, Stage, trace
+
+Case = dict[str, Any]
+Options = dict[str, Any]
+
+AGGREGATES = [TOKEN_MEAN, SMTM, SMTS, SMTS_NORM]
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_cases.json").read_text())["cases"]
+
+# Methods whose own stages compare with the engine: they need rollout_logp.
+ENGINE_METHODS = {
+    *("tis", "seq_tis", "icepop", "seq_mis", "geo_rs", "veto", "decoupled_ppo"),
+    *("binary_kl", "dppo", "dppo_tv", "dppo_kl", "vcpo", "aipo"),
+}
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+def random_case(rng: random.Random, *, engine: bool = True, broken: bool = True) -> Case:
+    """Odd sizes, tool spans, empty rows, unscored tokens, absurd ratios, garbage under the mask."""
+    rows, width = rng.randint(1, 5), rng.choice([1, 2, 3, 7, 9, 13, 17])
+    spread = rng.choice([0.0, 1e-3, 0.05, 0.3, 0.3, 1.0, 4.0, 1e4])
+    gap = rng.choice([0.0, 1e-3, 0.05, 0.3, 1.0, 4.0, 1e4])
+    style = rng.choice(["full", "ragged", "spans", "scattered"])
+    mask, logp, old, rollout = [], [], [], []
+    for _ in range(rows):
+        length = width if style == "full" else rng.randint(0, width)
+        row = [int(t < length) for t in range(width)]
+        if style == "spans" and length > 2:
+            start = rng.randrange(length)
+            for t in range(start, min(length, start + rng.randint(1, 4))):
+                row[t] = 0
+        if style == "scattered":
+            row = [int(rng.random() < 0.6) for _ in range(width)]
+        mask.append(row)
+        logp.append([-rng.expovariate(1.0) for _ in range(width)])
+        old.append([min(x + rng.gauss(0, spread), -1e-6) if spread else x for x in logp[-1]])
+        rollout.append([min(x + rng.gauss(0, gap), -1e-6) if gap else x for x in old[-1]])
+    unscored = rng.choice([0.0, 0.0, 0.2])
+    junk = [math.nan, math.inf, -math.inf, 1e30, 0.0, 5.0]
+    bad_tokens = 0.05 if broken and rng.random() < 0.15 else 0.0
+    per_token = rng.random() < 0.4
+    advantages = [[rng.gauss(0, 1) for _ in range(width)] for _ in range(rows)]
+    for b in range(rows):
+        if rng.random() < 0.1:
+            advantages[b] = [0.0] * width
+        for t in range(width):
+            if not mask[b][t]:
+                for table in (logp, old, rollout, advantages):
+                    table[b][t] = rng.choice(junk)
+                continue
+            if rng.random() < unscored:
+                rollout[b][t] = rng.choice([math.nan, math.inf, -math.inf])
+            if rng.random() < bad_tokens:
+                rng.choice([logp, old])[b][t] = rng.choice([math.nan, math.inf, -math.inf])
+    if not per_token:
+        advantages = [rng.gauss(0, 1) if rng.random() < 0.9 else 0.0 for _ in range(rows)]
+    return {
+        "mask": mask,
+        "logp": logp,
+        "old_logp": None if rng.random() < 0.05 else old,
+        "rollout_logp": rollout if engine or rng.random() < 0.5 else None,
+        "advantages": advantages,
+        "rewards": [rng.choice([-1.0, 0.0, 1.0]) for _ in range(rows)],
+        "group_ids": [rng.randrange(2) for _ in range(rows)],
+        "turn_ids": random_turns(rng, mask) if rng.random() < 0.2 else None,
+    }
+
+
+def random_turns(rng: random.Random, mask: list[list[int]]) -> list[list[int]]:
+    """Turns that need not be the runs of the mask; what stands under the mask belongs to none."""
+    turns = []
+    for row in mask:
+        turn, ids = 0, []
+        for valid in row:
+            turn += int(rng.random() < 0.3)
+            ids.append(turn if valid else rng.randrange(9))
+        turns.append(ids)
+    return turns
+
+
+PER_TOKEN = ("logp", "old_logp", "rollout_logp", "advantages", "rewards")
+
+
+def tensor(values: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    if values is None:
+        return None
+    nested = isinstance(values[0], list)
+    numbers = [[math.nan if x is None else x for x in row] for row in values] if nested else list(values)
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def rounded(case: Case, dtype: torch.dtype) -> Case:
+    """The case as the dtype holds it, so that both sides see the same numbers."""
+    result = dict(case)
+    for name in PER_TOKEN:
+        if case.get(name) is not None:
+            result[name] = tensor(case[name], dtype).double().tolist()
+    return result
+
+
+def as_batch(case: Case, dtype: torch.dtype) -> Batch:
+    fields = {name: tensor(case.get(name), dtype) for name in PER_TOKEN}
+    fields["logp"].requires_grad_(True)
+    integers = {name: torch.tensor(case[name]) for name in ("group_ids", "turn_ids") if case.get(name) is not None}
+    return Batch(**fields, **integers, mask=torch.tensor(case["mask"], dtype=torch.bool))
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def tolerance(case: Case, dtype: torch.dtype) -> float:
+    """Relative error allowed: float64 1e-9; float32 by the nats that a product adds up."""
+    if dtype == torch.float64:
+        return 1e-9
+    nats = 0.0
+    for b, row in enumerate(case["mask"]):
+        total = 0.0
+        for t, valid in enumerate(row):
+            values = [case[k][b][t] for k in PER_TOKEN[:3] if valid and case[k] is not None]
+            finite = [value for value in values if value is not None and math.isfinite(value)]
+            total += min(20.0, max(finite) - min(finite)) if finite else 0.0
+        nats = max(nats, total)
+    return 2e-6 * (5.0 + nats)
+
+
+def assert_same(loss_fn: Any, case: Case, expected: tuple[float, Any], dtype: torch.dtype, **call: Any) -> None:
+    """Loss, coefficient and autograd's gradient equal the oracle's."""
+    magnitude, unit = trace.magnitude, trace.unit
+    loss, coefficient = expected
+    batch = as_batch(case, dtype)
+    out = loss_fn(batch, **call)
+    relative = tolerance(case, dtype)
+    assert out.loss.dtype == dtype
+    assert float(out.loss.detach()) == pytest.approx(loss, rel=0.0, abs=relative * magnitude + 1e-30)
+    wanted = torch.tensor(coefficient, dtype=torch.float64)
+    floor = relative * unit
+    assert out.coefficient.dtype == dtype
+    torch.testing.assert_close(out.coefficient.double(), wanted, rtol=relative, atol=floor)
+    (gradient,) = torch.autograd.grad(out.loss, batch.logp)
+    torch.testing.assert_close(gradient.double(), wanted, rtol=relative, atol=floor)
+
+
+@contextmanager
+def describing(*what: Any) -> Iterator[None]:
+    """Say which random draw a failed comparison came from."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{' '.join(map(str, what))}\n{error}") from error
+
+
+def decided(case: Case, dtype: torch.dtype) -> bool:
+    """Whether rounding to the dtype leaves every threshold of the last evaluation on its side."""
+    return trace.closest > 10 * tolerance(case, dtype)
+
+
+# --- golden data ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", range(len(GOLDEN)))
+def test_the_oracle_reproduces_the_golden_table(index: int) -> None:
+    case = GOLDEN[index]
+    loss, coefficient = oracle.evaluate(case["method"], case["options"], case, case["aggregate"])
+    assert loss == pytest.approx(case["loss"], rel=1e-12, abs=0.0)
+    for row, wanted in zip(coefficient, case["coefficient"], strict=True):
+        assert row == pytest.approx(wanted, rel=1e-12, abs=0.0)
+
+
+def offered(case: Case) -> bool:
+    return case["method"] in offcorr.available()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("case", [c for c in GOLDEN if offered(c)], ids=lambda c: c["method"])
+def test_golden_table(case: Case, dtype: torch.dtype) -> None:
+    options = dict(case["options"])
+    if case["aggregate"]:
+        options["aggregate"] = case["aggregate"]
+    loss_fn = offcorr.get(case["method"], **options)
+    batch = as_batch(case, dtype)
+    out = loss_fn(batch)
+    relative, floor = (1e-10, 1e-14) if dtype == torch.float64 else (2e-5, 1e-7)
+    assert float(out.loss.detach()) == pytest.approx(case["loss"], rel=relative, abs=floor)
+    wanted = torch.tensor(case["coefficient"], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(out.loss, batch.logp)
+    torch.testing.assert_close(out.coefficient.double(), wanted, rtol=relative, atol=floor)
+    torch.testing.assert_close(gradient.double(), wanted, rtol=relative, atol=floor)
+
+
+# --- every method, random cases -------------------------------------------------------------------
+
+
+def ppo_options(rng: random.Random) -> Options:
+    return {
+        "eps_low": rng.uniform(0.05, 0.9),
+        "eps_high": rng.uniform(0.05, 2.0),
+        "dual_clip": rng.choice([None, rng.uniform(1.1, 4.0)]),
+    }
+
+
+def small_clip(rng: random.Random) -> Options:
+    return {"eps_low": rng.uniform(1e-3, 0.2), "eps_high": rng.uniform(1e-3, 0.2)}
+
+
+def cap(rng: random.Random) -> Options:
+    return {"cap": rng.uniform(0.5, 9.0)}
+
+
+def optional_cap(rng: random.Random) -> Options:
+    return {"cap": rng.choice([None, rng.uniform(0.5, 9.0)])}
+
+
+def band(rng: random.Random) -> Options:
+    return {"low": rng.uniform(0.1, 0.95), "high": rng.uniform(1.05, 5.0)}
+
+
+def with_ppo(own: Callable[[random.Random], Options]) -> Callable[[random.Random], Options]:
+    return lambda rng: {**ppo_options(rng), **own(rng)}
+
+
+def dppo_options(rng: random.Random) -> Options:
+    return {
+        "divergence": rng.choice(["tv", "kl"]),
+        "low": rng.uniform(0.01, 0.3),
+        "high": rng.uniform(0.01, 0.3),
+        "delta": rng.uniform(0.001, 0.2),
+        "cap": rng.uniform(1.0, 20.0),
+    }
+
+
+OPTIONS: dict[str, Callable[[random.Random], Options]] = {
+    "reinforce": lambda rng: {},
+    "token_is": optional_cap,
+    "prefix_is": optional_cap,
+    "cumulative_is": optional_cap,
+    "sequence_is": optional_cap,
+    "ppo": ppo_options,
+    "grpo": ppo_options,
+    "dapo": ppo_options,
+    "decoupled_ppo": with_ppo(cap),
+    "tis": with_ppo(cap),
+    "seq_tis": with_ppo(cap),
+    "icepop": with_ppo(band),
+    "seq_mis": with_ppo(cap),
+    "geo_rs": with_ppo(band),
+    "veto": with_ppo(lambda rng: {"threshold": 10 ** rng.uniform(-6, -0.5)}),
+    "opsm": with_ppo(lambda rng: {"delta": rng.uniform(0.0, 1.0)}),
+    "binary_kl": with_ppo(lambda rng: {"bound": 10 ** rng.uniform(-3, 0)}),
+    "vaco": lambda rng: {"bound": rng.uniform(0.01, 1.0)},
+    "gspo": small_clip,
+    "luspo": small_clip,
+    "gmpo": lambda rng: {"eps_low": rng.uniform(0.05, 1.0), "eps_high": rng.uniform(0.05, 1.0)},
+    "cispo": lambda rng: {"cap": rng.uniform(1.0, 9.0), "low": rng.uniform(0.0, 0.9)},
+    "aipo": cap,
+    "dispo": lambda rng: {
+        "pos_low": rng.uniform(0.0, 1.0),
+        "pos_high": rng.uniform(1.0, 20.0),
+        "neg_low": rng.uniform(0.0, 1.0),
+        "neg_high": rng.uniform(1.0, 200.0),
+    },
+    "sapo": lambda rng: {"tau_pos": rng.uniform(0.3, 3.0), "tau_neg": rng.uniform(0.3, 3.0)},
+    "minpro": lambda rng: {
+        "eps_low": rng.uniform(0.1, 1.0),
+        "eps_high": rng.uniform(0.1, 2.0),
+        "bounded": rng.random() < 0.5,
+    },
+    "ctpo": lambda rng: {
+        "log_low": rng.uniform(0.01, 0.5),
+        "log_high": rng.uniform(0.01, 0.5),
+        "power": rng.uniform(0.0, 1.0),
+        "log_dual": rng.choice([None, rng.uniform(0.01, 0.5), rng.uniform(8.0, 12.0)]),
+    },
+    "turn_ppo": ppo_options,
+    "holderpo": with_ppo(lambda rng: {"power": rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0])}),
+    "dppo": dppo_options,
+    "dppo_tv": dppo_options,
+    "dppo_kl": lambda rng: {"delta": rng.uniform(0.001, 0.2), "cap": rng.uniform(1.0, 20.0)},
+    "vespo": lambda rng: {key: rng.uniform(0.5, 4.0) for key in ("k_pos", "lam_pos", "k_neg", "lam_neg")},
+    "dgpo": lambda rng: {
+        "eps_low": rng.uniform(0.05, 0.9),
+        "eps_high": rng.uniform(0.05, 1.0),
+        "n": rng.choice([0.5, 1.0, 2.0]),
+        "m": rng.choice([1.0, 2.0, 3.0]),
+    },
+    "topr": lambda rng: {"level": rng.choice(["sequence", "token"])},
+    "asymre": lambda rng: {"delta_v": rng.uniform(-0.5, 0.0)},
+    "opmd": lambda rng: {"tau": rng.uniform(0.1, 3.0)},
+    "kimi": lambda rng: {"tau": rng.uniform(0.01, 1.0)},
+    "dro": lambda rng: {"tau": rng.uniform(0.01, 1.0)},
+    "rec": lambda rng: {
+        "mode": rng.choice(["one-side", "two-side", "ring"]),
+        "weighted": rng.random() < 0.5,
+        "eps_low": rng.uniform(0.05, 0.4),
+        "eps_high": rng.uniform(0.05, 0.9),
+        "eps_low_prime": rng.uniform(0.5, 0.9),
+        "eps_high_prime": rng.uniform(1.0, 3.0),
+    },
+    "m2po": lambda rng: {"tau": rng.uniform(0.001, 0.5)},
+    "bapo": lambda rng: {"target": rng.uniform(0.3, 2.0)},
+    "vcpo": cap,
+}
+
+
+def test_every_method_of_the_oracle_has_random_options() -> None:
+    assert set(OPTIONS) == set(oracle.METHODS)
+
+
+COMPARED = sorted(set(oracle.METHODS) & set(offcorr.available()))
+
+
+def random_call(rng: random.Random, case: Case) -> tuple[Options, Options]:
+    """How a loss is normalised: (options of the loss, options of the call)."""
+    loss: Options = {"aggregate": rng.choice(AGGREGATES)}
+    call: Options = {}
+    if loss["aggregate"] == SMTS_NORM:
+        loss["max_length"] = rng.choice([5, 17, 64])
+    if rng.random() < 0.3:
+        call["denominator"] = rng.randint(1, 50)
+    elif rng.random() < 0.3:
+        loss["count_rejected"] = False
+    return loss, call
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_methods_on_random_cases(name: str) -> None:
+    rng = random.Random(name)
+    undecided = 0
+    rounds = 60
+    for _ in range(rounds):
+        case = random_case(rng, engine=name in ENGINE_METHODS)
+        options = OPTIONS[name](rng)
+        if rng.random() < 0.2:
+            options = {}
+        loss, call = random_call(rng, case)
+        loss_fn = offcorr.get(name, **options, **loss)
+        for dtype in (torch.float64, torch.float32):
+            seen = rounded(case, dtype)
+            expected = oracle.evaluate(name, options, seen, **loss, **call)
+            if decided(seen, dtype):
+                with describing(options, loss, call, dtype):
+                    assert_same(loss_fn, seen, expected, dtype, **call)
+            else:
+                undecided += 1
+    assert undecided < rounds // 4
+
+
+# --- free combinations ----------------------------------------------------------------------------
+
+
+def build(module: Any, stage: Stage | None) -> Any:
+    """The library's stage of that name and those options."""
+    if stage is None:
+        return None
+    name, options = stage
+    inner = {"inner": build(module, options["inner"])} if "inner" in options else {}
+    return getattr(module, name)(**{**options, **inner})
+
+
+def build_all(module: Any, stages: list[Stage]) -> Any:
+    return tuple(build(module, stage) for stage in stages) or None
+
+
+def random_ratio(rng: random.Random) -> Stage:
+    name = rng.choice(
+        ["Token", "Sequence", "Geometric", "Turn", "Prefix", "PrefixGeometric", "MinPrefix"] + ["PowerMean"]
+    )
+    options: Options = {"mismatch": rng.choice(["staleness", "staleness", "engine", "total"])}
+    if name == "MinPrefix":
+        options["bounded"] = rng.random() < 0.5
+    if name == "PowerMean":
+        options["power"] = rng.choice([-2.0, -1.0, -0.3, 0.0, 0.5, 1.0, 2.0])
+    return name, options
+
+
+def random_gate(rng: random.Random, detached: bool) -> Stage:
+    names = ["DetachedRatio", "DetachedClip"]
+    name = rng.choice(names if detached else [*names, "Unclipped", "Clip", "SoftClip", "PositionClip"])
+    if name == "Clip":
+        return name, ppo_options(rng)
+    if name == "DetachedClip":
+        return name, {"cap": rng.uniform(1.0, 9.0), "low": rng.uniform(0.0, 0.9)}
+    if name == "SoftClip":
+        return name, OPTIONS["sapo"](rng)
+    if name == "PositionClip":
+        return name, OPTIONS["ctpo"](rng)
+    return name, {}
+
+
+LEVELS = ["token", "turn", "prefix", "geometric", "sequence"]
+
+
+def random_weight(rng: random.Random, of: list[str]) -> Stage:
+    where = {"level": rng.choice(LEVELS), "mismatch": rng.choice(of)}
+    name = rng.choice(["Truncate", "Mask", "Bound", "SelfNormalise", "SelfNormalise"])
+    if name == "Truncate":
+        return name, {**cap(rng), **where}
+    if name == "Mask":
+        return name, {**band(rng), **where}
+    limits = {key: rng.choice([None, value]) for key, value in band(rng).items()}
+    bound = ("Bound", {**limits, "outside": rng.choice(["clamp", "mask"]), **where})
+    if name == "SelfNormalise":
+        return name, {"inner": bound, "over": rng.choice(["batch", "group"])}
+    return bound
+
+
+def random_rejection(rng: random.Random) -> Stage:
+    name = rng.choice(["Geometric", "K1", "K2", "K3", "Veto", "OPSM", "BinaryKL", "DPPO", "VACO"])
+    levels = ["token", "seq-sum", "seq-mean", "seq-max"]
+    options: Options = {"bound": 10 ** rng.uniform(-3, 0.0)}
+    if name == "Geometric":
+        options = band(rng)
+    elif name == "K1":
+        options = {**band(rng), "level": rng.choice(levels)}
+    elif name in ("K2", "K3"):
+        options = {"bound": 10 ** rng.uniform(-3, 0.5), "level": rng.choice(levels)}
+    elif name == "Veto":
+        options = {"threshold": 10 ** rng.uniform(-6, -0.5)}
+    elif name == "OPSM":
+        options = {"delta": rng.uniform(0.0, 1.0)}
+    elif name == "DPPO":
+        options = {key: rng.uniform(0.01, 0.3) for key in ("low", "high", "delta")}
+        options["divergence"] = rng.choice(["tv", "kl"])
+    if rng.random() < 0.5:
+        options["mismatch"] = rng.choice(["engine", "staleness", "total"])
+    return name, options
+
+
+def random_stations(rng: random.Random) -> Options:
+    """A ratio, a gate, weights and rejections that count no ratio twice."""
+    ratio = random_ratio(rng) if rng.random() < 0.9 else None
+    compared = ratio[1]["mismatch"] if ratio else None
+    # An engine ratio does not depend on logp: it can only multiply.
+    gate = random_gate(rng, compared == "engine") if ratio else ("ScoreFunction", {})
+    of = {"staleness": ["engine"], None: ["staleness", "engine", "total"]}.get(compared, [])
+    weights = [random_weight(rng, of)] if of and rng.random() < 0.6 else []
+    rejects = [random_rejection(rng) for _ in range(rng.choice([0, 0, 1, 1, 2]))]
+    return {"ratio": ratio, "gate": gate, "weights": weights, "rejects": rejects}
+
+
+def built(stages: Options) -> Options:
+    return {
+        "ratio": build(offcorr.ratios, stages["ratio"]),
+        "gate": build(offcorr.gates, stages["gate"]),
+        "weight": build_all(offcorr.weights, stages["weights"]),
+        "reject": build_all(offcorr.rejections, stages["rejects"]),
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_free_corrections_on_random_cases(seed: int) -> None:
+    rng = random.Random(seed)
+    undecided = 0
+    rounds = 60
+    for _ in range(rounds):
+        case = random_case(rng)
+        stages = random_stations(rng)
+        loss, call = random_call(rng, case)
+        loss_fn = offcorr.Correction(**built(stages), **loss)
+        for dtype in (torch.float64, torch.float32):
+            seen = rounded(case, dtype)
+            expected = oracle.evaluate_stations(seen, **stages, **loss, **call)
+            if decided(seen, dtype):
+                with describing(stages, loss, call, dtype):
+                    assert_same(loss_fn, seen, expected, dtype, **call)
+            else:
+                undecided += 1
+    assert undecided < rounds // 2
+
+
+@pytest.mark.parametrize("log_ratio", [-3.0, -18.0, -19.0])
+def test_a_weight_is_not_divided_by_a_vanishing_mean(log_ratio: float) -> None:
+    """A mean of exp(-18) is divided by, exp(-19) < 1e-8 is not."""
+    case = {
+        "mask": [[1, 1]],
+        "logp": [[-20.0, -20.0]],
+        "old_logp": [[-20.0, -20.0]],
+        "rollout_logp": [[-20.0 - log_ratio, -20.0 - log_ratio]],
+        "advantages": [1.0],
+        "rewards": None,
+    }
+    stages: Options = {
+        "ratio": None,
+        "gate": ("ScoreFunction", {}),
+        "weights": [("SelfNormalise", {"inner": ("Truncate", {"cap": 2.0})})],
+        "rejects": [],
+    }
+    loss_fn = offcorr.Correction(**built(stages))
+    for dtype in (torch.float64, torch.float32):
+        assert_same(loss_fn, case, oracle.evaluate_stations(case, **stages), dtype)
+
+
+@pytest.mark.parametrize("name", ["tis", "geo_rs"])
+def test_given_stations_replace_a_methods_own(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(40):
+        case = rounded(random_case(rng), torch.float64)
+        if name == "tis":
+            stages = [random_weight(rng, ["engine"]) for _ in range(rng.randint(0, 1))]
+            given = {"weight": build_all(offcorr.weights, stages)}
+        else:
+            stages = [random_rejection(rng) for _ in range(rng.randint(0, 2))]
+            given = {"reject": build_all(offcorr.rejections, stages)}
+        loss_fn = offcorr.get(name, **given)
+        expected = oracle.evaluate(name, dict.fromkeys(given, stages), case)
+        if decided(case, torch.float64):
+            assert_same(loss_fn, case, expected, torch.float64)
+
+
+# --- the oracle's gradient is its loss's ----------------------------------------------------------
+
+# Losses that are differentiable as they stand (nothing detached, each token's own ratio) and those
+# whose token form equals the full gradient under SMTM and one advantage a sequence.
+DIFFERENTIABLE = {
+    **{name: {"aggregate": TOKEN_MEAN} for name in ("reinforce", "ppo", "dapo", "sapo", "kimi")},
+    **{name: {"aggregate": SMTM} for name in ("gspo", "gmpo", "holderpo", "opmd")},
+}
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))
+def test_the_oracles_coefficient_is_the_slope_of_its_loss(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(10):
+        case = random_case(rng, broken=False)
+        case["advantages"] = [rng.gauss(0, 1) for _ in case["mask"]]
+        if case["old_logp"] is None:
+            continue
+        seen = {k: v for k, v in case.items() if k != "rollout_logp"}
+        options = OPTIONS[name](rng)
+        _, coefficient = oracle.evaluate(name, options, seen, **DIFFERENTIABLE[name])
+        if trace.closest < 1e-4:
+            continue
+        for b, row in enumerate(case["mask"]):
+            for t, valid in enumerate(row):
+                if not valid or abs(case["logp"][b][t] - case["old_logp"][b][t]) > 5:
+                    continue
+                ends = []
+                for step in (1e-6, -1e-6):
+                    moved = [list(values) for values in case["logp"]]
+                    moved[b][t] += step
+                    ends.append(oracle.evaluate(name, options, {**seen, "logp": moved}, **DIFFERENTIABLE[name])[0])
+                slope = (ends[0] - ends[1]) / 2e-6
+                scale = max(1e-6, abs(ends[0]))
+                assert slope == pytest.approx(coefficient[b][t], rel=1e-5, abs=1e-8 * scale + 1e-8)

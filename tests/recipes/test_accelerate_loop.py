@@ -1,0 +1,364 @@
+"""recipes/accelerate_loop.py: one update is the same however it is laid out and split; runs end above their start.
+
+As a script, started by torchrun, this file is one of two processes that share an update.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+import offcorr
+from offcorr import toy
+from offcorr.training.baselines import token_baseline
+from offcorr.training.ess_lr import ESSLearningRate
+from tests.recipes.test_recipes import assert_improved
+from tests.tiny import qwen3
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+import accelerate_loop as loop  # noqa: E402
+
+# Token-mean; mean over sequences; looks at the whole update before its first step; looks at whole groups of it.
+METHODS = ("minpro", "gspo", "m2po", "asymre")
+# What two processes must agree on with one: each method, the optimal baseline, the rate of the effective sample size.
+SHARED = {name: {"method": name} for name in METHODS}
+SHARED |= {"opob": {"method": "vcpo", "opob": True}, "opob-m2po": {"method": "m2po", "opob": True}}
+SHARED |= {"ess": {"method": "minpro", "ess": True}, "vcpo": {"method": "vcpo", "opob": True, "ess": True}}
+
+
+def tiny_model():
+    model = qwen3(vocab_size=23, initializer_range=0.2)
+    loop.answer_with_log_probs(model, temperature=0.9)
+    return model
+
+
+def some_samples(n=8):
+    """Of very different lengths, and with log-probs some way off."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
+    samples = []
+    for i in range(n):
+        prompt, length = draw(1, 6), draw(1, 12)
+        ids = torch.randint(0, 23, (prompt + length,), generator=generator).tolist()
+        old = (-3 + torch.randn(length, generator=generator)).tolist()
+        rollout = [x + 0.1 * float(torch.randn((), generator=generator)) for x in old]
+        advantages, reward = [(-1.0) ** i * (1 + i / 3)] * length, [0.0, 1.0, 0.3][i % 3]
+        samples.append(loop.Sample(ids, prompt, rollout, old, advantages, reward, i // 4, 0))
+    return samples
+
+
+def one_process(accumulation=1):
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+
+
+def updated_weights(accelerator, method, packed=True, samples=None, opob=False, ess=False):
+    """After one update on this process's part of the samples, and what was measured."""
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ess_lr = ESSLearningRate(optimizer) if ess else None
+    samples = samples or some_samples()
+    mine = samples[accelerator.process_index :: accelerator.num_processes]
+    if opob:  # whole groups
+        mine = list(loop.split(samples, accelerator.num_processes))[accelerator.process_index]
+    micros = loop.split(mine, len(mine) if opob else accelerator.gradient_accumulation_steps)
+    window = [loop.lay_out(micro, packed, "cpu") for micro in micros]
+    take = loop.opob_update if opob else loop.update
+    seen = take(accelerator, model, optimizer, offcorr.get(method), window, 1e9, ess_lr)
+    merged = seen.all_reduce(lambda vector: accelerator.gather(vector[None])).compute()
+    if ess_lr:
+        merged["lr_scale"] = ess_lr.lr_scale
+    weights = {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
+    return weights, merged
+
+
+def assert_same(found, wanted):
+    before = tiny_model().state_dict()
+    assert max(float((wanted[name] - before[name]).abs().max()) for name in wanted) > 1e-3  # it did step
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_log_probs_are_the_models_own():
+    """Packed rows see nothing of their neighbours: the log-probs of each sequence alone."""
+    samples, model = some_samples(4), tiny_model()
+    batch = loop.trained_batch(model, loop.lay_out(samples, True, "cpu")).padded()
+    del model.forward  # the plain model again
+    for row, sample in enumerate(samples):
+        logits = model(input_ids=torch.tensor([sample.ids])).logits[0, :-1] / 0.9
+        alone = logits.log_softmax(-1).gather(-1, torch.tensor(sample.ids[1:])[:, None])[:, 0]
+        torch.testing.assert_close(
+            batch.logp[row, sample.prompt : len(sample.ids)], alone[sample.prompt - 1 :], atol=1e-5, rtol=1e-5
+        )
+
+
+def attention_by_cu_seqlens(module, query, key, value, mask, *, cu_seq_lens_q, cu_seq_lens_k, scaling=None, **kwargs):
+    """What a variable-length kernel does with what it is given, one sequence after another; it sees no positions."""
+    assert mask is None and torch.equal(cu_seq_lens_q, cu_seq_lens_k) and cu_seq_lens_q.dtype == torch.int32
+    ends = cu_seq_lens_q.tolist()
+    assert kwargs["max_length_q"] == kwargs["max_length_k"] == max(b - a for a, b in pairwise(ends))
+    parts = [
+        F.scaled_dot_product_attention(
+            *(x[:, :, a:b] for x in (query, key, value)), is_causal=True, scale=scaling, enable_gqa=True
+        )
+        for a, b in pairwise(ends)
+    ]
+    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+def test_the_same_cu_seqlens_reach_attention_and_loss():
+    """The keywords of flash_attention_2 are enough: an attention with nothing else gives the same log-probs."""
+    AttentionInterface.register("by_cu_seqlens", attention_by_cu_seqlens)
+    AttentionMaskInterface.register("by_cu_seqlens", lambda **kwargs: None)
+    micro = loop.lay_out(some_samples(), True, "cpu")
+    assert micro.inputs["cu_seq_lens_q"].tolist() == micro.fields["cu_seqlens"].tolist()
+    model = tiny_model()
+    wanted = loop.trained_batch(model, micro).logp
+    model.config._attn_implementation = "by_cu_seqlens"
+    found = loop.trained_batch(model, micro).logp
+    mask = micro.fields["mask"]
+    torch.testing.assert_close(found[mask], wanted[mask], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_and_padded_give_the_same_update(method):
+    packed, measured = updated_weights(one_process(), method)
+    padded, measured_padded = updated_weights(one_process(), method, packed=False)
+    assert_same(packed, padded)
+    assert measured == pytest.approx(measured_padded, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_accumulation_changes_nothing(method, accumulation):
+    """Micro-batches hold different numbers of tokens; the mean is over all of them."""
+    whole, measured = updated_weights(one_process(), method)
+    split, measured_split = updated_weights(one_process(accumulation), method)
+    assert_same(split, whole)
+    assert measured == pytest.approx(measured_split, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_change_nothing(tmp_path):
+    """Two processes, of two micro-batches each or of a trajectory at a time, against one process with everything."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch(torchrun, __file__, [str(tmp_path)])
+    for name, options in SHARED.items():
+        whole, measured = updated_weights(one_process(), **options)
+        found, found_measured = torch.load(tmp_path / f"{name}.pt")
+        assert_same(found, whole)
+        assert found_measured == pytest.approx(measured, rel=1e-4, abs=1e-5), name
+        assert 0.05 < measured.get("lr_scale", 0.5) < 0.95
+
+
+# -- baselines ----------------------------------------------------------------------------------------------------
+
+
+def rewarded(samples, baseline):
+    """The samples with what is left of the reward for advantage; ``baseline``: a number for each group."""
+    return [
+        sample.with_advantages([sample.reward - baseline[sample.group]] * len(sample.advantages)) for sample in samples
+    ]
+
+
+@pytest.mark.parametrize("method", ["vcpo", "reinforce", "cispo", "m2po"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_opob_with_a_constant_baseline_is_the_corrections_own_gradient(method, packed, monkeypatch):
+    """Take its baseline away and what is left is the update on advantages R - 0.3, and what that measures."""
+
+    class Constant(loop.OPOB):
+        def end_group(self):
+            self._energy, self._praise = torch.tensor(1.0), torch.tensor(0.3)
+            return super().end_group()
+
+    wanted, measured = updated_weights(
+        one_process(), method, packed, samples=rewarded(some_samples(), [0.3, 0.3]), ess=True
+    )
+    monkeypatch.setattr(loop, "OPOB", Constant)
+    found, found_measured = updated_weights(one_process(), method, packed, opob=True, ess=True)
+    assert_same(found, wanted)
+    assert found_measured == pytest.approx(measured, rel=1e-4, abs=1e-5)
+
+
+def test_opob_is_the_baseline_of_least_variance():
+    """b* = sum w^2 |g|^2 R / sum w^2 |g|^2 for each prompt, g that of the mean log-prob, w written out."""
+    model, samples = tiny_model(), some_samples()
+    energy, praise = [0.0, 0.0], [0.0, 0.0]
+    for sample in samples:
+        batch = loop.trained_batch(model, loop.lay_out([sample], True, "cpu"))
+        logp = batch.logp[batch.mask]
+        weight = min((logp.detach() - torch.tensor(sample.rollout_logp)).sum().exp().item(), 8.0)
+        norm = sum(score.square().sum().item() for score in torch.autograd.grad(logp.mean(), list(model.parameters())))
+        energy[sample.group] += weight**2 * norm
+        praise[sample.group] += weight**2 * norm * sample.reward
+    baseline = [total / of for total, of in zip(praise, energy, strict=True)]
+    assert abs(baseline[0] - baseline[1]) > 0.04
+    wanted, _ = updated_weights(one_process(), "vcpo", samples=rewarded(samples, baseline))
+    found, _ = updated_weights(one_process(), "vcpo", opob=True)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_token_advantages(packed):
+    """R - b_t, b_t from the whole softmax of the model as it is."""
+    model, samples = tiny_model(), some_samples()
+    found = loop.less_token_baseline(model, rewarded(samples, [0.0, 0.0]), packed, "cpu")
+    micro = loop.lay_out(samples, False, "cpu")
+    batch = loop.trained_batch(model, micro)
+    del model.forward  # the plain model again
+    with torch.no_grad():
+        logits = model(input_ids=micro.inputs["input_ids"], attention_mask=micro.inputs["attention_mask"]).logits / 0.9
+    squares = logits.softmax(-1).square().sum(-1).roll(1, -1)
+    wanted = batch.rewards[:, None] - token_baseline(dataclasses.replace(batch, sum_sq_probs=squares))
+    for row, before, after in zip(wanted, samples, found, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(after.advantages), row[before.prompt : len(before.ids)], rtol=1e-4, atol=1e-5
+        )
+        assert dataclasses.replace(after, advantages=before.advantages) == before
+
+
+def test_group_advantages():
+    for before, after in zip(some_samples(), loop.less_group_mean(some_samples()), strict=True):
+        rewards = torch.tensor([sample.reward for sample in some_samples() if sample.group == before.group])
+        wanted = (before.reward - rewards.mean()) / rewards.std()
+        assert after.advantages == pytest.approx([wanted.item()] * len(before.rollout_logp), rel=1e-3)
+
+
+def test_opob_refuses_what_it_cannot_do(monkeypatch):
+    accelerator = one_process()
+    loop.check_opob(accelerator, offcorr.get("vcpo"))
+    with pytest.raises(ValueError, match="Clip.* of 'ppo' may treat advantages of one sign otherwise"):
+        loop.check_opob(accelerator, offcorr.get("ppo"))
+    for kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        accelerator.state.distributed_type = kind
+        with pytest.raises(ValueError, match=f"gradient of each trajectory on its own process, where {kind.value}"):
+            loop.check_opob(accelerator, offcorr.get("vcpo"))
+    accelerator = one_process()
+    accelerator.state._mixed_precision = "fp16"
+    with pytest.raises(ValueError, match="beside the loss scaler of mixed_precision fp16: use bf16 or no"):
+        loop.check_opob(accelerator, offcorr.get("vcpo"))
+    with pytest.raises(ValueError, match="accumulation 2 has nothing to split"):
+        loop.Arguments(baseline="opob", accumulation=2)
+    with pytest.raises(ValueError, match="baseline is 'best', expected group, token or opob"):
+        loop.Arguments(baseline="best")
+    assert loop.Arguments(baseline="opob", prompts=8, samples=8, updates=8).micro_batch == 8
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="it has 4 of the 8 x 8, expected a multiple of 8"):
+        loop.Arguments(baseline="opob", prompts=8, samples=8, updates=8)
+
+
+def test_the_batch_must_split_evenly():
+    with pytest.raises(ValueError, match="3 prompts x 5 samples do not split into 4 updates of 1 micro-batches"):
+        loop.Arguments(prompts=3, samples=5)
+    with pytest.raises(ValueError, match="ess_lr is 'cube'"):
+        loop.Arguments(ess_lr="cube")
+
+
+def launch(launcher, script, flags):
+    run = subprocess.run(
+        [*launcher, str(script), *flags],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        timeout=570,
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+    return run.stdout
+
+
+RUNS_ON = {
+    "one_process": "1 x cpu, NO",
+    "two_cpu_processes": "2 x cpu, MULTI_CPU",
+    "deepspeed_zero2_cpu": "2 x cpu, DEEPSPEED",
+    "deepspeed_zero3_cpu": "2 x cpu, DEEPSPEED",
+    "fsdp2_cpu": "2 x cpu, FSDP",
+}
+
+
+def train(folder, config, *flags):
+    """`accelerate launch recipes/accelerate_loop.py`; the logged history."""
+    toy.model_path(progress=False)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{config}.yaml")]
+    said = launch(launcher, ROOT / "recipes" / "accelerate_loop.py", ["--output_dir", str(folder), *flags])
+    assert f"{RUNS_ON[config]}\n" in said  # and no plain data parallelism under another name
+    assert "held-out sampled accuracy, end" in said
+    assert (folder / "history.png").stat().st_size > 10_000
+    assert (folder / "model" / "config.json").exists()
+    return json.loads((folder / "history.json").read_text())
+
+
+@pytest.mark.slow
+def test_one_process(tmp_path):
+    """A stale, quantised sampler, a corrected loss and a learning rate that follows the effective sample size."""
+    flags = ("--loss", "minpro", "--lag", "4", "--precision", "int8", "--ess_lr", "sqrt")
+    history = train(tmp_path, "one_process", *flags, "--generations", "4", "--eval_every", "4", "--use_cpu")
+    assert_improved(history)
+    trained = [entry for entry in history if "reward" in entry]
+    assert [entry["step"] for entry in trained] == [4, 8, 12, 16]
+    assert all(entry["offcorr/engine/abs_mean"] > 1e-4 for entry in trained)
+    assert all(0 < entry["lr_scale"] < 1 for entry in trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("baseline", ["token", "opob"])
+def test_baselines(tmp_path, baseline):
+    """VCPO with either baseline logs what the group's does, and learns."""
+    flags = ("--loss", "vcpo", "--baseline", baseline, "--ess_lr", "sqrt", "--lag", "4", "--precision", "int8")
+    history = train(tmp_path, "one_process", *flags, "--generations", "4", "--eval_every", "4", "--use_cpu")
+    assert_improved(history)
+    trained = [entry for entry in history if "reward" in entry]
+    assert all(entry["offcorr/staleness/abs_mean"] > 1e-4 and 0 < entry["lr_scale"] < 1 for entry in trained)
+
+
+@pytest.fixture(scope="module")
+def two_plain_processes(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("ddp"), "two_cpu_processes", *DISTRIBUTED)
+
+
+DISTRIBUTED = "--loss minpro --lag 2 --accumulation 2 --generations 3 --eval_every 3 --use_cpu".split()
+
+
+@pytest.mark.slow
+def test_two_processes(two_plain_processes):
+    assert_improved(two_plain_processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["deepspeed_zero2_cpu", "deepspeed_zero3_cpu", "fsdp2_cpu"])
+def test_sharded_runs_are_the_same_run(tmp_path, two_plain_processes, config):
+    """Gradients, optimizer state and weights split over two processes: the numbers of the run that splits nothing."""
+    history = train(tmp_path, config, *DISTRIBUTED)
+    assert_improved(history)
+    for found, wanted in zip(history, two_plain_processes, strict=True):
+        for name in {"reward", "eval_reward", "offcorr/staleness/abs_mean"} & wanted.keys():
+            assert found[name] == pytest.approx(wanted[name], rel=0.02, abs=0.03), (name, found["step"])
+
+
+if __name__ == "__main__":
+    process = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    for name, options in SHARED.items():
+        shared = updated_weights(process, **options)
+        if process.is_main_process:
+            torch.save(shared, Path(sys.argv[1]) / f"{name}.pt")
+    process.wait_for_everyone()
+    process.end_training()

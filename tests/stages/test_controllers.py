@@ -1,0 +1,494 @@
+"""Controllers see the global batch: whatever the split, the same bounds and the same update."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import pickle
+from functools import reduce
+
+import pytest
+import torch
+
+import offcorr
+from offcorr import Batch, Statistics, gates, ops, rejections, weights
+from offcorr.stages.controllers import Balance, BalancedClip, MomentBudget, SquaredLogRatios
+from tests.waits import Waits
+
+METHODS = {
+    "bapo": {"target": 0.76},
+    "m2po": {},
+    "asymre": {},
+    "self-normalised": {},
+}
+
+
+def correction(name):
+    if name == "self-normalised":
+        weight = offcorr.weights.SelfNormalise(offcorr.weights.Truncate(1.5), over="group")
+        return offcorr.get("ppo", weight=weight, aggregate="token-mean")
+    return offcorr.get(name, **METHODS[name])
+
+
+def batch_of(sequences=64, width=24, dtype=torch.float64, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64)  # noqa: E731
+    logp = -normal(sequences, width).abs()
+    old_logp = logp + 0.4 * normal(sequences, width)
+    fields = {
+        "logp": logp,
+        "old_logp": old_logp,
+        "rollout_logp": old_logp + 0.1 * normal(sequences, width),
+        "advantages": normal(sequences) - 0.05,
+        "rewards": normal(sequences).sign(),
+    }
+    mask = torch.rand((sequences, width), generator=draw) > 0.3
+    # Groups of eight, dealt out so that every split tears them apart.
+    return Batch(**{k: v.to(dtype) for k, v in fields.items()}, mask=mask, group_ids=torch.arange(sequences) % 8)
+
+
+def through_bytes(statistics):
+    """As they travel between ranks."""
+    written = io.BytesIO()
+    torch.save(statistics, written)
+    return torch.load(io.BytesIO(written.getvalue()), weights_only=False)
+
+
+def merged(loss_fn, parts, ranks=1):
+    """Each rank merges its micro-batches, then the ranks are merged."""
+    own = [reduce(Statistics.merge, map(loss_fn.statistics, parts[rank::ranks])) for rank in range(ranks)]
+    return reduce(Statistics.merge, map(through_bytes, own))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 4, 16])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_split_changes_nothing(name, micro_batches, ranks, dtype):
+    loss_fn, batch = correction(name), batch_of(dtype=dtype)
+    z = float(batch.mask.sum())
+    whole = loss_fn(batch, denominator=z)
+    size = 64 // micro_batches // ranks
+    parts = [batch.rows(slice(i, i + size)) for i in range(0, 64, size)]
+    statistics = merged(loss_fn, parts, ranks)
+    outs = [loss_fn(part, denominator=z, statistics=statistics) for part in parts]
+
+    exact = {"rtol": 1e-12, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-9}
+    torch.testing.assert_close(torch.cat([out.coefficient for out in outs]), whole.coefficient, **exact)
+    torch.testing.assert_close(torch.stack([out.loss for out in outs]).sum(), whole.loss, rtol=1e-5, atol=1e-7)
+    if name in ("bapo", "m2po"):  # the numbers found are the same to the last bit
+        alone, together = (loss_fn.resolve(s) for s in (loss_fn.statistics(batch), statistics))
+        assert (alone.gate, alone.reject) == (together.gate, together.reject)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_micro_batch_alone_is_not_the_global_batch(name):
+    """Else the test above would pass on statistics that nobody looks at."""
+    loss_fn, batch = correction(name), batch_of()
+    z = float(batch.mask.sum())
+    whole = loss_fn(batch, denominator=z).coefficient
+    alone = torch.cat([loss_fn(batch.rows(slice(i, i + 4)), denominator=z).coefficient for i in range(0, 64, 4)])
+    assert (whole - alone).abs().max() > 1e-5
+
+
+# -- BAPO ----------------------------------------------------------------------------------------------------
+
+
+def bounds_by_hand(gate, batch):
+    """The search as the authors write it: one bound at a time, the sums taken anew at every step."""
+    tokens = [
+        (math.exp(float(d)), float(a))
+        for d, a, m in zip(
+            (batch.logp - batch.old_logp).flatten(),
+            batch.advantages[:, None].expand_as(batch.logp).flatten(),
+            batch.mask.flatten(),
+            strict=True,
+        )
+        if m
+    ]
+
+    def balanced(low, high):
+        praise = math.fsum(min(r, high) * a for r, a in tokens if a >= 0)
+        blame = math.fsum(-max(r, low) * a for r, a in tokens if a < 0)
+        return blame == 0 or praise / blame >= gate.target
+
+    low, high = gate.low_start, gate.high_start
+    while not balanced(low, high) and low < gate.low_max - 1e-9:
+        low = min(low + gate.low_step, gate.low_max)
+    while not balanced(low, high) and high < gate.high_max - 1e-9:
+        high = min(high + gate.high_step, gate.high_max)
+    return low, high
+
+
+@pytest.mark.parametrize("target", [0.0, 0.41, 0.43, 0.58, 0.61, 0.65, 0.73, 0.76, 0.79, 9.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_bapo_finds_the_bounds_of_the_authors_search(target, seed):
+    gate, batch = BalancedClip(target=target, low_step=0.07, high_step=0.3), batch_of(seed=seed)
+    loss_fn = offcorr.Correction(gate=gate)
+    found = loss_fn.resolve(loss_fn.statistics(batch)).gate
+    low, high = bounds_by_hand(gate, batch)
+    assert (1 - found.eps_low, 1 + found.eps_high) == pytest.approx((low, high), abs=1e-12)
+    assert found.dual_clip == 3.0
+
+
+@pytest.mark.parametrize("low_start, high_start", [(0.6, 1.5), (0.8, 1.5), (0.6, 2.0), (0.8, 2.0)])
+def test_bapo_takes_the_first_bounds_that_balance(low_start, high_start):
+    """Of any sums, ties among them; the last bounds if none do."""
+    gate = BalancedClip(target=2.0, low_start=low_start, high_start=high_start, low_step=0.1, high_step=0.25)
+    path = [(i, 0) for i in range(len(gate.lows))] + [(-1, j) for j in range(1, len(gate.highs))]
+    draw, places = torch.Generator().manual_seed(0), set()
+    for _ in range(100):
+        praise, blame = (
+            torch.randint(9, (len(bounds),), generator=draw).double() / part
+            for bounds, part in ((gate.highs, 1), (gate.lows, 2))
+        )
+        balanced = [p for p in path if praise[p[1]] >= 2 * blame[p[0]]]
+        i, j = (balanced or path[-1:])[0]
+        found = gate.resolve(Balance(praise, blame))
+        assert (found.eps_low, found.eps_high) == (1 - gate.lows[i], gate.highs[j] - 1)
+        places.add((i, j))
+    assert places == set(path)
+
+
+def test_bapo_stops_part_of_the_way():
+    loss_fn, batch = offcorr.get("bapo", target=0.76), batch_of()
+    gate = loss_fn.resolve(loss_fn.statistics(batch)).gate
+    assert (1 - gate.eps_low, 1 + gate.eps_high) == pytest.approx((0.8, 1.45))
+    assert bounds_by_hand(BalancedClip(target=0.76), batch) == pytest.approx((0.8, 1.45))
+
+
+def test_bapo_raising_the_lower_bound_never_helps_the_balance():
+    """As said in its docstring: a token clipped at c_low still counts, with c_low |A|."""
+    blame = BalancedClip().statistics(offcorr.batch.Tokens(batch_of())).blame
+    assert (blame.diff() > 0).all()
+
+
+def test_bapo_tries_every_step_up_to_the_maximum():
+    gate = BalancedClip()
+    assert gate.lows == pytest.approx([0.6, 0.65, 0.7, 0.75, 0.8]) and gate.lows[-1] == 0.8
+    assert len(gate.highs) == 17 and gate.highs[-1] == 2.0
+    uneven = BalancedClip(high_start=1.0, high_max=1.25, high_step=0.1)
+    assert uneven.highs == pytest.approx([1.0, 1.1, 1.2, 1.25])
+    assert BalancedClip(low_start=0.8).lows == [0.8]
+
+
+@pytest.mark.parametrize("sign, bounds", [(1.0, (0.6, 1.2)), (-1.0, (0.8, 2.0))])
+def test_bapo_with_one_kind_of_advantage(sign, bounds):
+    """Nothing to balance keeps the first bounds; nothing to praise goes to the last."""
+    batch = batch_of()
+    batch = dataclasses.replace(batch, advantages=sign * batch.advantages.abs())
+    loss_fn = offcorr.get("bapo")
+    gate = loss_fn.resolve(loss_fn.statistics(batch)).gate
+    assert (1 - gate.eps_low, 1 + gate.eps_high) == pytest.approx(bounds)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"low_step": 0.0}, "low_step is 0.0, expected a finite number > 0"),
+        ({"low_max": 0.5}, "low_start = 0.6 is above low_max = 0.5"),
+        ({"low_max": 1.1}, "low_max is 1.1, expected a lower bound on the ratio <= 1"),
+        ({"high_start": 0.9}, "high_start is 0.9, expected a finite number >= 1"),
+        ({"high_max": 1.1}, "high_start = 1.2 is above high_max = 1.1"),
+        ({"target": -1.0}, "target is -1.0, expected a finite number >= 0"),
+        ({"dual_clip": 0.5}, "dual_clip is 0.5, expected a finite number >= 1 or None"),
+    ],
+)
+def test_bapo_refuses(options, said):
+    with pytest.raises(ValueError, match=said):
+        offcorr.get("bapo", **options)
+
+
+# -- M2PO ----------------------------------------------------------------------------------------------------
+
+
+def largest_kept_by_hand(squares, tau):
+    """The paper's loop: drop the largest until the mean over what is left is at most tau."""
+    left = sorted(float(s) for s in squares)
+    while left and math.fsum(left) / len(left) > tau:
+        left.pop()
+    return left
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.001, 0.04, 0.1, 0.2, 10.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_m2po_keeps_what_the_papers_loop_keeps(tau, seed):
+    batch = batch_of(seed=seed)
+    loss_fn = offcorr.get("m2po", tau=tau)
+    squares = (batch.logp - batch.old_logp).square()
+    left = largest_kept_by_hand(squares[batch.mask], tau)
+    kept = (loss_fn(batch).coefficient != 0) & batch.mask
+    assert int(kept.sum()) == len(left)
+    assert sorted(squares[kept].tolist()) == pytest.approx(left, abs=1e-15)
+    assert squares[kept].mean() <= tau + 1e-12 if left else not kept.any()
+    assert (0 < len(left) < int(batch.mask.sum())) == (tau in (0.001, 0.04, 0.1))  # all three regimes are reached
+
+
+def test_m2po_keeps_unmoved_tokens_and_ties():
+    def bound(values, tau):
+        return MomentBudget(tau).resolve(SquaredLogRatios(torch.tensor(values))).bound * 2
+
+    assert bound([0.0, 0.0, 1.0], 0.0) == 0.0
+    assert bound([1.0, 4.0], 0.5) == 0.0  # nothing fits: only tokens that did not move, of which there are none
+    assert bound([], 0.04) == 0.0
+    assert bound([4.0, 1.0, 1.0], 1.0) == 1.0
+    assert bound([4.0, 1.0, 1.0], 2.0) == 4.0
+
+
+def test_m2po_shows_its_threshold():
+    loss_fn, batch = offcorr.get("m2po"), batch_of()
+    (found,) = loss_fn.resolve(loss_fn.statistics(batch)).reject
+    assert isinstance(found, offcorr.rejections.K2) and found.level == "token" and found.mismatch == "staleness"
+    left = largest_kept_by_hand((batch.logp - batch.old_logp).square()[batch.mask], 0.04)
+    assert 2 * found.bound == pytest.approx(left[-1], rel=1e-12)
+
+
+def test_m2po_joins_parts_of_any_width():
+    """A masked token holds a place in the statistics and counts nowhere; neither does a part that has none else."""
+    loss_fn, batch = offcorr.get("m2po"), batch_of()
+    alone = loss_fn.resolve(loss_fn.statistics(batch)).reject
+    fields = {name: getattr(batch, name) for name in ("logp", "old_logp", "mask")}
+    parts = [
+        Batch(**{name: field[rows, :width] for name, field in fields.items()}, advantages=batch.advantages[rows])
+        for rows, width in ((slice(0, 40), 24), (slice(40, 64), 24), (slice(0, 0), 24), (slice(0, 8), 0))
+    ]
+    nothing = dataclasses.replace(parts[0], mask=torch.zeros_like(parts[0].mask))
+    joined = reduce(Statistics.merge, map(loss_fn.statistics, [nothing, *parts]))
+    assert loss_fn.resolve(joined).reject == alone
+    assert loss_fn.resolve(loss_fn.statistics(nothing)).reject[0].bound == 0
+    assert not loss_fn(nothing).coefficient.any()
+
+
+# -- both ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bapo", "m2po"])
+def test_tokens_that_are_no_number_are_not_counted(name):
+    loss_fn, batch = offcorr.get(name), batch_of()
+    hole = torch.zeros_like(batch.mask)
+    hole[::3, ::2] = True
+    broken = dataclasses.replace(batch, logp=torch.where(hole, math.nan, batch.logp))
+    without = dataclasses.replace(batch, mask=batch.mask & ~hole)
+    one, other = (loss_fn.resolve(loss_fn.statistics(b)) for b in (broken, without))
+    assert (one.gate, one.reject) == (other.gate, other.reject)
+
+
+@pytest.mark.parametrize("name", ["bapo", "m2po", "asymre"])
+def test_what_was_found_is_a_plain_correction(name):
+    """Resolved, it needs no statistics and gives the same numbers."""
+    loss_fn, batch = offcorr.get(name), batch_of()
+    found = loss_fn.resolve(loss_fn.statistics(batch))
+    assert loss_fn.statistics(batch) is not None and found.statistics(batch) is None
+    torch.testing.assert_close(found(batch).coefficient, loss_fn(batch).coefficient, rtol=0, atol=0)
+
+
+def test_what_was_found_is_logged():
+    """As the mean over micro-batches and ranks of a number that is the same in each."""
+    batch = batch_of()
+    parts = [batch.rows(slice(i, i + 16)) for i in range(0, 64, 16)]
+    for loss_fn, wanted in (
+        (offcorr.get("bapo", target=0.76), {"c_low": 0.8, "c_high": 1.45}),
+        (offcorr.get("m2po"), {"squared_log_ratio": 2 * float(found_by(offcorr.get("m2po"), batch).reject[0].bound)}),
+        (offcorr.get("ppo"), {}),
+    ):
+        statistics = merged(loss_fn, parts) if wanted else None
+        seen = [loss_fn(part, statistics=statistics).metrics for part in parts]
+        everything = reduce(offcorr.Metrics.merge, seen).all_reduce(lambda vector: torch.stack([vector, vector]))
+        logged = {k.removeprefix("offcorr/control/"): v for k, v in everything.compute().items() if "/control/" in k}
+        assert logged == pytest.approx(wanted)
+
+
+def found_by(loss_fn, batch):
+    return loss_fn.resolve(loss_fn.statistics(batch))
+
+
+# -- nothing waits for the device ----------------------------------------------------------------------------
+
+
+def on(device, batch):
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return Batch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[0].tolist(),
+        lambda x: float(x[0, 0]),
+        lambda x: max(x[0, 0], 1),
+        lambda x: x[:, (x[0] > 0).sum() - 1],
+        lambda x: x[x > 0],
+        lambda x: (x > 0).nonzero(),
+        lambda x: x.unique(),
+        lambda x: x[0].repeat_interleave((x[0] > 0).long()),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.tensor([0.2, 0.3], device=x.device),
+        lambda x: x.new_tensor([0.2, 0.3]),
+        lambda x: torch.as_tensor(3).to(x),
+        lambda x: x.cpu() + x.cpu(),
+    ],
+)
+def test_what_waits_is_seen(wait):
+    """On one device or the other, by the recorder or by torch."""
+    waits = 0
+    for device in ("cpu", "meta"):
+        with Waits() as recorder:
+            try:
+                wait(torch.ones(2, 3, device=device))
+            except (RuntimeError, NotImplementedError):
+                assert device == "meta"
+                waits += 1
+        waits += len(recorder.waits)
+    assert waits
+
+
+@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_waits_for_the_device(name, device, dtype, aggregate):
+    loss_fn = dataclasses.replace(correction(name), aggregate=aggregate)
+    batch = on(device, batch_of(dtype=dtype))
+    parts = [batch.rows(slice(i, i + 16)) for i in range(0, 64, 16)]
+    logp = torch.zeros_like(batch.logp[:16], requires_grad=True)
+    train = dataclasses.replace(parts[0], logp=logp)
+
+    def step():
+        statistics = reduce(Statistics.merge, map(loss_fn.statistics, parts))
+        found = loss_fn.resolve(statistics)
+        alone = loss_fn(batch)
+        out = loss_fn(train, denominator=100.0, statistics=statistics)
+        out.loss.backward()
+        return found, alone.metrics.merge(out.metrics)
+
+    step()  # tables that are made once for a device
+    with Waits() as recorder:
+        found, metrics = step()
+    assert recorder.waits == []
+    assert logp.grad.shape == logp.shape and found.statistics(batch) is None
+    assert {"where", "sum"} <= set(recorder.seen)
+    control = {name for name in metrics.data if "/control/" in name}
+    assert len(control) == {"bapo": 2, "m2po": 1}.get(name, 0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_statistics_of_packed_rows_wait_only_for_a_length_that_is_not_known(name):
+    loss_fn, batch = correction(name), batch_of(sequences=8)
+    per_token = {k: getattr(batch, k).flatten() for k in ("logp", "old_logp", "rollout_logp", "mask")}
+    rest = {k: getattr(batch, k) for k in ("advantages", "rewards", "group_ids")}
+    packed = Batch.packed(**per_token, **rest, cu_seqlens=torch.arange(9) * 24)
+    known = dataclasses.replace(packed, max_seqlen=30)
+    expected = loss_fn(batch, denominator=9.0).coefficient.flatten()
+    for given in (packed, known):
+        torch.testing.assert_close(loss_fn(given, denominator=9.0).coefficient, expected, rtol=0, atol=0)
+    for device in ("cpu", "meta"):
+        given = on(device, known)  # where a CPU looks at it
+        loss_fn.resolve(loss_fn.statistics(given))  # tables that are made once for a device
+        with Waits() as recorder:
+            loss_fn.resolve(loss_fn.statistics(given))
+        assert recorder.waits == []
+    with pytest.raises(RuntimeError, match="item"):
+        loss_fn.statistics(on("meta", packed))
+
+
+# -- numbers that are tensors --------------------------------------------------------------------------------
+
+STATIONS = [
+    gates.Clip(0.1, 0.15, dual_clip=1.5),
+    gates.DetachedClip(1.2, 0.8),
+    gates.SoftClip(),
+    gates.PositionClip(log_dual=0.2),
+    weights.Bound(0.8, 1.2),
+    weights.Truncate(1.1),
+    weights.Mask(0.8, 1.2, level="sequence"),
+    rejections.Geometric(),
+    rejections.K1(0.9, 1.1, level="token"),
+    rejections.K1(0.9, 1.1, level="seq-max"),
+    rejections.K2(0.01, level="token"),
+    rejections.K3(0.01),
+    rejections.Veto(0.8),
+    rejections.OPSM(0.01),
+    rejections.BinaryKL(0.001),
+    rejections.DPPO(low=0.02, high=0.02),
+    rejections.DPPO("kl", delta=0.001),
+    rejections.VACO(0.3),
+]
+
+
+def with_tensors(stage, device="cpu"):
+    values = {f.name: getattr(stage, f.name) for f in dataclasses.fields(stage)}
+    numbers = {k: torch.tensor(v, dtype=torch.float64) for k, v in values.items() if isinstance(v, float)}
+    assert numbers
+    return dataclasses.replace(stage, **{name: number.to(device) for name, number in numbers.items()})
+
+
+def with_station(stage):
+    place = {gates.Gate: "gate", weights.Weight: "weight", rejections.Rejection: "reject"}
+    return offcorr.Correction(**{next(name for kind, name in place.items() if isinstance(stage, kind)): stage})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("stage", STATIONS, ids=repr)
+def test_numbers_may_be_tensors(stage, dtype):
+    """The same update in the same precision: a 0-dim float64 raises no float32 to it."""
+    batch = batch_of(dtype=dtype)
+    plainly, loss_fn = with_station(stage), with_station(with_tensors(stage))
+    wanted, out = (one(batch, denominator=1000.0) for one in (plainly, loss_fn))
+    exact = {"rtol": 0, "atol": 0} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-9}
+    torch.testing.assert_close(out.coefficient, wanted.coefficient, **exact)
+    torch.testing.assert_close(out.loss, wanted.loss, **exact)
+    without = offcorr.Correction()(batch, denominator=1000.0).coefficient
+    assert not torch.equal(out.coefficient, without)  # the stage does something here
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("stage", STATIONS, ids=repr)
+def test_numbers_that_are_tensors_are_not_read(stage, device):
+    batch = on(device, batch_of())
+    with_station(stage)(batch)  # tables that are made once for a device
+    tensors = with_tensors(stage, device)
+    with Waits() as recorder:
+        with_station(dataclasses.replace(tensors))(batch)
+    assert recorder.waits == []
+
+
+def test_a_clip_of_tensors_is_a_clip():
+    clip, one = with_tensors(gates.Clip(0.25, 0.5)), torch.tensor(1.0)
+    assert clip == gates.Clip(0.25, 0.5) != with_tensors(gates.Clip(0.25, 0.75))
+    assert clip.params is clip.params == (0.75, 1.5, ops.UNBOUNDED)
+    assert dataclasses.replace(clip, eps_low=one).params == (0, 1.5, ops.UNBOUNDED)
+    assert hash(clip) == hash(dataclasses.replace(clip))
+    sent = pickle.loads(pickle.dumps(clip))
+    assert sent == clip and sent.params == clip.params
+
+
+def test_a_configuration_of_what_was_found_is_plain():
+    loss_fn, batch = offcorr.Correction(gate=BalancedClip(target=0.76), reject=MomentBudget()), batch_of()
+    found = loss_fn.resolve(loss_fn.statistics(batch))
+    config = json.loads(json.dumps(found.to_config()))
+    assert config["gate"] == pytest.approx({"name": "clip", "eps_low": 0.2, "eps_high": 0.45, "dual_clip": 3.0})
+    again = offcorr.from_config(config)
+    torch.testing.assert_close(again(batch).coefficient, found(batch).coefficient, rtol=0, atol=0)
+    assert offcorr.get("ppo", eps_low=torch.tensor(0.25)).to_config()["eps_low"] == 0.25
+    assert json.dumps(offcorr.get("ppo", eps_low=torch.tensor(0.25)).to_config())
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (1, 1)])
+def test_a_number_is_no_vector(shape):
+    said = (
+        rf"Clip: eps_low has shape \({', '.join(map(str, shape))},?\), expected a finite number >= 0, or a 0-dim tensor"
+    )
+    with pytest.raises(ValueError, match=said):
+        gates.Clip(torch.zeros(shape))
+
+
+def test_where_of_two_numbers_has_no_precision():
+    """Neither of two plain ones, nor of tensors: the answer would be float64 for float32 tokens."""
+    mask, number = torch.ones(2, 3).bool(), torch.tensor(0.5, dtype=torch.float64)
+    for a, b in ((0.5, 1.0), (number, 1.0), (0.5, number), (number, number)):
+        with pytest.raises(TypeError, match="ops.where of two plain numbers"):
+            ops.where(mask, a, b)
+    assert ops.where(mask, torch.zeros(2, 3), number).dtype == torch.float32

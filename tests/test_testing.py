@@ -1,0 +1,81 @@
+"""Every discovered method holds the contract; a new file in offcorr/methods is covered by being there."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import offcorr
+from offcorr import gates, ratios, rejections, testing, weights
+from offcorr.methods.registry import catalogue
+
+METHODS = {method.name: method for method in catalogue()}
+
+
+@pytest.mark.parametrize("check", testing.CHECKS)
+@pytest.mark.parametrize("name", METHODS)
+def test_method(name, check):
+    if check == "on_policy_gradient" and not METHODS[name].on_policy:
+        with pytest.raises(AssertionError):  # declared otherwise, and it is otherwise
+            testing.CHECKS[check](testing._resolve(name)[0])
+        return
+    testing.CHECKS[check](testing._resolve(name)[0])
+
+
+FREE = [
+    offcorr.Correction(
+        ratio=ratios.PowerMean(power=-0.5),
+        gate=gates.Clip(0.3, 0.4, dual_clip=2.0),
+        weight=weights.SelfNormalise(weights.Truncate(3.0, level="turn")),
+        reject=(rejections.K3(0.5, level="seq-max"), rejections.Veto()),
+        aggregate="seq-mean-token-sum",
+    ),
+    offcorr.Correction(
+        ratio=ratios.Turn(),
+        gate=gates.SoftClip(),
+        weight=weights.SelfNormalise(weights.Mask(0.4, 4.0, level="prefix"), over="group"),
+        reject=rejections.DPPO("kl"),
+    ),
+    offcorr.Correction(
+        ratio=ratios.ClippedGeometric(eps_low=0.1, eps_high=0.1),
+        gate=gates.Unclipped(),
+        weight=weights.SelfNormalise(weights.Bound(0.5, 2.0, level="geometric")),
+        reject=(rejections.VACO(0.1), rejections.OPSM(0.0), rejections.BinaryKL(0.3)),
+        aggregate="seq-mean-token-mean",
+    ),
+    offcorr.Correction(
+        ratio=ratios.PrefixGeometric(mismatch="total"), gate=gates.DetachedRatio(), aggregate="token-mean"
+    ),
+]
+
+
+@pytest.mark.parametrize("loss_fn", FREE, ids=range(len(FREE)))
+def test_free_composition(loss_fn):
+    # Rejecting an on-policy token is right for some of these, so REINFORCE on-policy is not asked for.
+    assert len(testing.check(loss_fn, on_policy=False)) == len(testing.CHECKS) - 1
+
+
+def test_check_names_what_is_wrong():
+    halved = offcorr.Correction(ratio=ratios.Token(), gate=gates.DetachedClip(cap=0.5))
+    with pytest.raises(AssertionError, match="custom: on_policy_gradient: on-policy coefficient"):
+        testing.check(halved)
+
+
+def test_a_dropped_in_file_is_a_method(tmp_path):
+    """A new file, nothing else edited: listed, documented and collected by this suite."""
+    package = tmp_path / "offcorr"
+    shutil.copytree(Path(offcorr.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (package / "methods" / "dapo.py").read_text()
+    (package / "methods" / "dropped_in.py").write_text(
+        source.replace('"dapo"', '"dropped_in"').replace("def dapo", "def dropped_in")
+    )
+    shutil.copy(__file__, tmp_path / "test_contract.py")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--rootdir", tmp_path, "-p", "no:cacheprovider",
+         tmp_path / "test_contract.py", "-k", "dropped_in and test_method"],
+        cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{len(testing.CHECKS)} passed" in run.stdout
