@@ -16,7 +16,7 @@ from offcorr import metrics as metering
 from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.kernels import correction as fused_correction
 from offcorr.metrics import CONTROL, Metrics
-from offcorr.shapes import PerToken, Scalar, TokenMask
+from offcorr.shapes import IntScalar, PerToken, Scalar, TokenMask
 from offcorr.stages.aggregate import check_aggregate, check_denominator, row_weights, total
 from offcorr.stages.base import Number, Stage, apply, plain
 from offcorr.stages.gates import Clip, Gate
@@ -314,7 +314,7 @@ class Correction:
 
     def _scale(
         self, tokens: Tokens, kept: TokenMask, denominator: float | Tensor | None
-    ) -> tuple[Scalar | float, Tensor]:
+    ) -> tuple[IntScalar | Scalar | float, Tensor]:
         """Z, and the weight of each row."""
         count = tokens.rows.count
         sequences = count.new_full((), len(tokens.mask))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offcorr.shapes import PerSequence, Scalar
+from offcorr.shapes import IntScalar, PerSequence, Scalar
 from offcorr.stages.base import nearest
 
 
@@ -62,7 +62,7 @@ def constant_length(name: str, max_length: int | None, width: int) -> float:
     return float(max_length or max(width, 1))
 
 
-def total(name: str, count: PerSequence, sequences: Scalar | int) -> Scalar:
+def total(name: str, count: PerSequence, sequences: IntScalar | Scalar | int) -> Scalar:
     """Z of this batch alone."""
     units = count.sum() if AGGREGATIONS[name].unit == "tokens" else torch.as_tensor(sequences).to(count)
     return units.clamp(min=1)
