@@ -18,21 +18,20 @@ import torch
 import offcorr
 from offcorr import Batch
 from offcorr.methods.registry import find
+from offcorr.stages import base
 from offcorr.stages import spans as library_spans
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.stages.base import Stage as Base
-from offcorr.stages.base import stage_from_config
 from tests.methods import oracle
 from tests.methods.oracle_stages import SMTM, SMTS, SMTS_NORM, SUM, TOKEN_MEAN, Stage, trace
 
 Case = dict[str, Any]
 Options = dict[str, Any]
 
-AGGREGATES = [a for a in (TOKEN_MEAN, SMTM, SMTS, SMTS_NORM, SUM) if a in AGGREGATIONS]  # TODO
+AGGREGATES = [TOKEN_MEAN, SMTM, SMTS, SMTS_NORM, SUM]
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_cases.json").read_text())["cases"]
 
 offcorr.available()  # some stages stand in the file of the one method that uses them
-FORMS, SPANS = dict(Base._registry), set(library_spans.SPANS)  # as they are before any test adds to them
+FORMS, SPANS = dict(base._FORMS), set(library_spans.SPANS)  # as they are before any test adds to them
 
 
 def ours(build: Any) -> bool:
@@ -97,7 +96,15 @@ def random_case(rng: random.Random, *, engine: bool = True, broken: bool = True)
         "rewards": [rng.choice([-1.0, 0.0, 1.0]) for _ in range(rows)],
         "group_ids": [rng.randrange(2) for _ in range(rows)],
         "turn_ids": random_turns(rng, mask) if rng.random() < 0.2 else None,
+        "weight": random_factors(rng, mask) if rng.random() < 0.2 else None,
     }
+
+
+def random_factors(rng: random.Random, mask: list[list[int]]) -> Any:
+    """A weight of the caller's own, per sequence or per token, with anything under the mask."""
+    if rng.random() < 0.5:
+        return [rng.uniform(0.0, 2.0) for _ in mask]
+    return [[rng.uniform(0.0, 2.0) if valid else rng.choice([math.nan, math.inf]) for valid in row] for row in mask]
 
 
 def random_turns(rng: random.Random, mask: list[list[int]]) -> list[list[int]]:
@@ -112,7 +119,7 @@ def random_turns(rng: random.Random, mask: list[list[int]]) -> list[list[int]]:
     return turns
 
 
-PER_TOKEN = ("logp", "old_logp", "rollout_logp", "advantages", "rewards")
+FLOATS = ("logp", "old_logp", "rollout_logp", "advantages", "rewards", "weight")
 
 
 def tensor(values: Any, dtype: torch.dtype) -> torch.Tensor | None:
@@ -126,14 +133,14 @@ def tensor(values: Any, dtype: torch.dtype) -> torch.Tensor | None:
 def rounded(case: Case, dtype: torch.dtype) -> Case:
     """The case as the dtype holds it, so that both sides see the same numbers."""
     result = dict(case)
-    for name in PER_TOKEN:
+    for name in FLOATS:
         if case.get(name) is not None:
             result[name] = tensor(case[name], dtype).double().tolist()
     return result
 
 
 def as_batch(case: Case, dtype: torch.dtype) -> Batch:
-    fields = {name: tensor(case.get(name), dtype) for name in PER_TOKEN}
+    fields = {name: tensor(case.get(name), dtype) for name in FLOATS}
     fields["logp"].requires_grad_(True)
     integers = {name: torch.tensor(case[name]) for name in ("group_ids", "turn_ids") if case.get(name) is not None}
     return Batch(**fields, **integers, mask=torch.tensor(case["mask"], dtype=torch.bool))
@@ -150,7 +157,7 @@ def tolerance(case: Case, dtype: torch.dtype) -> float:
     for b, row in enumerate(case["mask"]):
         total = 0.0
         for t, valid in enumerate(row):
-            values = [case[k][b][t] for k in PER_TOKEN[:3] if valid and case[k] is not None]
+            values = [case[k][b][t] for k in FLOATS[:3] if valid and case[k] is not None]
             finite = [value for value in values if value is not None and math.isfinite(value)]
             total += min(20.0, max(finite) - min(finite)) if finite else 0.0
         nats = max(nats, total)
@@ -499,7 +506,7 @@ def configured(kind: str, stage: Stage | None) -> Any:
         return None
     name, options = stage
     inner = {"inner": configured(kind, options["inner"])} if "inner" in options else {}
-    return stage_from_config(kind, {"name": in_config(name), **options, **inner})
+    return base.stage_from_config(kind, {"name": in_config(name), **options, **inner})
 
 
 def all_configured(kind: str, stages: list[Stage]) -> Any:
@@ -644,6 +651,7 @@ def test_the_oracles_coefficient_is_the_slope_of_its_loss(name: str) -> None:
     for _ in range(10):
         case = random_case(rng, broken=False)
         case["advantages"] = [rng.gauss(0, 1) for _ in case["mask"]]
+        case["weight"] = None
         if case["old_logp"] is None:
             continue
         seen = {k: v for k, v in case.items() if k != "rollout_logp"}
