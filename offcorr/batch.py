@@ -148,13 +148,12 @@ class Batch:
     @property
     def tokens(self) -> Tokens:
         """The batch as the stages see it, detached; made once."""
-        try:
-            return self._tokens
-        except AttributeError:
+        tokens: Tokens | None = getattr(self, "_tokens", None)
+        if tokens is None:
             with torch.no_grad():
                 tokens = Tokens(self)
             object.__setattr__(self, "_tokens", tokens)
-            return tokens
+        return tokens
 
     def weighted(self, factor: PerSequence) -> Batch:
         """The batch with ``weight`` multiplied by a factor of each sequence, [B]."""
