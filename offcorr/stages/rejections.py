@@ -32,11 +32,15 @@ class Rejection(Stage, kind="rejection"):
     """Base class.  ``rule`` gives (1, kept)."""
 
     PARTS: ClassVar[Mapping[str, int]] = {"measure": 1, "rule": 2}
-    mismatch = "engine"
     counts_as: str = ""
     """"vetoed": the tokens it drops count as vetoed too."""
     limit: float = math.inf
     """The span's value is clamped to +-``limit`` (nats) before the rule."""
+
+    @property
+    def mismatch(self) -> Mismatch | None:
+        """The pair of policies that is compared."""
+        return "engine"
 
     @property
     def measure(self) -> Pointwise:

@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
 
 
 def clamped(value: Any, p: Any) -> Any:
-    return ops.minimum(ops.maximum(ops.exp(value), p.low), p.high), value == value
+    return ops.clamp(ops.exp(value), p.low, p.high), value == value
 
 
 def masked(value: Any, p: Any) -> Any:
@@ -41,11 +41,15 @@ class Weight(Stage, kind="weight"):
     """Base class.  ``rule`` gives (multiplier, kept): a detached factor, and whether the token is kept at all."""
 
     PARTS: ClassVar[Mapping[str, int]] = {"measure": 1, "rule": 2}
-    mismatch = "engine"
     counts_as: str = "truncated"
     """"truncated": tokens kept with another multiplier than exp(value) count as such; "vetoed": dropped ones do."""
     limit: float = LOG_LIMIT
     """The span's value is clamped to +-``limit`` (nats) before the rule."""
+
+    @property
+    def mismatch(self) -> Mismatch | None:
+        """The pair of policies that is compared."""
+        return "engine"
 
     @property
     def measure(self) -> Pointwise:
