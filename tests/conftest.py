@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 # Triton reads it once, when it is imported.  For other tests it changes nothing: without being asked to, no correction
 # runs its kernel on a CPU.
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["TRITON_INTERPRET"] = "1"
 
 SHAPES_ARE_CHECKED = shape_checks.install()
 
@@ -69,6 +69,13 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nothing-missing", action="store_true", help="fail if a test's package is not installed")
+    parser.addoption("--draws", type=int, default=60, help="random cases for each method and seed against the oracle")
+
+
+@pytest.fixture
+def draws(request: pytest.FixtureRequest) -> int:
+    """How many random cases a test against the oracle draws."""
+    return request.config.getoption("--draws")
 
 
 @pytest.hookimpl(tryfirst=True)
