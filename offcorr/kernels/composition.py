@@ -19,7 +19,7 @@ from offcorr.batch import Batch
 from offcorr.kernels import spans
 from offcorr.kernels.metrics import entry_size
 from offcorr.kernels.rebind import NotFused, for_triton
-from offcorr.stages.aggregate import Aggregation
+from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.base import Plan, arguments
 
 INPUTS = ("log_ratio", "raw_log_ratio", "value", "logp", "anchor_logp", "advantage", "position", "reward")
@@ -180,7 +180,7 @@ def composition(plan: Plan, batch: Batch, *, z_on_device: bool, split: bool) -> 
     key = (
         tuple([_without_numbers(spec, device) for spec in (plan.gate, *specs)]),
         plan.ratio is not None,
-        plan.aggregation,
+        plan.aggregate,
         plan.count_rejected,
         given,
     )
@@ -228,9 +228,10 @@ def _may_be_split(span: str) -> bool:
 
 
 def _compose(
-    specs: tuple[Any, ...], has_ratio: bool, aggregation: Aggregation, count_rejected: bool, given: Given
+    specs: tuple[Any, ...], has_ratio: bool, aggregate: str, count_rejected: bool, given: Given
 ) -> Composition:
     gate, *others = specs
+    aggregation = AGGREGATIONS[aggregate]
     stages: list[Stage] = []
     slot, turns = 1, 0
     for place, spec in enumerate(others):
@@ -241,10 +242,9 @@ def _compose(
     asked = {name for function in functions for name in arguments(function)}
     counted = any(isinstance(stage.twin, spans.Running) and stage.twin.needs_position for stage in stages)
     divided_by: Literal["valid", "kept"] = "valid" if count_rejected else "kept"
-    pair = _POLICIES[others[0].mismatch if has_ratio else "staleness"]
     return Composition(
         stages=tuple(stages),
-        gate=Gate(_part(gate.surrogate), *pair, float(gate.log_limit), gate.detached, *gate.params),
+        gate=Gate(_part(gate.surrogate), *_POLICIES[gate.mismatch], float(gate.log_limit), gate.detached, *gate.params),
         divides_by=divided_by if aggregation.divides_by_count else "",
         unit=None if count_rejected or aggregation.unit == "none" else aggregation.unit,
         series=(_POLICIES["engine"],) * given.rollout_logp + (_POLICIES["staleness"],) * given.old_logp,

@@ -12,14 +12,18 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from offcorr.batch import Batch
 from offcorr.kernels.rebind import NotFused
+from offcorr.metrics import Accumulator
 from offcorr.stages.base import Plan
+
+if TYPE_CHECKING:
+    from offcorr.correction import Correction
 
 Choice = Literal["auto", "reference", "triton"]
 
@@ -31,7 +35,7 @@ class Fused(NamedTuple):
 
     loss: Tensor
     coefficient: Tensor
-    metrics: dict[str, Tensor]
+    metrics: dict[str, Accumulator]
 
 
 @contextlib.contextmanager
@@ -59,26 +63,23 @@ def chosen() -> Choice:
     return _choice.get()
 
 
-def backend(plan: Plan, batch: Batch) -> str:
-    """ "triton", or "reference: " and the reason, for a plan on a batch like this one."""
+def backend(loss_fn: Correction, batch: Batch) -> str:
+    """ "triton", or "reference: " and the reason, for a correction on a batch like this one."""
     reason = _why_reference(batch)
     if reason is None:
         from offcorr.kernels import launch
 
+        resolved = loss_fn.resolve(loss_fn.statistics(batch))
+        batch = resolved.prepared(batch)
         try:
-            launch.prepare(plan, batch, None)
+            launch.prepare(resolved.plan(batch), batch, None)
         except NotFused as refused:
             reason = str(refused)
     return "triton" if reason is None else f"reference: {reason}"
 
 
-def run(plan: Plan, batch: Batch, denominator: float | Tensor | None, *, name: str, strict: bool) -> Fused | None:
-    """A plan by the kernel, without host synchronisation; None: the reference has to run.
-
-    Args:
-        name: of the method, for the warning that it cannot be fused.
-        strict: None is also the answer where a token gave no finite number, so that the reference says which.
-    """
+def run(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Fused | None:
+    """A plan by the kernel, without host synchronisation; None: the reference has to run."""
     if _why_reference(batch) is not None:
         return None
     from offcorr.kernels import launch
@@ -86,10 +87,10 @@ def run(plan: Plan, batch: Batch, denominator: float | Tensor | None, *, name: s
     try:
         fused = launch.prepare(plan, batch, denominator)()
     except NotFused as reason:
-        _warn_once(f"{name!r} runs on the torch reference: {reason}")
+        _warn_once(f"{plan.method!r} runs on the torch reference: {reason}")
         return None
-    if strict and fused.metrics["offcorr/loss/nonfinite"].item():
-        return None
+    if plan.strict and fused.metrics["offcorr/loss/nonfinite"].vector.item():
+        return None  # the reference says which token it is
     return fused
 
 

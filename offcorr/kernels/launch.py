@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ from offcorr.kernels import correction as kernels
 from offcorr.kernels import metrics
 from offcorr.kernels.composition import Composition, composition
 from offcorr.kernels.dispatch import Fused
-from offcorr.metrics import KINDS, LOSS, MISMATCH, Histogram
-from offcorr.stages.aggregate import constant_length
+from offcorr.metrics import LOSS, MISMATCH, Histogram, Metric
+from offcorr.stages.aggregate import AGGREGATIONS, row_constant
 from offcorr.stages.base import Plan
 
 BLOCK, WARPS = 512, 4
@@ -66,7 +67,7 @@ def _longest(batch: Batch) -> int:
 
 def _denominator(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> float | Tensor:
     """Z where it is known before the kernel runs, else 1."""
-    unit = plan.aggregation.unit
+    unit = AGGREGATIONS[plan.aggregate].unit
     if not plan.count_rejected or unit == "none":
         return 1.0
     if denominator is not None:
@@ -104,8 +105,9 @@ class Launch:
             self.launch(outputs)
             if self.composition.unit:
                 self.divide_by_kept(outputs)
-        split = dict(zip(layout.names, outputs.merged.split(layout.sizes), strict=True))
-        return Fused(outputs.loss, outputs.coefficient, split)
+        vectors = zip(layout.metrics.items(), outputs.merged.split(layout.sizes), strict=True)
+        data = {name: metric.kind(vector, metric.outputs) for (name, metric), vector in vectors}
+        return Fused(outputs.loss, outputs.coefficient, data)
 
     def launch(self, outputs: kernels.Outputs) -> None:
         arguments = self.arguments(outputs)
@@ -223,12 +225,12 @@ class Launch:
         The padded width of a packed batch is looked up on the device, but only where it is needed and not known.
         """
         plan, batch = self.plan, self.batch
-        if not plan.aggregation.constant_length:
+        if not AGGREGATIONS[plan.aggregate].constant_length:
             return 1.0
         width = _longest(batch)
         if plan.max_length is None and batch.cu_seqlens is not None and batch.max_seqlen is None:
             width = int(batch.cu_seqlens.diff().max())
-        return 1.0 / constant_length(plan.aggregation.name, plan.max_length, width)
+        return row_constant(plan.aggregate, plan.max_length, width)
 
 
 def _plain(field: Tensor | None) -> Any:
@@ -253,7 +255,7 @@ class Layout(NamedTuple):
     """Where the numbers that programs leave belong in the vector of the metrics."""
 
     tables: kernels.Tables
-    names: list[str]  # of the metrics, in their order in the vector
+    metrics: dict[str, Metric]  # in their order in the vector
     sizes: list[int]
     size: int
 
@@ -261,12 +263,11 @@ class Layout(NamedTuple):
 @functools.cache
 def _layout(series: tuple[tuple[int, int], ...], device: torch.device) -> Layout:
     """``tables.places``: int32, [WIDE, PLACES] of the loss, and two of every series, its numbers and its bins."""
-    known = [(f"offcorr/{composing.MISMATCHES[pair]}/", metric) for pair in series for metric in MISMATCH]
-    known += [("offcorr/loss/", metric) for metric in LOSS]
-    at, sizes = {}, []
-    for prefix, metric in known:
-        at[prefix + metric.name] = sum(sizes)
-        sizes.append(metric.kind.size)
+    prefixes = [f"offcorr/{composing.MISMATCHES[pair]}/" for pair in series]
+    known = {prefix + metric.name: metric for prefix in prefixes for metric in MISMATCH}
+    known |= {f"offcorr/loss/{metric.name}": metric for metric in LOSS}
+    sizes = [metric.kind.size for metric in known.values()]
+    at = dict(zip(known, itertools.accumulate(sizes, initial=0), strict=False))
 
     def table(columns: tuple[str, ...], places: dict[str, list[int]]) -> list[list[int]]:
         rows = [places.get(column, []) for column in columns]
@@ -279,8 +280,8 @@ def _layout(series: tuple[tuple[int, int], ...], device: torch.device) -> Layout
     places["valid"] = [loss[m.name] + 1 for m in LOSS if m.kind.size == 2 and m.name != "skipped"]
     places |= {"none": [loss["skipped"]], "all": [loss["skipped"] + 1]}
     tables = [table((*metrics.LOSS_COLUMNS, "none", "all"), places)]
-    for pair in series:
-        mismatch = {metric.name: at[f"offcorr/{composing.MISMATCHES[pair]}/{metric.name}"] for metric in MISMATCH}
+    for prefix in prefixes:
+        mismatch = {metric.name: at[prefix + metric.name] for metric in MISMATCH}
         token, seq = mismatch["token"], mismatch["seq"]
         places = {
             "abs": [mismatch["abs_mean"]],
@@ -298,7 +299,7 @@ def _layout(series: tuple[tuple[int, int], ...], device: torch.device) -> Layout
         tables.append(table(metrics.MISMATCH_COLUMNS[:-1], places))
         tables.append(table(("histogram",), {"histogram": [mismatch["abs_histogram"]]}))  # where its bins begin
     table_of_all = torch.tensor(tables, dtype=torch.int32, device=device)
-    return Layout(kernels.Tables(_edges(device), table_of_all), list(at), sizes, sum(sizes))
+    return Layout(kernels.Tables(_edges(device), table_of_all), known, sizes, sum(sizes))
 
 
 def _edges(device: torch.device) -> Tensor:
