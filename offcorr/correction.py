@@ -196,14 +196,17 @@ class Correction:
         known: dict[str, Any] = dict(self.stages)
         for place, controller in self.controllers.items():
             known[place] = controller.resolve(statistics.parts[place])
-        slots = {
-            slot: tuple(s for place, s in known.items() if place.startswith(slot)) for slot in ("weight", "reject")
-        }
+        slots: dict[str, Any] = {}
+        for slot in ("weight", "reject"):
+            slots[slot] = tuple(stage for place, stage in known.items() if place.startswith(slot))
         return dataclasses.replace(self, ratio=known.get("ratio"), gate=known["gate"], **slots)
 
     def plan(self, batch: Batch) -> Plan:
         """What it does with this batch, as data; its controllers must be resolved."""
-        return self._plans(batch.rollout_logp is not None)
+        engine_known = batch.rollout_logp is not None
+        if engine_known not in self._plans:
+            self._plans[engine_known] = Plan.of(self, engine_known)
+        return self._plans[engine_known]
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch with the fields that resolved controllers replace (rewards, weight)."""
@@ -240,8 +243,8 @@ class Correction:
         return [stage.prepare for stage in self.stages.values() if stage.prepare is not None]
 
     @functools.cached_property
-    def _plans(self) -> Any:
-        return functools.cache(lambda engine_known: Plan.of(self, engine_known))
+    def _plans(self) -> dict[bool, Plan]:
+        return {}
 
     def _check(self, batch: Batch, denominator: float | Tensor | None) -> None:
         for name in self.needs:
@@ -397,7 +400,7 @@ def _needed_by(stage: Any) -> set[str]:
 def _all_reduced(part: Any, gather: Gather) -> Any:
     """A controller's statistics merged over ranks, by gathering each of its tensors."""
     make: Any = type(part)
-    if not dataclasses.is_dataclass(make):
+    if not hasattr(make, "__dataclass_fields__"):
         raise TypeError(f"statistics is a {make.__name__}, expected a frozen dataclass of tensors")
     columns = {f.name: _gathered(getattr(part, f.name), f.name, gather) for f in dataclasses.fields(part)}
     ranks = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
