@@ -35,7 +35,10 @@ NEEDS = {
     "toy": ("transformers", "tokenizers", "reasoning_gym"),
     "trl": TRAINER,
 }
-"""The packages that the tests of a folder (or file) import, beyond those of a core install."""
+"""The packages that the tests of a folder (or file) import, beyond those of a core install.
+
+A conftest.py in such a folder is imported even so, and must not import them then.
+"""
 
 
 def missing(packages: tuple[str, ...]) -> list[str]:
@@ -50,21 +53,16 @@ def missing_at(path: Path) -> list[str]:
     return missing(tuple(name for place in places for name in NEEDS.get(place.as_posix(), ())))
 
 
-class Unavailable(pytest.Collector):
-    """A folder or a file of tests that cannot be imported in this install."""
+class Unavailable(pytest.Module):
+    """A file of tests that cannot be imported in this install."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        place, names = self.path.relative_to(HERE.parent), ", ".join(missing_at(self.path))
+        place, names = self.path.parent.relative_to(HERE.parent), ", ".join(missing_at(self.path))
         pytest.skip(f"could not import {place}: not installed: {names}", allow_module_level=True)
 
 
-# Not a pytest.Directory: pytest would import the folder's conftest.py.
-def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    return Unavailable.from_parent(parent, name=path.name, path=path) if missing_at(path) else None
-
-
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    return Unavailable.from_parent(parent, name=module_path.name, path=module_path) if missing_at(module_path) else None
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return Unavailable.from_parent(parent, path=module_path) if missing_at(module_path) else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

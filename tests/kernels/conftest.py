@@ -3,16 +3,16 @@
 On a GPU the tests are the same: tensors and generators are made there unless they say otherwise.
 """
 
+import os
+
 import pytest
 import torch
-
-from tests.kernels.cases import INTERPRETED
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     """The device that everything is made on."""
-    if INTERPRETED:
+    if os.environ.get("TRITON_INTERPRET") == "1":
         yield torch.device("cpu")
         return
     make = torch.Generator
