@@ -21,7 +21,6 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 export DS_BUILD_OPS := 0
 
 PYTEST := $(BIN)/python -m pytest
-CORE := $(wildcard offcorr/[a-z]*.py) offcorr/methods offcorr/stages offcorr/kernels/correction.py offcorr/kernels/logprob/linear.py
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv .venv-trl-min demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min mutate \
@@ -87,7 +86,7 @@ test-core: .venv  ## the core alone (stages, methods, metrics, training), fewer 
 	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 20 $(CORE_TESTS)
 
 test-doc: .venv  ## the examples in docstrings and pages
-	$(PYTEST) -q --doctest-modules $(CORE) --doctest-glob='*.md' $(wildcard README.md docs/*.md)
+	$(PYTEST) -q --doctest-modules offcorr --doctest-glob='*.md' $(wildcard README.md docs/*.md)
 
 test-kernels: .venv  ## the kernels alone: on the GPU that there is, else under Triton's interpreter
 	$(PYTEST) -q -n $(WORKERS) -m "not slow" tests/kernels

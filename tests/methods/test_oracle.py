@@ -307,7 +307,7 @@ OPTIONS: dict[str, Callable[[random.Random], Options]] = {
         "log_low": rng.uniform(0.01, 0.5),
         "log_high": rng.uniform(0.01, 0.5),
         "power": rng.uniform(0.0, 1.0),
-        "log_dual": rng.choice([None, rng.uniform(0.01, 0.5), rng.uniform(8.0, 12.0)]),
+        "log_dual": rng.choice([None, rng.uniform(0.01, 0.5), *2 * [rng.uniform(8.0, 20.0)]]),
     },
     "turn_ppo": ppo_options,
     "holderpo": with_ppo(lambda rng: {"power": rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0])}),
