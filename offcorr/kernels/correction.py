@@ -26,7 +26,6 @@ SIZES = ["tokens", "rows", "parts", "part_length", "group"]
 
 trainable = for_triton(pointwise.trainable)
 finite = for_triton(pointwise.finite)
-clamped = for_triton(pointwise.clamped)
 dropped_to_zero = for_triton(pointwise.dropped_to_zero)
 truncated_by = for_triton(pointwise.truncated)
 held_back_by = for_triton(pointwise.held_back)
@@ -201,7 +200,7 @@ def inputs_of(STAGE: tl.constexpr, block, position, value):
     logp = block.policies[STAGE.first]
     anchor_logp = block.policies[STAGE.second]
     raw = logp - anchor_logp
-    return clamped(raw, LOG_LIMIT), raw, value, logp, anchor_logp, block.advantage, position, block.reward
+    return ops.clamp(raw, -LOG_LIMIT, LOG_LIMIT), raw, value, logp, anchor_logp, block.advantage, position, block.reward
 
 
 @triton.jit
@@ -226,7 +225,7 @@ def carried(STAGE: tl.constexpr, block, position, of_row, carry, means_ptr, numb
         x = measure(STAGE, block, position, numbers)
         value, carry = STAGE.twin.step(x, block.mask, position, carry, STAGE.params(*numbers))
     if STAGE.limited:
-        value = clamped(value, STAGE.limit)
+        value = ops.clamp(value, -STAGE.limit, STAGE.limit)
     return value, carry
 
 
@@ -594,7 +593,7 @@ def correction(
             inputs = inputs_of(PLAN.stages[k], block, position, value)
             if PLAN.stages[k].counts_as == "ratio":
                 log_ratio, slope = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
-                log_ratio = ops.minimum(ops.maximum(log_ratio, -LOG_LIMIT), PLAN.gate.log_limit)
+                log_ratio = ops.clamp(log_ratio, -LOG_LIMIT, PLAN.gate.log_limit)
             else:
                 multiplier, accepted = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
                 accepted = accepted & block.mask
@@ -616,7 +615,7 @@ def correction(
         of_token = scale * weight / total_weight
         loss = -of_token * surrogate
         coefficient = -of_token * derivative
-        good = block.trainable & finite(loss) & finite(coefficient)
+        good = block.trainable & finite(loss + coefficient)
         loss = tl.where(good, loss, 0.0)
         coefficient = tl.where(good, coefficient, 0.0)
         tl.store(outputs.coefficient + row.start + index, coefficient, mask=inside)
