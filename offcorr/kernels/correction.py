@@ -154,7 +154,7 @@ def read_number(number, ON_DEVICE: tl.constexpr):
 @triton.jit
 def read_params(STAGE: tl.constexpr, params):
     """The numbers of a stage, those on the device loaded: a plain tuple, since triton 3.6 drops the names of a
-    NamedTuple that is added to a tuple (``call`` gives them back)."""
+    NamedTuple that is added to a tuple (``named`` gives them back)."""
     numbers = ()
     for k in tl.static_range(len(STAGE.on_device)):
         numbers = numbers + (read_number(params[k], STAGE.on_device[k]),)
@@ -180,6 +180,15 @@ def put(items, K: tl.constexpr, item):
 
 
 @triton.jit
+def named(STAGE: tl.constexpr, numbers):
+    """The numbers of a stage in their NamedTuple, as its functions see them."""
+    if len(STAGE.on_device) > 0:
+        return STAGE.params(*numbers)
+    else:
+        return numbers
+
+
+@triton.jit
 def call(PART: tl.constexpr, inputs, STAGE: tl.constexpr, numbers):
     """Calls a pointwise function with the inputs that its arguments name."""
     before = ()
@@ -189,7 +198,7 @@ def call(PART: tl.constexpr, inputs, STAGE: tl.constexpr, numbers):
         after = ()
         for k in tl.static_range(len(PART.after)):
             after = after + (inputs[PART.after[k]],)
-        return PART.function(*before, STAGE.params(*numbers), *after)
+        return PART.function(*before, named(STAGE, numbers), *after)
     else:
         return PART.function(*before)
 
@@ -223,7 +232,7 @@ def carried(STAGE: tl.constexpr, block, position, of_row, carry, means_ptr, numb
         value = measure(STAGE, block, position, numbers)
     if STAGE.kind == "running":
         x = measure(STAGE, block, position, numbers)
-        value, carry = STAGE.twin.step(x, block.mask, position, carry, STAGE.params(*numbers))
+        value, carry = STAGE.twin.step(x, block.mask, position, carry, named(STAGE, numbers))
     if STAGE.limited:
         value = ops.clamp(value, -STAGE.limit, STAGE.limit)
     return value, carry
@@ -326,7 +335,7 @@ def first_pass(fields, scratch, row, tokens, numbers, PLAN: tl.constexpr, BLOCK:
         for k in tl.static_range(len(PLAN.stages)):
             if len(PLAN.stages[k].reduction.first) > 0:
                 x = measure(PLAN.stages[k], block, 0.0, numbers[k])
-                state = PLAN.stages[k].reduction.step(states[k], x, block.mask, PLAN.stages[k].params(*numbers[k]))
+                state = PLAN.stages[k].reduction.step(states[k], x, block.mask, named(PLAN.stages[k], numbers[k]))
                 states = put(states, k, state)
             if PLAN.stages[k].kind == "turn":
                 x = measure(PLAN.stages[k], block, 0.0, numbers[k])
@@ -343,7 +352,7 @@ def first_pass(fields, scratch, row, tokens, numbers, PLAN: tl.constexpr, BLOCK:
 @triton.jit
 def fold(STAGE: tl.constexpr, state, numbers):
     if len(STAGE.reduction.first) > 0:
-        return STAGE.reduction.fold(state, STAGE.params(*numbers))
+        return STAGE.reduction.fold(state, named(STAGE, numbers))
     else:
         return state
 
@@ -352,7 +361,7 @@ def fold(STAGE: tl.constexpr, state, numbers):
 def of_row(STAGE: tl.constexpr, folded, count, numbers):
     """The value of a reduction, 0 for other spans."""
     if STAGE.kind == "reduction":
-        return STAGE.reduction.end(folded, count, STAGE.params(*numbers))
+        return STAGE.reduction.end(folded, count, named(STAGE, numbers))
     else:
         return tl.full([], 0.0, tl.float32)
 
