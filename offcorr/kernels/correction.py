@@ -162,12 +162,12 @@ def read_params(STAGE: tl.constexpr, params):
 
 
 @triton.jit
-def read_all_params(params, PLAN: tl.constexpr):
+def read_all_params(all_params, PLAN: tl.constexpr):
     """The numbers of every stage, then those of the gate."""
     numbers = ()
     for k in tl.static_range(len(PLAN.stages)):
-        numbers = numbers + (read_params(PLAN.stages[k], params[k]),)
-    return numbers + (read_params(PLAN.gate, params[len(PLAN.stages)]),)
+        numbers = numbers + (read_params(PLAN.stages[k], all_params[k]),)
+    return numbers + (read_params(PLAN.gate, all_params[len(PLAN.stages)]),)
 
 
 # -- one stage -----------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def summary(
     scratch,
     outputs,
     tables,
-    params,
+    all_params,
     row_weight,
     z,
     width,
@@ -403,7 +403,7 @@ def summary(
     entry = tl.program_id(0)
     stride = (rows * parts).to(tl.int64)
     row = read_row(fields, width, entry // parts, entry % parts, part_length, PLAN)
-    numbers = read_all_params(params, PLAN)
+    numbers = read_all_params(all_params, PLAN)
     count, folded, runs, turns = first_pass(fields, scratch, row, tokens, numbers, PLAN, BLOCK)
     own_ptr = scratch.summary + entry
     tl.store(own_ptr, count)
@@ -474,7 +474,9 @@ def whole_row(fields, scratch, row, tokens, numbers, PLAN: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def join_runs(fields, scratch, row, tokens, runs, turns_before, parts, part_length, runs_ptr, entries, PLAN: tl.constexpr):
+def join_runs(
+    fields, scratch, row, tokens, runs, turns_before, parts, part_length, runs_ptr, entries, PLAN: tl.constexpr
+):
     """The mean of each of this program's runs over its turn, which other runs may belong to."""
     if PLAN.split:
         turns_ptr = runs_ptr + entries if fields.turn_ids is None else None
@@ -513,7 +515,7 @@ def correction(
     scratch,
     outputs,
     tables,
-    params,
+    all_params,
     row_weight,
     z,
     width,
@@ -529,7 +531,8 @@ def correction(
 
     Args:
         fields, scratch, outputs, tables: ``Fields``, ``Scratch``, ``Outputs``, ``Tables``.
-        params: the numbers of every stage, then of the gate, in their NamedTuples.
+        all_params: the numbers of every stage, then of the gate, in their NamedTuples (Triton's launcher has a
+            variable ``params`` of its own).
         row_weight: the weight of a row's sum, but for any division by its count.
         z: what the loss is divided by, a float or (``PLAN.z_on_device``) a pointer.
         width: of a padded batch.
@@ -541,7 +544,7 @@ def correction(
     entries = rows * parts
     number = entry % parts
     row = read_row(fields, width, entry // parts, number, part_length, PLAN)
-    numbers = read_all_params(params, PLAN)
+    numbers = read_all_params(all_params, PLAN)
     if PLAN.split:
         stride = entries.to(tl.int64)
         parts_ptr = scratch.summary + (entry // parts).to(tl.int64) * parts
@@ -595,9 +598,7 @@ def correction(
             own_means_ptr = None
             if PLAN.stages[k].kind == "turn":
                 own_means_ptr = means_ptr + PLAN.stages[k].turn * tokens.to(tl.int64)
-            value, carry = carried(
-                PLAN.stages[k], block, position, of_rows[k], carries[k], own_means_ptr, numbers[k]
-            )
+            value, carry = carried(PLAN.stages[k], block, position, of_rows[k], carries[k], own_means_ptr, numbers[k])
             carries = put(carries, k, carry)
             inputs = inputs_of(PLAN.stages[k], block, position, value)
             if PLAN.stages[k].counts_as == "ratio":

@@ -477,7 +477,9 @@ def test_a_function_that_triton_refuses_runs_on_the_reference():
 def test_every_pair_of_policies(rejection, of):
     """A stage sees the two policies that it compares, whatever the ratio compares."""
     batch = padded(rows=6, width=17, seed=2)
-    kept = within_budget(offcorr.get("ppo", reject=rejection(mismatch=of)), batch).metrics.compute()["offcorr/loss/kept"]
+    kept = within_budget(offcorr.get("ppo", reject=rejection(mismatch=of)), batch).metrics.compute()[
+        "offcorr/loss/kept"
+    ]
     assert 0 < kept < 1
 
 
