@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 
 def qwen3(vocab_size: int, **changes) -> Qwen3ForCausalLM:
@@ -19,5 +24,6 @@ def qwen3(vocab_size: int, **changes) -> Qwen3ForCausalLM:
         "tie_word_embeddings": True,
         "initializer_range": 0.3,
     }
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**{**settings, **changes}))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**settings, **changes}))

@@ -295,6 +295,7 @@ def test_the_applied_rate_is_the_computed_one_on_two_processes(backend, tmp_path
     if backend.startswith("zero"):
         pytest.importorskip("deepspeed")
         settings["ACCELERATE_USE_DEEPSPEED"] = "true"
+    pytest.importorskip("accelerate")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, str(WORKER), backend, str(tmp_path)],
