@@ -1,9 +1,13 @@
-"""AsymRE: REINFORCE with a baseline shifted below the mean reward, so that praise outweighs blame.
+"""AsymRE: REINFORCE with a baseline below the mean reward, so that positive terms outweigh negative ones.
 
-dL/dlogp_t = -(R - V - delta_v) / Z; R is the sequence's reward, V the mean reward of its prompt group, delta_v < 0.
-``advantages`` are not looked at.  V is over the global batch: where a group is split over micro-batches or ranks,
-merge ``loss_fn.statistics(batch)`` first.  In a group of one V is the reward itself (Trinity-RFT takes a baseline of 0
-there).
+    dL/dlogp_t = -(R - V - delta_v) / Z
+
+R is the sequence's reward, V the mean reward of its prompt group, delta_v < 0 the shift of the baseline and Z the
+denominator of the aggregation. ``Batch.advantages`` is not used. V is the mean over the global batch: where a group is
+split over micro-batches or ranks, merge ``loss_fn.statistics(batch)`` first.
+
+Source: Trinity-RFT's code; paper 2506.20520. Frameworks differ: in a group of one, V is the reward itself here, and
+Trinity-RFT's baseline is 0.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ def shifted(logp: Any, reward: Any, p: Any) -> Any:
 
 
 class _Rewarded(gates.Gate):
-    """(reward - delta_v) log pi."""
+    """Surrogate (reward - delta_v) log pi, where the reward may have a baseline subtracted."""
 
     delta_v: Number
 
@@ -52,10 +56,12 @@ class _Rewarded(gates.Gate):
 
 @dataclass(frozen=True)
 class Asymmetric(_Rewarded):
-    """(R - V - delta_v) log pi, V the prompt group's mean reward; needs ``Batch.rewards`` and ``Batch.group_ids``.
+    """Surrogate (R - V - delta_v) log pi, with V the mean reward of the prompt group (AsymRE, 2506.20520).
+
+    Needs ``Batch.rewards`` and ``Batch.group_ids``.
 
     Args:
-        delta_v: how far the baseline is moved; below 0 it is moved down.
+        delta_v: shift of the baseline, in units of the reward; negative: downwards.
     """
 
     delta_v: Number = -0.1
@@ -70,13 +76,13 @@ class Asymmetric(_Rewarded):
         return GroupSums(batch.group_ids, rewards, torch.ones_like(rewards))
 
     def resolve(self, statistics: GroupSums) -> gates.Gate:
-        """The same gate with every group's mean reward known."""
+        """Returns the gate with the mean reward of every group."""
         return _Centred(self.delta_v, statistics)
 
 
 @dataclass(frozen=True)
 class _Centred(_Rewarded):
-    """An Asymmetric whose baselines are known."""
+    """Asymmetric with the mean rewards of the global batch."""
 
     delta_v: Number
     sums: GroupSums = field(repr=False)
@@ -91,12 +97,15 @@ class _Centred(_Rewarded):
     "asymre",
     multiplier="(R - V - delta_v) / A",
     paper="2506.20520",
-    provenance="Trinity-RFT's code",
+    provenance="framework code (Trinity-RFT)",
     on_policy=False,
-    notes="needs rewards and group_ids, does not look at advantages; delta_v = -.1 is Trinity-RFT's",
+    notes="needs rewards and group_ids and does not use advantages; delta_v = -.1 is Trinity-RFT's default",
 )
 def asymre(delta_v: float = -0.1) -> Correction:
-    """(R - V - delta_v) log pi.
+    """Surrogate (R - V - delta_v) log pi; needs ``Batch.rewards`` and ``Batch.group_ids``.
+
+    Args:
+        delta_v: shift of the baseline, in units of the reward; negative: downwards.
 
     >>> import torch, offcorr
     >>> logp = torch.full((2, 3), -2.0)

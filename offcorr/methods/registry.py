@@ -1,4 +1,4 @@
-"""Methods by name: discovery, options, configurations."""
+"""Registry of the methods: discovery, lookup by name, options and configurations."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ _COMMON = ("aggregate", "max_length", "weight", "reject", "count_rejected", "str
 
 @dataclass(frozen=True)
 class Method:
-    """A named composition and what is said of it.
+    """A named method: the function that builds its correction, and its description.
 
-    build: keyword options -> Correction.
-    multiplier: c_t, in words or a formula: dL/dlogp_t = -c_t A_t / Z, before weights and rejections.
-    paper: arXiv id or name. provenance: "official code", "paper text", "secondary" ... where the formula was read.
-    on_policy: whether its gradient on-policy is REINFORCE's.
-    notes: one line on where frameworks differ or what is unpublished.
-    schedules: the options that run over training unless they are given, for trainers; ``build`` knows no time.
+    Attributes:
+        name, aliases: names under which ``offcorr.get`` finds it.
+        build: function from keyword options to a Correction.
+        multiplier: c_t in words or as a formula: dL/dlogp_t = -c_t w_t A_t / Z, with w_t the product of its weights.
+        paper: arXiv id or name.
+        provenance: where the formula was read: "official code", "framework code", "paper text", "secondary notes" ...
+        notes: one line on what is unpublished or where frameworks differ.
+        on_policy: whether its gradient equals that of REINFORCE when the three policies agree.
+        schedules: options that a trainer changes during training unless they are given.
     """
 
     name: str
@@ -70,15 +73,16 @@ _METHODS: dict[str, Method] = {}
 
 
 def register(name: str, **about: Any) -> Callable[[Any], Any]:
-    """Make a method known by ``name``: decorates a function (or class) from keyword options to a Correction.
+    """Decorator that registers a function (or class) from keyword options to a Correction as the method ``name``.
 
-    Takes the fields of ``Method``: aliases, multiplier, paper, provenance, notes, on_policy, schedules.
+    The other arguments are the fields of ``Method``: aliases, multiplier, paper, provenance, notes, on_policy,
+    schedules.
 
     Raises:
-        ValueError: the name exists already.
+        ValueError: another method has this name or alias.
 
     >>> import offcorr
-    >>> @offcorr.register("half_ppo", multiplier="as ppo, half as wide")
+    >>> @offcorr.register("half_ppo", multiplier="as ppo, with half the clip range")
     ... def half_ppo(eps: float = 0.1) -> offcorr.Correction:
     ...     return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))
     >>> offcorr.get("half_ppo", eps=0.05).gate.eps_low
@@ -100,29 +104,31 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
 
 
 def unregister(name: str) -> None:
-    """Forget a method and its aliases."""
+    """Removes a method and its aliases from the registry."""
     method = _method(name)
     for word in (method.name, *method.aliases):
         _METHODS.pop(word, None)
 
 
 def available() -> list[str]:
-    """Names of all methods, aliases among them, sorted."""
+    """Returns the names of all methods, including aliases, sorted."""
     _discover()
     return sorted(_METHODS)
 
 
 def catalogue() -> list[Method]:
-    """Every method once, by name."""
+    """Returns every method once, sorted by name."""
     _discover()
     return [method for name, method in sorted(_METHODS.items()) if name == method.name]
 
 
 def get(name: str, **options: Any) -> Correction:
-    """The method ``name``, with its options; ``weight=`` and ``reject=`` replace the method's own, None removes them.
+    """Returns the correction of the method ``name`` with the given options.
+
+    ``weight=`` and ``reject=`` replace the method's own stages; None removes them.
 
     Raises:
-        ValueError: unknown method or option (with the nearest name), or a value out of range.
+        ValueError: the method or an option is unknown (the nearest name is suggested), or a value is out of range.
 
     >>> import offcorr
     >>> offcorr.get("dapo", eps_high=0.3).gate
@@ -135,7 +141,10 @@ def get(name: str, **options: Any) -> Correction:
 
 
 def from_config(config: Mapping[str, Any]) -> Correction:
-    """A correction from plain data: ``{"method": name, **options}``, or ``"custom"`` with stages spelled out.
+    """Builds a correction from plain data: ``{"method": name, **options}``, or ``"custom"`` with its stages as options.
+
+    Raises:
+        ValueError: there is no method, or an option is unknown.
 
     >>> import offcorr
     >>> loss_fn = offcorr.from_config({"method": "ppo", "weight": {"name": "truncate", "cap": 2.0}})
@@ -146,7 +155,7 @@ def from_config(config: Mapping[str, Any]) -> Correction:
         raise ValueError(f"config is {config!r}, expected a mapping with a 'method'")
     options = dict(config)
     name = options.pop("method")
-    _discover()  # some stages live in the file of the one method that uses them
+    _discover()  # some stages are defined in the file of the only method that uses them
     if name != "custom":
         return resolve(name, **options)
     allowed = [f.name for f in dataclasses.fields(Correction) if f.name not in ("method", "options")]
@@ -160,7 +169,7 @@ def from_config(config: Mapping[str, Any]) -> Correction:
 
 
 def resolve(spec: str, **options: Any) -> Correction:
-    """A correction from what a trainer's ``loss_type`` may say: "minpro", "offcorr:dapo" or "my_file.py:MyLoss"."""
+    """Builds a correction from a trainer's ``loss_type``: "minpro", "offcorr:dapo" or "my_file.py:MyLoss"."""
     found = find(spec)
     if isinstance(found, Method):
         return found(**options)
@@ -170,7 +179,7 @@ def resolve(spec: str, **options: Any) -> Correction:
 
 
 def find(spec: str) -> Method | Correction:
-    """The method, or the finished Correction, that ``spec`` names; see ``resolve``."""
+    """Returns the method, or the finished Correction, that ``spec`` names (see ``resolve``)."""
     path, _, symbol = spec.rpartition(":")
     if path == "offcorr" or not path:
         return _method(symbol)
@@ -216,7 +225,7 @@ def _source(build: Any) -> str:
 
 @functools.cache
 def _discover() -> None:
-    """Import every file of ``offcorr.methods`` and every entry point of the group ``offcorr.methods``."""
+    """Imports every file of ``offcorr.methods`` and every entry point of the group ``offcorr.methods``."""
     import offcorr.methods
 
     for module in pkgutil.iter_modules(offcorr.methods.__path__):
