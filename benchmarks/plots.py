@@ -1,6 +1,6 @@
-"""Pictures of the GPU benchmarks' reports, on any machine that has matplotlib.
+"""Plots of the GPU benchmarks' reports; needs matplotlib and no GPU.
 
-python benchmarks/plots.py gpu.json gpu_logprob.json        writes gpu_times.png ... beside each report
+python benchmarks/plots.py gpu.json gpu_logprob.json        # writes gpu_times.png ... next to each report
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Found = dict[str, Any]
 
 
 def draw(report: Path) -> list[Path]:
-    """The pictures that a report has the figures for.
+    """Writes the plots for which a report has data, and returns their paths.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is not installed.
     """
     import matplotlib
 
@@ -27,7 +27,7 @@ def draw(report: Path) -> list[Path]:
     import matplotlib.pyplot as plt
 
     found = json.loads(report.read_text())
-    made = []
+    written = []
     for name, (series, paint, size) in PICTURES.items():
         if not found.get(series):
             continue
@@ -35,14 +35,14 @@ def draw(report: Path) -> list[Path]:
         paint(axis, found)
         where = f"{found['machine']['device']}, torch {found['machine']['torch']}"
         figure.suptitle(f"{'SMOKE TEST: the times mean nothing, ' if found['smoke'] else ''}{where}", fontsize=9)
-        made.append(report.with_name(f"{report.stem}_{name}.png"))
-        figure.savefig(made[-1], dpi=120)
+        written.append(report.with_name(f"{report.stem}_{name}.png"))
+        figure.savefig(written[-1], dpi=120)
         plt.close(figure)
-    return made
+    return written
 
 
 def bars(axis: Any, labels: list[str], heights: dict[str, list[float | None]]) -> None:
-    """Grouped bars that lie; what was not measured has none."""
+    """Draws grouped horizontal bars; a value that was not measured has no bar."""
     thick = 0.8 / len(heights)
     for number, (name, values) in enumerate(heights.items()):
         places = [i + number * thick for i in range(len(labels))]
@@ -121,7 +121,7 @@ def case(row: Row) -> str:
 
 
 def largest(rows: list[Row]) -> list[Row]:
-    """Those of the first shape that ended."""
+    """Returns the finished rows that have the shape of the first finished row."""
     first = next((row for row in rows if "total_ms" in row), None)
     shape = ("N", "H", "V", "dtype")
     return [row for row in rows if first and "total_ms" in row and all(row[x] == first[x] for x in shape)]
@@ -129,7 +129,7 @@ def largest(rows: list[Row]) -> list[Row]:
 
 def floors(axis: Any, found: Found) -> None:
     rows = largest(found["cases"])
-    bars(axis, [case(row) for row in rows], {"total": of(rows, "total_ms"), "floor": of(rows, "floor_ms")})
+    bars(axis, [case(row) for row in rows], {"total": of(rows, "total_ms"), "lower bound": of(rows, "floor_ms")})
     size = ", ".join(f"{x} = {rows[0][x]}" for x in ("N", "H", "V")) if rows else ""
     axis.set(xlabel="milliseconds, forward and backward", title=size)
 
@@ -145,7 +145,10 @@ def fractions(axis: Any, found: Found) -> None:
     rows.sort(key=lambda row: row["kept"])
     for name in ("backward_ms", "floor_ms"):
         axis.plot(
-            of(rows, "kept"), of(rows, name), "o-", label=name.replace("_ms", ", ms").replace("floor", "floor of both")
+            of(rows, "kept"),
+            of(rows, name),
+            "o-",
+            label=name.replace("_ms", ", ms").replace("floor", "lower bound"),
         )
     axis.legend(fontsize=8)
     axis.set(xlabel="fraction of tokens with a gradient", ylim=(0, None))
@@ -172,7 +175,7 @@ PICTURES: dict[str, Picture] = {
     "kept": ("cases", fractions, (6, 4)),
     "shapes": ("cases", shapes, (9, 7)),
 }
-"""Name -> (the series it needs, how it is drawn, inches)."""
+"""Name -> (the series that it needs, the function that draws it, size in inches)."""
 
 if __name__ == "__main__":
     for given in sys.argv[1:]:
