@@ -18,7 +18,6 @@ from __future__ import annotations
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ratios
-from offcorr.training.schedules import Linear
 
 
 @register(
@@ -29,7 +28,7 @@ from offcorr.training.schedules import Linear
     provenance="secondary notes",
     notes="eps and the shape of the annealing are unpublished; the trainers of offcorr.trl anneal p linearly "
     "from 2 to -1 unless it is given",
-    schedules={"power": Linear(2.0, -1.0)},
+    schedules={"power": {"start": 2.0, "end": -1.0}},
 )
 def holderpo(
     power: float = 2.0, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib
@@ -14,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offcorr.correction import Correction
-from offcorr.stages.base import nearest, stage_from_config
-from offcorr.training.schedules import Linear
+from offcorr.correction import FIELDS, Correction, named
+from offcorr.stages.base import stage_from_config
+from offcorr.stages.checks import nearest
 
-_STAGE_OPTIONS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
+_SLOTS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
 _COMMON = ("aggregate", "max_length", "weight", "reject", "count_rejected", "strict")
 
 
@@ -34,7 +35,8 @@ class Method:
         provenance: where the formula was read: "official code", "framework code", "paper text", "secondary notes" ...
         notes: one line on what is unpublished or where frameworks differ.
         on_policy: whether its gradient equals that of REINFORCE when the three policies agree.
-        schedules: options that a trainer changes during training unless they are given.
+        schedules: options that a trainer changes during training unless they are given, as
+            {"start": ..., "end": ...}.
     """
 
     name: str
@@ -45,18 +47,19 @@ class Method:
     provenance: str = ""
     notes: str = ""
     on_policy: bool = True
-    schedules: Mapping[str, Linear] = field(default_factory=dict)
+    schedules: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(self.build).parameters)
 
     def __call__(self, **options: Any) -> Correction:
+        """Returns the correction with the given options."""
+        known = [*self.options, *(name for name in _COMMON if name not in self.options)]
         for name in options:
-            known = [*self.options, *_COMMON]
             if name not in known:
                 raise ValueError(f"{self.name} has no option {name!r}{nearest(name, known)}; it has {known}")
-        for name, kind in _STAGE_OPTIONS.items():
+        for name, kind in _SLOTS.items():
             if name in options:
                 options[name] = stage_from_config(kind, options[name])
         own = {name: value for name, value in options.items() if name in self.options}
@@ -66,7 +69,8 @@ class Method:
         common = {name: value for name, value in options.items() if name not in own}
         if "aggregate" in common and "max_length" not in common:
             common["max_length"] = None
-        return dataclasses.replace(correction, **common, method=self.name, options=dict(options))
+        defaults = {name: option.default for name, option in self.options.items() if option.default is not option.empty}
+        return named(dataclasses.replace(correction, **common), self.name, defaults | options)
 
 
 _METHODS: dict[str, Method] = {}
@@ -98,9 +102,29 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
                 raise ValueError(f"a method named {word!r} exists already: {_source(known.build)}")
         for word in (name, *method.aliases):
             _METHODS[word] = method
-        return build
+        return _calling(method, build) if inspect.isfunction(build) else build
 
     return decorate
+
+
+def _calling(method: Method, build: Any) -> Any:
+    """Wraps ``build`` so that it returns the named method: ``ppo(...)`` equals ``offcorr.get("ppo", ...)``."""
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def call(*args: Any, **options: Any) -> Correction:
+        return method(**signature.bind_partial(*args).arguments, **options)
+
+    call.method = method  # type: ignore[attr-defined]
+    return call
+
+
+def registered(build: Any) -> Method | None:
+    """Returns the method as which a function or class was registered; None if it was not."""
+    own = getattr(build, "method", None)
+    if isinstance(own, Method):
+        return own
+    return next((method for method in catalogue() if method.build is build), None)
 
 
 def unregister(name: str) -> None:
@@ -122,22 +146,59 @@ def catalogue() -> list[Method]:
     return [method for name, method in sorted(_METHODS.items()) if name == method.name]
 
 
-def get(name: str, **options: Any) -> Correction:
-    """Returns the correction of the method ``name`` with the given options.
+def get(spec: str, **options: Any) -> Correction:
+    """Returns the correction of the method ``spec`` with the given options.
 
-    ``weight=`` and ``reject=`` replace the method's own stages; None removes them.
+    ``weight=`` and ``reject=`` replace the method's own stages; None removes them.  Options may also be part of the
+    name, as literal values: ``"minpro?eps_high=0.28&aggregate=sum"``.
 
     Raises:
-        ValueError: the method or an option is unknown (the nearest name is suggested), or a value is out of range.
+        ValueError: the method or an option is unknown (the nearest name is suggested), a value is out of range, or an
+            option is given twice.
 
     >>> import offcorr
     >>> offcorr.get("dapo", eps_high=0.3).gate
     Clip(eps_low=0.2, eps_high=0.3, dual_clip=None)
+    >>> offcorr.get("dapo?eps_high=0.3") == offcorr.get("dapo", eps_high=0.3)
+    True
     >>> offcorr.get("minprop")
     Traceback (most recent call last):
     ValueError: unknown method 'minprop', did you mean 'minpro'? offcorr.available() lists them
     """
-    return _method(name)(**options)
+    name, given = split_spec(spec)
+    return _method(name)(**_joined(spec, given, options))
+
+
+def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Splits a spec into its name and the options after its "?".
+
+    Values are read as Python literals; any other text is a string.
+
+    Raises:
+        ValueError: an option has no value, or is given twice.
+
+    >>> split_spec("icepop?high=2&aggregate=token-mean")
+    ('icepop', {'high': 2, 'aggregate': 'token-mean'})
+    """
+    if not isinstance(spec, str):
+        raise ValueError(f"method is {spec!r}, expected a name, for instance 'minpro' or 'minpro?eps_high=0.28'")
+    name, _, query = spec.partition("?")
+    options: dict[str, Any] = {}
+    for part in query.split("&") if query else ():
+        option, equals, value = part.partition("=")
+        if not (option and equals and value) or option in options:
+            raise ValueError(f"{spec!r} holds {part!r}, expected name=value once for each option, joined by '&'")
+        try:
+            options[option] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[option] = value
+    return name, options
+
+
+def _joined(spec: str, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    for name in given.keys() & options.keys():
+        raise ValueError(f"{name} is {options[name]!r}, but {spec!r} holds it too: give it once")
+    return {**given, **options}
 
 
 def from_config(config: Mapping[str, Any]) -> Correction:
@@ -158,35 +219,40 @@ def from_config(config: Mapping[str, Any]) -> Correction:
     _discover()  # some stages are defined in the file of the only method that uses them
     if name != "custom":
         return resolve(name, **options)
-    allowed = [f.name for f in dataclasses.fields(Correction) if f.name not in ("method", "options")]
     for option in options:
-        if option not in allowed:
-            raise ValueError(f"custom has no option {option!r}{nearest(option, allowed)}; it has {allowed}")
-    for option, kind in _STAGE_OPTIONS.items():
+        if option not in FIELDS:
+            raise ValueError(f"custom has no option {option!r}{nearest(option, FIELDS)}; it has {list(FIELDS)}")
+    for option, kind in _SLOTS.items():
         if option in options:
             options[option] = stage_from_config(kind, options[option])
     return Correction(**options)
 
 
 def resolve(spec: str, **options: Any) -> Correction:
-    """Builds a correction from a trainer's ``loss_type``: "minpro", "offcorr:dapo" or "my_file.py:MyLoss"."""
-    found = find(spec)
+    """Builds a correction from a trainer's ``loss_type``.
+
+    It is "minpro", "offcorr:dapo" or "my_file.py:my_loss", with options after a "?" if there are any (see ``get``).
+    """
+    name, given = split_spec(spec)
+    options = _joined(spec, given, options)
+    found = find(name)
     if isinstance(found, Method):
         return found(**options)
     if options:
-        raise ValueError(f"{spec} is a finished Correction, expected no options, got {sorted(options)}")
+        raise ValueError(f"{name} is a finished Correction, expected no options, got {sorted(options)}")
     return found
 
 
 def find(spec: str) -> Method | Correction:
-    """Returns the method, or the finished Correction, that ``spec`` names (see ``resolve``)."""
-    path, _, symbol = spec.rpartition(":")
+    """Returns the method, or the finished Correction, that ``spec`` names, without its options (see ``resolve``)."""
+    name, _ = split_spec(spec)
+    path, _, symbol = name.rpartition(":")
     if path == "offcorr" or not path:
         return _method(symbol)
     found = _load_symbol(path, symbol)
     if isinstance(found, Correction):
         return found
-    return next((method for method in catalogue() if method.build is found), None) or Method(spec, found)
+    return registered(found) or Method(name, found)
 
 
 def _load_symbol(path: str, symbol: str) -> Any:
@@ -213,9 +279,7 @@ def _load_file(file: Path) -> Any:
 def _method(name: str) -> Method:
     _discover()
     if name not in _METHODS:
-        raise ValueError(
-            f"unknown method {name!r}{nearest(name, _METHODS)}? offcorr.available() lists them".replace("??", "?")
-        )
+        raise ValueError(f"unknown method {name!r}{nearest(name, _METHODS) or '.'} offcorr.available() lists them")
     return _METHODS[name]
 
 

@@ -13,7 +13,7 @@ Source: the paper's text, 2503.14286.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
@@ -33,8 +33,8 @@ class Tapered(gates.Gate):
     The multiplier is 1 where the reward is above 0, otherwise min(ratio, 1). Needs ``Batch.rewards``.
     """
 
-    surrogate: ClassVar[Any] = staticmethod(tapered)
-    detached: ClassVar = True
+    surrogate = staticmethod(tapered)
+    detached = True
 
 
 @register(
