@@ -1,4 +1,4 @@
-"""A user's own stage: every mistake is named when its class is defined, or, where that is too early, once it is made."""
+"""Tests of user-defined stages: every mistake is named when the class is defined, or else when it is instantiated."""
 
 from __future__ import annotations
 
