@@ -1,7 +1,7 @@
-"""Where the kernels run: on a CPU under Triton's interpreter (TRITON_INTERPRET=1), else on the GPU that there is.
+"""Runs the kernel tests on a CPU under Triton's interpreter (TRITON_INTERPRET=1), or on a GPU.
 
 Triton reads the variable when it is imported, so these tests have a process of their own (see the Makefile).  On a GPU
-they are the same: tensors and generators are made there unless they say otherwise.
+the tests are the same; tensors and generators are made there unless a device is given.
 """
 
 import pytest
@@ -17,7 +17,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    """The device that everything is made on."""
+    """The default device of tensors and generators."""
     if INTERPRETED:
         yield torch.device("cpu")
         return
