@@ -1,7 +1,7 @@
-"""Runs the kernel tests on a CPU under Triton's interpreter (TRITON_INTERPRET=1), or on a GPU.
+"""Where the kernels run: on a CPU under Triton's interpreter (TRITON_INTERPRET=1), else on the GPU that there is.
 
 Triton reads the variable when it is imported, so these tests have a process of their own (see the Makefile).  On a GPU
-the tests are the same; tensors and generators are made there unless a device is given.
+they are the same: tensors and generators are made there unless they say otherwise.
 """
 
 import pytest
@@ -17,7 +17,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    """The default device of tensors and generators."""
+    """The device that everything is made on."""
     if INTERPRETED:
         yield torch.device("cpu")
         return
