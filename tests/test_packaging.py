@@ -121,7 +121,7 @@ def test_console_script_answers_in_an_empty_environment(empty_environment: Path,
 
 
 def test_core_imports_nothing_heavy_where_it_could(tmp_path: Path) -> None:
-    """Importing the core must not import transformers and trl, which are installed in this environment."""
+    """In this environment transformers and trl are there; importing the core must not load them."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     report = json.loads(run(sys.executable, "-c", CORE_REPORT, cwd=tmp_path, env=environment))
     assert {"transformers", "trl"} <= set(report["importable"])
