@@ -30,9 +30,9 @@ class SignBounds(NamedTuple):
 
 def sign_capped(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
-    praised = ops.clamp(ratio, p.pos_low, p.pos_high)
-    blamed = ops.clamp(ratio, p.neg_low, p.neg_high)
-    gradient = ops.where(advantage > 0, praised, blamed) * advantage
+    for_positive = ops.clamp(ratio, p.pos_low, p.pos_high)
+    for_negative = ops.clamp(ratio, p.neg_low, p.neg_high)
+    gradient = ops.where(advantage > 0, for_positive, for_negative) * advantage
     return gradient * logp, gradient
 
 

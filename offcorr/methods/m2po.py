@@ -6,7 +6,9 @@ r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; A_t is the advant
 aggregation. The tokens with the largest log^2 r are dropped until the mean of log^2 r over the remaining ones is at
 most tau. There is one threshold for the global batch, found by an exact sort.
 
-Source: the paper's text, 2510.01161. The released code differs from the paper.
+Source: the paper's text, 2510.01161. The released code differs from the paper. AReaL differs too: it compares old_logp
+with rollout_logp instead of logp with old_logp, takes one threshold per micro-batch, and applies the mask to PPO's
+clipped surrogate.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from offcorr.stages.controllers import MomentBudget
     multiplier="r; the rejection drops the tokens with the largest log^2 r",
     paper="2510.01161",
     provenance="paper text",
-    notes="the released code differs from the paper; this is the paper's rule, over the global batch",
+    notes="the paper's rule, over the global batch; the released code differs; AReaL compares old_logp with rollout_logp, "
+    "per micro-batch, and keeps PPO's clip",
 )
 def m2po(tau: float = 0.04) -> Correction:
     """Surrogate r A on the tokens that are kept.
