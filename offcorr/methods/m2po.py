@@ -24,8 +24,8 @@ from offcorr.stages.controllers import MomentBudget
     multiplier="r; the rejection drops the tokens with the largest log^2 r",
     paper="2510.01161",
     provenance="paper text",
-    notes="the paper's rule, over the global batch; the released code differs; AReaL compares old_logp with rollout_logp, "
-    "per micro-batch, and keeps PPO's clip",
+    notes="the paper's rule, over the global batch; the released code differs; AReaL compares old_logp with "
+    "rollout_logp, per micro-batch, and keeps PPO's clip",
 )
 def m2po(tau: float = 0.04) -> Correction:
     """Surrogate r A on the tokens that are kept.
