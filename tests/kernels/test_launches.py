@@ -1,4 +1,4 @@
-"""Tests of a correction's launches, its other device operations and its host synchronisations, of which there are none."""
+"""How many kernels a correction launches, what else it asks of the device, and that it waits for nothing."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ NO_WORK = {"empty", "empty_like", "promote_types", "detach", "alias", "view", "s
 
 
 class Seen(Waits):
-    """Record of the device's work: launches of Triton kernels, and torch operations."""
+    """What happens on the device: Triton's launches, and torch's operations."""
 
     launches = 0
 
@@ -34,7 +34,7 @@ class Seen(Waits):
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Context that records launches and operations, except those of the interpreter inside a launch."""
+    """A context in which everything is ``Seen``; what the interpreter does inside a launch is not."""
     from triton.runtime import interpreter, jit
 
     kind = interpreter.InterpretedFunction if INTERPRETED else jit.JITFunction
@@ -59,7 +59,7 @@ def watch(monkeypatch):
 
 
 def known(name: str, batch: offcorr.Batch) -> offcorr.Correction:
-    """Returns a method whose batch-dependent stages are resolved."""
+    """A method that needs nothing more of the batch."""
     loss_fn = offcorr.get(name).with_max_length(32)
     loss_fn = loss_fn.resolve(loss_fn.statistics(batch))
     fill_caches(loss_fn, batch)
@@ -67,7 +67,7 @@ def known(name: str, batch: offcorr.Batch) -> offcorr.Correction:
 
 
 def fill_caches(loss_fn: offcorr.Correction, batch: offcorr.Batch) -> None:
-    """Fills the caches that a first call creates on the device."""
+    """What a first call makes on the device and keeps."""
     call = prepared(loss_fn, batch, 7.0)
     call.arguments(call.outputs())
 
@@ -80,15 +80,12 @@ def test_one_launch_and_nothing_else(name, watch):
         given = dataclasses.replace(batch, logp=batch.logp.clone().requires_grad_())
         with watch() as forward:
             out = loss_fn(given, denominator=7.0)
-        # torch computes asymre's baselines; the kernel does everything else
+        # asymre's baseline of each group is torch's; everything else is in the kernel
         assert forward.launches == 1 and not forward.waits
         assert name == "asymre" or not forward.asked
         with watch() as backward:
             out.loss.backward()
-        assert backward.launches == 0 and backward.asked == [
-            "ones_like",
-            "mul",
-        ]  # the gradient of 1 with which backward starts
+        assert backward.launches == 0 and backward.asked == ["ones_like", "mul"]  # the 1 that backward begins with
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
@@ -104,7 +101,7 @@ def test_a_batchs_own_tokens_are_counted_by_one_operation_more(name, watch):
 def test_controllers_wait_for_nothing(name, watch):
     loss_fn, batch = offcorr.get(name), padded(rows=4, width=5)
     known(name, batch)
-    loss_fn(batch)  # fills torch's caches
+    loss_fn(batch)  # by torch, whose caches are filled then
     with watch() as seen:
         loss_fn(batch)
     assert seen.launches == 1 and not seen.waits
@@ -140,7 +137,7 @@ def number(out_ptr, ticket_ptr):
 
 @pytest.fixture
 def backwards(monkeypatch):
-    """Runs the interpreter's programs from the last to the first; a GPU runs them in any order."""
+    """The interpreter's programs run from the last to the first; on a GPU, in whatever order it takes."""
     if INTERPRETED:
         from triton.runtime.interpreter import interpreter_builder as builder
 
