@@ -1,8 +1,8 @@
-"""Small wrong edits, each with the test that must notice it.  Fails if one survives.
+"""Mutation testing: small wrong edits, each with the test that must fail.  Exits with 1 if a mutation survives.
 
-    python tests/mutate.py [WORD ...]      # only the mutations whose description holds a word
+    python tests/mutate.py [WORD ...]      # only mutations whose description contains one of the words
 
-Works on a copy; the checkout is not touched.
+The edits are made in a copy; the checkout does not change.
 """
 
 from __future__ import annotations
@@ -434,7 +434,7 @@ def misplaced(mutations: Iterable[Mutation]) -> list[str]:
 
 
 def survives(mutation: Mutation) -> str | None:
-    """Why the mutation was not caught, or None if it was."""
+    """Returns the reason why the mutation was not caught, or None if it was."""
     source = (ROOT / mutation.file).read_text()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)

@@ -1,4 +1,4 @@
-"""A Qwen3 model small enough that a test builds it anew."""
+"""A Qwen3 model so small that every test can build its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def qwen3(vocab_size: int, **changes) -> Qwen3ForCausalLM:
-    """Two layers of width 16, always the same weights, far enough from 0 that the logits are no constant."""
+    """Returns a model of two layers of width 16 with fixed weights, large enough that the logits are not constant."""
     settings = {
         "vocab_size": vocab_size,
         "hidden_size": 16,
