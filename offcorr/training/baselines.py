@@ -107,7 +107,7 @@ def check_proportional(loss_fn: Correction) -> None:
     >>> import offcorr
     >>> check_proportional(offcorr.get("vcpo"))
     """
-    looking = [s for place, s in loss_fn.stages.items() if place != "gate" and "advantage" in s.asks_for]
+    looking = [s for place, s in loss_fn.stages.items() if place != "gate" and "advantage" in s.inputs]
     looking += [] if type(loss_fn.gate) in PROPORTIONAL_GATES else [loss_fn.gate]
     if looking:
         raise ValueError(
