@@ -236,7 +236,7 @@ LOSS = (
 )
 
 CONTROL = "offcorr/control/"
-"""Prefix of the numbers of resolved controllers, which are named by ``Controller.found``."""
+"""Prefix of the numbers of resolved controllers, which are named by ``Controller.logged``."""
 
 
 @dataclass(frozen=True)

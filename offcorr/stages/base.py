@@ -103,7 +103,7 @@ class Stage:
         return ()
 
     @property
-    def asks_for(self) -> frozenset[str]:
+    def inputs(self) -> frozenset[str]:
         """The inputs that the pointwise functions name."""
         return frozenset(name for part in self.PARTS for name in arguments(getattr(self, part))) - {"p"}
 
@@ -263,7 +263,7 @@ class Controller(Stage, kind="controller"):
         """The plain stage that the merged statistics of the optimizer batch make of it."""
         raise NotImplementedError
 
-    def found(self, resolved: Any) -> dict[str, Number]:
+    def logged(self, resolved: Any) -> dict[str, Number]:
         """Numbers of the resolved stage by name, logged under ``offcorr/control/``."""
         return {}
 
