@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := recipes,triton,deepspeed,dev
+EXTRAS := recipes,triton,deepspeed,docs,dev
 TRL_MIN := 1.9.2
 # The ends of the supported range; the version between them is in constraints.txt.
 TRITONS := 3.6.0 3.8.0
@@ -27,10 +27,11 @@ TRL_TESTS := $(wildcard tests/trl tests/rollout)
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv .venv-trl-min demo demo-short test test-all test-fast test-doc test-kernels test-trl-min mutate \
-        test-triton lint format docs clean
+        test-triton lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z.][a-z.-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@awk -F ':.*## ' '/^# -+ /{sub(/^# -+ /, ""); print "\n" $$0} \
+	    /^[a-z.-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # ---------------------------------------------------------------- environments
 
@@ -127,8 +128,14 @@ format: .venv  ## let ruff format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: .venv  ## write the generated tables anew
+docs: .venv  ## write the generated tables in docs/ anew
 	$(BIN)/python -m offcorr.cli docs
+
+docs-site: .venv  ## build the documentation site into site/; fails on an undocumented public name or a dead link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+
+docs-serve: .venv  ## the documentation site on a local port, rebuilt as the pages change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:  ## remove environments, builds and caches
 	rm -rf .venv .venv-trl-min $(TRITON_ENVS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
