@@ -7,12 +7,12 @@ multiplier is never 0 where its lower bound is above 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ops, ratios
-from offcorr.stages.base import check_number, check_order
+from offcorr.stages.checks import check_number, check_order
 
 
 class SignBounds(NamedTuple):
@@ -44,8 +44,8 @@ class SignCapped(gates.Gate):
     neg_low: float = 0.0
     neg_high: float = 101.0
 
-    surrogate: ClassVar[Any] = staticmethod(sign_capped)
-    detached: ClassVar = True
+    surrogate = staticmethod(sign_capped)
+    detached = True
 
     def __post_init__(self) -> None:
         for field in SignBounds._fields:

@@ -210,7 +210,7 @@ class _Plan:
 
 
 def _tiles_for(device: torch.device, dtype: torch.dtype, chunk: int | None) -> dict[str, Any]:
-    from offcorr.kernels.correction import chosen
+    from offcorr.kernels.dispatch import chosen
 
     on_gpu = device.type == "cuda"
     fused = chosen() == "triton" or (chosen() == "auto" and on_gpu)
