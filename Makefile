@@ -43,13 +43,13 @@ define install
 	$(1)/bin/python -m pip install --quiet -c $(2) --no-build-isolation --editable ".[$(EXTRAS)]" $(3)
 endef
 
-.venv: $(VENV)/installed  ## the environment everything below runs in (done once, pinned by constraints.txt)
+.venv: $(VENV)/installed  ## the environment that everything below runs in (made once, pinned by constraints.txt)
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(call install,$(VENV),constraints.txt)
 	@touch $@
 
-.venv-trl-min: .venv-trl-min/installed
+.venv-trl-min: .venv-trl-min/installed  ## the same with the oldest supported TRL
 
 # The oldest supported TRL, the same versions otherwise. It imports requests without asking for it.
 .venv-trl-min/installed: pyproject.toml constraints.txt
@@ -82,16 +82,16 @@ demo-short: .venv  ## the same, cut short
 
 test: test-doc test-kernels test-fast  ## the fast tests: at most ten minutes on two cores
 
-test-doc: .venv
+test-doc: .venv  ## the examples in docstrings and pages
 	$(PYTEST) -q --doctest-modules $(CORE) --doctest-glob='*.md' $(wildcard README.md docs/*.md)
 
 # In a process of its own: triton reads the variable once, when it is imported.
-test-kernels: .venv
+test-kernels: .venv  ## the kernels on a CPU, under Triton's interpreter
 ifneq ($(KERNEL_TESTS),)
 	TRITON_INTERPRET=1 $(PYTEST) -q -n $(WORKERS) -m "not slow" $(KERNEL_TESTS)
 endif
 
-test-fast: .venv
+test-fast: .venv  ## every other fast test
 	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --ignore=tests/kernels --durations=10
 
 test-all: test-doc test-trl-min test-triton mutate  ## everything: the slow tests and the oldest TRL too
@@ -138,5 +138,5 @@ docs-serve: .venv  ## the documentation site on a local port, rebuilt as the pag
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:  ## remove environments, builds and caches
-	rm -rf .venv .venv-trl-min $(TRITON_ENVS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-trl-min $(TRITON_ENVS) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

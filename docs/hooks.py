@@ -26,7 +26,18 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 BLOB = "https://github.com/offcorr/offcorr/blob/main/"
 PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-ORDER = ("offcorr", "offcorr.stages", "offcorr.metrics", "offcorr.testing", "offcorr.training", "offcorr.rollout")
+ORDER = (
+    "offcorr",
+    "offcorr.batch",
+    *(f"offcorr.stages.{name}" for name in ("ratios", "weights", "rejections", "gates", "controllers", "spans")),
+    "offcorr.stages",
+    "offcorr.metrics",
+    "offcorr.methods",
+    "offcorr.testing",
+    "offcorr.training",
+    "offcorr.trl",
+    "offcorr.rollout",
+)
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -43,6 +54,7 @@ class Symbol(NamedTuple):
 # ------------------------------------------------------------------------------------------ the package, parsed
 
 
+@functools.cache
 def modules(root: Path = ROOT) -> dict[str, Path]:
     """Every module of the package by its dotted name."""
     found = {}
@@ -171,8 +183,11 @@ def api_page(root: Path = ROOT) -> str:
                 continue
             symbol = find(module, name, root)
             shown = f"{_shown(module)}.{name}"
+            if isinstance(symbol.node, ast.Module) and exported(files[symbol.path]):
+                continue  # it has a section of its own
             if isinstance(symbol.node, ast.Module):
-                lines += [f"`{shown}`: {_first_paragraph(symbol.docstring)}", ""]
+                lines += [f"::: {symbol.path}", "    options:", f"      heading: {shown}"]
+                lines += [f"      toc_label: {name}", "      members: false", ""]
             elif symbol.path in seen:
                 lines += [f"`{shown}` is [`{symbol.path}`][{symbol.path}].", ""]
             else:
@@ -183,10 +198,9 @@ def api_page(root: Path = ROOT) -> str:
 
 
 def _place(module: str) -> tuple[int, str]:
-    """Order of the sections: that of ORDER, each package followed by its modules; the rest by name."""
-    packages = (module.split(".", 2)[:k] for k in (2, 1))
-    first = next((ORDER.index(name) for name in map(".".join, packages) if name in ORDER), len(ORDER))
-    return (len(ORDER) if first == 0 and module != "offcorr" else first), module
+    """The order of the sections: that of ORDER, each package followed by its modules; then the rest by name."""
+    known = [name for name in ORDER if module == name or (module.startswith(f"{name}.") and name != "offcorr")]
+    return ORDER.index(max(known, key=len)) if known else len(ORDER), module
 
 
 def _shown(module: str) -> str:
