@@ -314,9 +314,9 @@ class Tokens:
         old_logp = (batch.logp if batch.old_logp is None else batch.old_logp).detach()
         self.trainable: TokenMask = pointwise.trainable(mask, batch.logp.detach(), old_logp, advantages)
 
-        self.logp = self._select(batch.logp)
-        self.old_logp = self._select(old_logp)
-        self.advantages = self._select(advantages)
+        self.logp = torch.where(self.trainable, batch.logp.to(self.dtype), 0)
+        self.old_logp = torch.where(self.trainable, old_logp.to(self.dtype), 0)
+        self.advantages = torch.where(self.trainable, advantages, 0)
         self.scored: TokenMask = torch.zeros_like(mask)
         self.rollout_logp = self.old_logp
         if batch.rollout_logp is not None:
@@ -324,21 +324,14 @@ class Tokens:
             self.scored = self.trainable & pointwise.finite(reported)
             self.rollout_logp = torch.where(self.scored, reported.to(self.dtype), self.old_logp)
 
+        self.weight: PerToken | None = None
+        if batch.weight is not None:
+            weight = batch.weight.detach().to(self.dtype)
+            self.weight = torch.where(mask, repeat(weight, "b -> b 1") if weight.ndim == 1 else weight, 0)
+
+        self.mask: TokenMask = mask
         self.rows = Rows(mask, batch.turn_ids, self.dtype)
         self._log_ratios: dict[Mismatch, LogRatio] = {}
-
-    @property
-    def mask(self) -> TokenMask:
-        """The valid tokens."""
-        return self.rows.mask
-
-    @property
-    def weight(self) -> PerToken | None:
-        """``batch.weight`` at each token, 0 under the mask; None: 1."""
-        weight = self.batch.weight
-        if weight is None:
-            return None
-        return torch.where(self.mask, weight.detach().to(self.dtype).reshape(len(self.mask), -1), 0)
 
     @property
     def reward(self) -> PerToken | None:
@@ -364,6 +357,3 @@ class Tokens:
         if name == "position":
             return self.rows.position
         return self.reward if name == "reward" else self.advantages
-
-    def _select(self, values: Tensor) -> PerToken:
-        return torch.where(self.trainable, values.to(self.dtype), 0)

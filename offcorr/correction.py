@@ -317,7 +317,7 @@ def _reference(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> 
     weight = did.weight if tokens.weight is None else did.weight * tokens.weight
     scale = _row_scale(plan, tokens, did.kept, denominator) * weight
     loss, coefficient = -scale * gate.surrogate, -scale * gate.derivative
-    finite = tokens.trainable & pointwise.finite(loss) & pointwise.finite(coefficient)
+    finite = tokens.trainable & pointwise.finite(loss + coefficient)
     nonfinite = tokens.mask & ~finite
     if plan.strict and nonfinite.any():
         row, place = nonfinite.nonzero()[0].tolist()
@@ -325,7 +325,7 @@ def _reference(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> 
             f"{int(nonfinite.sum())} valid tokens gave no finite number to train on, the first at sequence "
             f"{row}, position {place}: logp {float(batch.padded().logp[row, place]):g}"
         )
-    loss, coefficient = (torch.where(finite, x, 0) for x in (loss, coefficient))
+    loss, coefficient = torch.where(finite, loss, 0), torch.where(finite, coefficient, 0)
     data = measures.mismatch(tokens) | measures.loss_metrics(
         tokens,
         held_back=gate.held_back,

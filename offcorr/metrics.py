@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
-from offcorr.shapes import Mismatch, PerToken, TokenMask
+from offcorr.shapes import PerToken, TokenMask
 from offcorr.stages import pointwise
 
 __all__ = ["Accumulator", "Count", "Gather", "Histogram", "LogSumExp", "Max", "Mean", "Metrics", "measure"]
@@ -339,11 +339,6 @@ def _merged_otherwise(
     return [(kind, torch.tensor(where, device=device)) for kind, where in places.items()]
 
 
-def series(prefix: str, metrics: tuple[Metric, ...], vectors: Mapping[str, Tensor]) -> dict[str, Accumulator]:
-    """The accumulators of a series from their vectors."""
-    return {prefix + metric.name: metric.kind(vectors[metric.name], metric.outputs) for metric in metrics}
-
-
 def measure(batch: Batch) -> Metrics:
     """The mismatch series of a batch, whatever the loss.
 
@@ -358,36 +353,39 @@ def measure(batch: Batch) -> Metrics:
 
 @torch.no_grad()
 def mismatch(tokens: Tokens) -> dict[str, Accumulator]:
-    """The mismatch series that the batch has the log-probs for."""
-    found: dict[str, Accumulator] = {}
-    for of in measured_pairs(tokens.batch):
-        pair = tokens.log_ratio(of)
-        found |= series(f"offcorr/{of}/", MISMATCH, _mismatch_vectors(pair.raw, pair.compared, tokens))
-    return found
-
-
-def measured_pairs(batch: Batch) -> list[Mismatch]:
-    """The pairs of policies whose mismatch is measured, in the order of the metrics."""
-    known: list[tuple[Mismatch, Any]] = [("engine", batch.rollout_logp), ("staleness", batch.old_logp)]
-    return [of for of, logp in known if logp is not None]
-
-
-def _mismatch_vectors(d: PerToken, seen: TokenMask, tokens: Tokens) -> dict[str, Tensor]:
-    """The vectors of one mismatch series; d is 0 where it does not count."""
-    d = d.double()
-    size, count = d.abs(), seen.sum(1)
-    present, total = count > 0, d.sum(1)
-    n = count.sum(dtype=torch.float64)
-    first = seen & (tokens.rows.position == 1)  # position stays 1 under the mask that follows; ``seen`` leaves that out
-    sums = {"abs_mean": size.sum(), "k1": -total.sum(), "k3": pointwise.nonnegative_kl(d).sum()}
+    """The mismatch series that the batch has the log-probs for, measured together."""
+    known = {"engine": tokens.batch.rollout_logp, "staleness": tokens.batch.old_logp}
+    measured: list[Any] = [of for of, logp in known.items() if logp is not None]
+    if not measured:
+        return {}
+    pairs = [tokens.log_ratio(of) for of in measured]
+    first = tokens.rows.position == 1
+    vectors = _mismatch_vectors(
+        torch.stack([pair.raw for pair in pairs]).double(), torch.stack([pair.compared for pair in pairs]), first
+    )
     return {
-        **{name: torch.stack([value, n]) for name, value in sums.items()},
-        "abs_max": size.amax().reshape(1) if size.numel() else size.new_zeros(1),
-        "abs_histogram": Histogram.of(size, seen),
-        "token": LogSumExp.of(d, seen),
-        "seq": LogSumExp.of(total, present),
-        "ppl_ratio": Mean.of((-total / count.clamp(min=1)).clamp(max=700).exp(), present),
-        "first_token": Mean.of(size, first),
+        f"offcorr/{of}/{metric.name}": metric.kind(vectors[metric.name][i], metric.outputs)
+        for i, of in enumerate(measured)
+        for metric in MISMATCH
+    }
+
+
+def _mismatch_vectors(d: Tensor, seen: Tensor, first: TokenMask) -> dict[str, Tensor]:
+    """The vectors [series, size] of log-ratios d [series, B, T], which are 0 where they do not count."""
+    size, count = d.abs(), seen.sum(2)
+    present, total = count > 0, d.sum(2)
+    n = count.sum(1, dtype=torch.float64)
+    return {
+        "abs_mean": torch.stack([size.sum((1, 2)), n], 1),
+        "abs_max": size.flatten(1).amax(1, keepdim=True) if size.numel() else size.new_zeros(len(size), 1),
+        "abs_histogram": Histogram.of(size, seen, 1),
+        "k1": torch.stack([-total.sum(1), n], 1),
+        "k3": torch.stack([pointwise.nonnegative_kl(d).sum((1, 2)), n], 1),
+        "token": LogSumExp.of(d, seen, 1),
+        "seq": LogSumExp.of(total, present, 1),
+        "ppl_ratio": Mean.of((-total / count.clamp(min=1)).clamp(max=700).exp(), present, 1),
+        # position stays 1 under the mask that follows the first token; ``seen`` leaves that out
+        "first_token": Mean.of(size, seen & first, 1),
     }
 
 
@@ -423,4 +421,4 @@ def loss_metrics(
     vectors = {name: torch.stack([total, n]) for name, total in shares.items()}
     vectors |= {"unscored": unscored.reshape(1), "nonfinite": counts[4].reshape(1)}
     vectors["skipped"] = torch.stack([torch.zeros_like(n), n.new_full((), len(mask))])
-    return series("offcorr/loss/", LOSS, vectors)
+    return {f"offcorr/loss/{metric.name}": metric.kind(vectors[metric.name], metric.outputs) for metric in LOSS}

@@ -24,8 +24,8 @@ class SignBounds(NamedTuple):
 
 def sign_capped(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
-    praised = ops.minimum(ops.maximum(ratio, p.pos_low), p.pos_high)
-    blamed = ops.minimum(ops.maximum(ratio, p.neg_low), p.neg_high)
+    praised = ops.clamp(ratio, p.pos_low, p.pos_high)
+    blamed = ops.clamp(ratio, p.neg_low, p.neg_high)
     gradient = ops.where(advantage > 0, praised, blamed) * advantage
     return gradient * logp, gradient
 

@@ -110,8 +110,8 @@ class Stage:
     def to_config(self) -> dict[str, Any]:
         """Plain data that makes the same stage; numbers on a device are read."""
         config: dict[str, Any] = {"name": self.name()}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            config[field.name] = plain(getattr(self, field.name))
+        if dataclasses.is_dataclass(self):  # a stage without options need not be one
+            config |= {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return config
 
 

@@ -97,7 +97,7 @@ class ClipBounds(NamedTuple):
 
 def clip(log_ratio: Any, advantage: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
-    inside = ops.minimum(ops.maximum(ratio, p.low), p.high)
+    inside = ops.clamp(ratio, p.low, p.high)
     surrogate = ops.minimum(ratio * advantage, inside * advantage)
     surrogate = ops.where(advantage < 0, ops.maximum(surrogate, p.dual * advantage), surrogate)
     blocked = ((advantage > 0) & (ratio > p.high)) | ((advantage < 0) & ((ratio < p.low) | (ratio > p.dual)))
@@ -139,7 +139,7 @@ class RatioBounds(NamedTuple):
 
 
 def detached_clip(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
-    gradient = ops.minimum(ops.maximum(ops.exp(log_ratio), p.low), p.high) * advantage
+    gradient = ops.clamp(ops.exp(log_ratio), p.low, p.high) * advantage
     return gradient * logp, gradient
 
 
@@ -214,7 +214,7 @@ def position_clip(log_ratio: Any, advantage: Any, position: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
     width = ops.exp(p.power * ops.log(ops.maximum(position, 1.0)))
     low, high, dual = ops.exp(-p.low * width), ops.exp(p.high * width), ops.exp(p.dual * width)
-    inside = ops.minimum(ops.maximum(ratio, low), high)
+    inside = ops.clamp(ratio, low, high)
     surrogate = ops.minimum(ratio * advantage, inside * advantage)
     surrogate = ops.where(advantage < 0, ops.maximum(surrogate, dual * advantage), surrogate)
     blocked = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & ((ratio < low) | (ratio > dual)))

@@ -34,9 +34,16 @@ def maximum(a: Tensor, b: Tensor | float) -> Tensor:
     return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
 
 
+def clamp(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """``x`` within [low, high]; NaN stays NaN."""
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        return minimum(maximum(x, low), high)
+    return x.clamp(low, high)
+
+
 def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
     """``a`` where the condition holds, else ``b``; one of them is a tensor."""
-    if not any(isinstance(x, Tensor) and x.ndim >= condition.ndim for x in (a, b)):
+    if getattr(a, "ndim", -1) < condition.ndim and getattr(b, "ndim", -1) < condition.ndim:
         # torch would answer in float32, or in the numbers' own precision, whatever the inputs'
         raise TypeError("ops.where of two plain numbers has no dtype; write ops.zeros_like(x) + number for one of them")
     return torch.where(condition, a, b)

@@ -20,12 +20,7 @@ def finite(x: Any) -> Any:
 
 def trainable(mask: Any, logp: Any, old_logp: Any, advantage: Any) -> Any:
     """Valid tokens whose log-probs and advantage are numbers; the others get log-ratio 0 and advantage 0."""
-    return mask & finite(logp) & finite(old_logp) & finite(advantage)
-
-
-def clamped(x: Any, limit: Any) -> Any:
-    """``x`` within +-``limit``."""
-    return ops.minimum(ops.maximum(x, -limit), limit)
+    return mask & finite(logp + old_logp + advantage)  # a sum is finite where all of its terms are
 
 
 def dropped_to_zero(multiplier: Any, kept: Any) -> Any:
@@ -41,8 +36,7 @@ def truncated(multiplier: Any, value: Any, kept: Any) -> Any:
 def held_back(derivative: Any, log_ratio: Any, slope: Any, advantage: Any) -> Any:
     """The share of the unclipped gradient, ratio * slope * |A|, that the gate removes; between 0 and 1."""
     unclipped = ops.exp(log_ratio) * slope * ops.abs(advantage)
-    share = 1 - ops.abs(derivative) / ops.where(unclipped > 0, unclipped, 1.0)
-    return ops.where(unclipped > 0, ops.minimum(ops.maximum(share, 0.0), 1.0), 0.0)
+    return ops.where(unclipped > 0, ops.clamp(1 - ops.abs(derivative) / unclipped, 0.0, 1.0), 0.0)
 
 
 def row_weight(count: Any, constant: Any, divides_by_count: Any) -> Any:

@@ -35,8 +35,12 @@ class Gated(NamedTuple):
 
 def carried(spec: Spec, tokens: Tokens) -> PerToken:
     """A stage's measure carried over its span, [B, T]."""
-    measured = call(spec.measure, tokens, spec)
-    return spans.carry(spec.span, torch.where(tokens.mask, measured, 0), tokens.rows, spec.params)
+    measured = torch.where(tokens.mask, call(spec.measure, tokens, spec), 0)
+    span = spans.SPANS[spec.span]
+    value = span(measured, tokens.rows, spec.params) if "p" in arguments(span) else span(measured, tokens.rows)
+    if value.shape != measured.shape:
+        raise ValueError(f"span {spec.span!r} returned {tuple(value.shape)}, expected {tuple(measured.shape)}")
+    return value
 
 
 def multiplied(specs: Iterable[Spec], tokens: Tokens) -> Multiplied:
@@ -45,7 +49,7 @@ def multiplied(specs: Iterable[Spec], tokens: Tokens) -> Multiplied:
     weight, truncated, vetoed = torch.ones_like(tokens.old_logp), none, none
     for spec in specs:
         value = carried(spec, tokens).clamp(-spec.limit, spec.limit)
-        multiplier, inside = pair(spec.rule, tokens, spec, value=value)
+        multiplier, inside = call(spec.rule, tokens, spec, pair=True, value=value)
         keeps = inside & tokens.mask
         weight = weight * pointwise.dropped_to_zero(multiplier, keeps)
         kept = kept & keeps
@@ -61,36 +65,32 @@ def gated(ratio: Spec | None, gate: GateSpec, tokens: Tokens) -> Gated:
     value, slope = torch.zeros_like(tokens.old_logp), torch.ones_like(tokens.old_logp)
     if ratio is not None:
         with torch.no_grad():
-            value, ratio_slope = pair(ratio.rule, tokens, ratio, value=carried(ratio, tokens))
+            value, ratio_slope = call(ratio.rule, tokens, ratio, pair=True, value=carried(ratio, tokens))
             value = value.clamp(-LOG_LIMIT, gate.log_limit)
             slope = slope if gate.detached else ratio_slope
     log_ratio = value
     if torch.is_grad_enabled() and not gate.detached:
         log_ratio = value + slope * (tokens.logp - tokens.logp.detach())
     # For a gate ``value`` is the log-ratio as a constant, and ``logp`` the policy that is trained.
-    surrogate, derivative = pair(gate.surrogate, tokens, gate, log_ratio=log_ratio, value=value, logp=tokens.logp)
+    surrogate, derivative = call(
+        gate.surrogate, tokens, gate, pair=True, log_ratio=log_ratio, value=value, logp=tokens.logp
+    )
     derivative = derivative * slope
     return Gated(surrogate, derivative, pointwise.held_back(derivative, value, slope, tokens.advantages))
 
 
-def call(function: Pointwise, tokens: Tokens, spec: Spec | GateSpec, **given: Any) -> Any:
-    """Call a stage's function with the inputs that its arguments name; ``given`` ones come first."""
-    return function(
-        *[
-            spec.params if name == "p" else given[name] if name in given else tokens.input(name, spec.mismatch)
-            for name in arguments(function)
-        ]
-    )
-
-
-def pair(function: Pointwise, tokens: Tokens, spec: Spec | GateSpec, **given: Any) -> tuple[PerToken, Any]:
-    """The two values of a rule or a surrogate.
+def call(function: Pointwise, tokens: Tokens, spec: Spec | GateSpec, pair: bool = False, **given: Any) -> Any:
+    """Call a stage's function with the inputs that its arguments name; ``given`` ones come first.
 
     Raises:
-        TypeError: the function returned something else than two values.
+        TypeError: a rule or a surrogate (``pair``) returned something else than two values.
     """
-    values = call(function, tokens, spec, **given)
-    if type(values) is not tuple or len(values) != 2:
+    inputs = []
+    for name in arguments(function):
+        known = spec.params if name == "p" else given.get(name)
+        inputs.append(tokens.input(name, spec.mismatch) if known is None else known)
+    values = function(*inputs)
+    if pair and (type(values) is not tuple or len(values) != 2):
         raise TypeError(f"{function.__qualname__} returned a {type(values).__name__}, expected a tuple of two values")
     return values
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -160,20 +159,6 @@ def check(name: str, owner: str) -> None:
     """Raise ValueError, in the name of ``owner``, for a span that is not known."""
     if name not in SPANS:
         raise ValueError(f"{owner}: span is {name!r}{nearest(name, SPANS)}, expected one of {sorted(SPANS)}")
-
-
-def carry(name: str, x: PerToken, rows: Rows, params: tuple[Any, ...]) -> PerToken:
-    """``x`` carried over the span ``name``."""
-    span = SPANS[name]
-    value = span(x, rows, params) if _takes_params(span) else span(x, rows)
-    if value.shape != x.shape:
-        raise ValueError(f"span {name!r} returned shape {tuple(value.shape)}, expected {tuple(x.shape)}")
-    return value
-
-
-@cache
-def _takes_params(span: Callable[..., PerToken]) -> bool:
-    return "p" in inspect.signature(span).parameters
 
 
 for _span in (

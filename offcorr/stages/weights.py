@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
 
 
 def clamped(value: Any, p: Any) -> Any:
-    return ops.minimum(ops.maximum(ops.exp(value), p.low), p.high), value == value
+    return ops.clamp(ops.exp(value), p.low, p.high), value == value
 
 
 def masked(value: Any, p: Any) -> Any:
