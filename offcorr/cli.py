@@ -27,8 +27,8 @@ def methods_table() -> Table:
     return [
         {
             "method": _names(method),
-            **_stages(method()),
             "multiplier c": method.multiplier,
+            **_stages(method()),
         }
         for method in catalogue()
     ]
