@@ -229,8 +229,15 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Make links that lead out of docs/ links to the repository."""
+    """Make links that lead out of docs/ links to the repository; show code that prints nothing without prompts."""
+    markdown = re.sub(r"(?<=^```python\n)((?:>>> |\.\.\. |\n).*?)(?=^```$)", _copyable, markdown, flags=re.M | re.S)
     return markdown if page.file.src_uri in PAGES else _links_from(f"docs/{page.file.src_uri}", markdown)
+
+
+def _copyable(block: re.Match[str]) -> str:
+    lines = block[1].rstrip("\n").split("\n")
+    prompted = all(line.startswith((">>> ", "... ")) or line in ("", "...") for line in lines)
+    return "".join(f"{line[4:]}\n" for line in lines) if prompted else block[1]
 
 
 def on_page_content(content: str, **_: Any) -> str:
