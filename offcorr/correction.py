@@ -203,7 +203,10 @@ class Correction:
 
     def plan(self, batch: Batch) -> Plan:
         """What it does with this batch, as data; its controllers must be resolved."""
-        return self._plans(batch.rollout_logp is not None)
+        engine_known = batch.rollout_logp is not None
+        if engine_known not in self._plans:
+            self._plans[engine_known] = Plan.of(self, engine_known)
+        return self._plans[engine_known]
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch with the fields that resolved controllers replace (rewards, weight)."""
@@ -240,8 +243,8 @@ class Correction:
         return [stage.prepare for stage in self.stages.values() if stage.prepare is not None]
 
     @functools.cached_property
-    def _plans(self) -> Any:
-        return functools.cache(lambda engine_known: Plan.of(self, engine_known))
+    def _plans(self) -> dict[bool, Plan]:
+        return {}
 
     def _check(self, batch: Batch, denominator: float | Tensor | None) -> None:
         for name in self.needs:
