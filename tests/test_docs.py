@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib.util
 import re
 import shutil
@@ -148,9 +149,19 @@ def test_what_users_import_is_public(hooks):
     assert {"offcorr", *stages, *packages} <= modules
 
 
+def test_docstrings_are_prepared_for_the_api_page():
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("docs_docstrings", ROOT / "docs" / "docstrings.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ran = doctest.testmod(module)
+    assert ran.attempted and not ran.failed
+
+
 @pytest.mark.slow
 def test_the_site_builds_strictly(tmp_path):
-    pytest.importorskip("mkdocs", reason="the site needs pip install -e .[docs]")
+    pytest.importorskip("mkdocs")
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", tmp_path / "site"],
         capture_output=True,
