@@ -100,6 +100,42 @@ def test_links_lead_somewhere(page):
             assert anchor in heading_anchors(file), f"{page.name} links to {target}#{anchor}"
 
 
+# ----------------------------------------------------------------------------------- names and files on the pages
+
+NOT_YET = {"offcorr/integrations/NAME.py"}
+CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which says what things were called before
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_files_on_the_pages_exist(page):
+    named = set(re.findall(r"`((?:offcorr|tests|recipes|benchmarks)/[\w./]*(?:\.\w+|/))`", page.read_text()))
+    for name in named - NOT_YET:
+        name = name.replace("NAME.py", "__init__.py")
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_names_on_the_pages_exist(page):
+    text = page.read_text()
+    modules = {"gates", "ratios", "weights", "rejections", "controllers", "spans", "ops", "testing", "metrics"}
+    for module, name in re.findall(r"(?<![\w/.])(\w+)\.([A-Za-z]\w*)", text):
+        if module in modules and name not in ("py", "md"):
+            assert hasattr(getattr(offcorr, module), name), f"{page.name} names {module}.{name}"
+    for name in re.findall(r"(?<![\w/.])offcorr\.(\w+)", text):
+        known = (
+            hasattr(offcorr, name) or (ROOT / "offcorr" / name).exists() or (ROOT / "offcorr" / f"{name}.py").exists()
+        )
+        assert known, f"{page.name} names offcorr.{name}"
+
+
+def test_stages_in_the_migration_tables_exist():
+    stages = {name for module in (offcorr.weights, offcorr.rejections) for name in module.__all__}
+    tables = (ROOT / "docs" / "migrating.md").read_text().partition("## The policy")[0]
+    first_cells = re.findall(r"^\|([^|]*)\|", tables, flags=re.M)
+    named = {name for cell in first_cells for name in re.findall(r"`([A-Z]\w+)", cell)}
+    assert {"Truncate", "Mask", "Geometric"} <= named <= stages
+
+
 # ------------------------------------------------------------------------------------------------ public names
 
 
