@@ -22,12 +22,10 @@ export DS_BUILD_OPS := 0
 
 PYTEST := $(BIN)/python -m pytest
 CORE := $(wildcard offcorr/[a-z]*.py) offcorr/methods offcorr/stages offcorr/kernels/correction.py offcorr/kernels/logprob/linear.py
-KERNEL_TESTS := $(wildcard tests/kernels)
-TRL_TESTS := $(wildcard tests/trl tests/rollout)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-trl-min demo demo-short test test-all test-fast test-doc test-kernels test-trl-min mutate \
-        test-triton lint format docs docs-site docs-serve clean
+.PHONY: help .venv .venv-trl-min demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min \
+        test-triton mutate lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^# -+ /{sub(/^# -+ /, ""); print "\n" $$0} \
@@ -80,33 +78,32 @@ demo-short: .venv  ## the same, cut short
 
 # ----------------------------------------------------------------------- tests
 
-test: test-doc test-kernels test-fast  ## the fast tests: at most ten minutes on two cores
+# --nothing-missing: here every package that some test needs is installed.
+ALL_TESTS := $(PYTEST) -q -n $(WORKERS) --dist loadfile --nothing-missing --durations=10
+CORE_TESTS := $(filter-out %/test_packaging.py %/test_docs.py,$(wildcard tests/test_*.py)) tests/methods tests/stages tests/training tests/extras
+
+test: test-doc test-fast  ## what continuous integration runs: at most ten minutes on two cores
+
+test-core: .venv  ## the core alone (stages, methods, metrics, training), fewer random draws: under a minute
+	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 20 $(CORE_TESTS)
 
 test-doc: .venv  ## the examples in docstrings and pages
 	$(PYTEST) -q --doctest-modules $(CORE) --doctest-glob='*.md' $(wildcard README.md docs/*.md)
 
-# In a process of its own: triton reads the variable once, when it is imported.
-test-kernels: .venv  ## the kernels on a CPU, under Triton's interpreter
-ifneq ($(KERNEL_TESTS),)
-	TRITON_INTERPRET=1 $(PYTEST) -q -n $(WORKERS) -m "not slow" $(KERNEL_TESTS)
-endif
+test-kernels: .venv  ## the kernels alone: on the GPU that there is, else under Triton's interpreter
+	$(PYTEST) -q -n $(WORKERS) -m "not slow" tests/kernels
 
-test-fast: .venv  ## every other fast test
-	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --ignore=tests/kernels --durations=10
+test-fast: .venv  ## every test but the slow ones
+	$(ALL_TESTS) -m "not slow"
 
-test-all: test-doc test-trl-min test-triton mutate  ## everything: the slow tests and the oldest TRL too
-ifneq ($(KERNEL_TESTS),)
-	TRITON_INTERPRET=1 $(PYTEST) -q -n $(WORKERS) $(KERNEL_TESTS)
-endif
-	$(PYTEST) -q -n $(WORKERS) --dist loadfile --ignore=tests/kernels --durations=10
+test-all: test-doc test-trl-min test-triton mutate  ## everything: the slow tests, the oldest TRL, other versions of triton
+	$(ALL_TESTS)
 
 mutate: .venv  ## small wrong edits, each of which a test must notice
 	$(BIN)/python tests/mutate.py --trust
 
 test-trl-min: .venv-trl-min  ## the TRL and rollout tests on the oldest supported TRL
-ifneq ($(TRL_TESTS),)
-	.venv-trl-min/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" $(TRL_TESTS)
-endif
+	.venv-trl-min/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --nothing-missing -m "not slow" tests/trl tests/rollout
 
 # Every pointwise part and one composition for each kind of span, interpreted and compiled ahead of time.
 test-triton: $(TRITONS:%=test-triton-%)  ## the kernels on the oldest and newest supported triton
@@ -114,8 +111,8 @@ test-triton: $(TRITONS:%=test-triton-%)  ## the kernels on the oldest and newest
 TRITON_SELECTION := rebinding or odd_sizes or error_budget or every_span or whichever or controllers or a_composition_compiles
 
 test-triton-%: .venv-triton-%/installed
-	TRITON_INTERPRET=1 .venv-triton-$*/bin/python -m pytest -q -n $(WORKERS) -m "not slow" \
-	    -k "$(TRITON_SELECTION)" $(KERNEL_TESTS)
+	.venv-triton-$*/bin/python -m pytest -q -n $(WORKERS) -m "not slow" \
+	    -k "$(TRITON_SELECTION)" tests/kernels
 
 # -------------------------------------------------------------------- upkeep
 

@@ -11,7 +11,7 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from offcorr.shapes import Mismatch, PerSequence, PerToken, Scalar, TokenIndex, TokenMask
+from offcorr.shapes import BoolScalar, Mismatch, PerSequence, PerToken, TokenIndex, TokenMask
 from offcorr.stages import pointwise
 
 __all__ = ["Batch", "LOG_LIMIT", "LogRatio", "Rows", "Tokens"]
@@ -236,7 +236,7 @@ class Batch:
         return torch.where(inside, repeat(ends[:-1], "s -> s 1") + place, 0), inside
 
 
-def rises_to(tokens: int, ends: Tensor) -> Scalar:
+def rises_to(tokens: int, ends: Tensor) -> BoolScalar:
     """Whether ``ends`` [S + 1] goes from 0 to ``tokens`` and never falls: a bool on its device."""
     return (ends[0] == 0) & (ends[-1] == tokens) & (ends.diff() >= 0).all()
 

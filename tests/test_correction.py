@@ -1,4 +1,4 @@
-"""``Correction`` beside its methods: external weights, sums without a denominator, statistics over ranks, couplings."""
+"""Tests of ``Correction``: external weights, sums without a denominator, statistics over ranks, couplings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_length(name, **options):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_weight_multiplies_the_loss_term(name):
-    """Not the advantage: for gates that are not proportional to it that would be another gradient."""
+    """It does not multiply the advantage, which gives another gradient where the gate is not proportional to it."""
     batch, loss_fn = testing.example(), with_length(name)
     plain = loss_fn(batch)
     draw = torch.Generator().manual_seed(1)
@@ -103,13 +103,13 @@ def _tensors(statistics):
 
 @pytest.mark.parametrize("name, loss_fn", coupled(), ids=lambda value: value if isinstance(value, str) else "")
 def test_statistics_travel_as_tensors(name, loss_fn):
-    """Ranks with different numbers of sequences; only tensors of one length for all are gathered."""
+    """Ranks have different numbers of sequences, but every gathered tensor has the same length on all ranks."""
     batch = testing.example()
     parts = [loss_fn.statistics(batch.rows(rows)) for rows in (slice(0, 1), slice(1, 4), slice(4, 7))]
     calls = []
 
     def gather(vector):
-        """As a collective: every rank's tensor of this call."""
+        """Imitates a collective: returns the tensors that all ranks pass in this call."""
         number = len(calls)
         calls.append(vector.dtype)
         columns = [list(_tensors(part))[number // 2] for part in parts]

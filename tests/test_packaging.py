@@ -1,4 +1,4 @@
-"""The wheel as a stranger gets it: complete, light, and free of the machine it was built on."""
+"""Tests of the wheel: complete, few dependencies, and nothing of the machine on which it was built."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def run(*command: str | Path, **options) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for tool in ("build", "hatchling"):
+        pytest.importorskip(tool)
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT)
     (built,) = folder.glob("*.whl")
@@ -60,7 +62,7 @@ def requirements(wheel: Path) -> list[Requirement]:
 
 
 def closure(wanted: list[Requirement]) -> set[str]:
-    """Names of the distributions that `wanted` (without extras) needs, as installed here."""
+    """Returns the names of the installed distributions that `wanted` (without extras) requires."""
     names: set[str] = set()
     queue = [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
     while queue:
@@ -75,9 +77,9 @@ def closure(wanted: list[Requirement]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def empty_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the wheel and the core's dependencies, and nothing else.
+    """A new environment with only the wheel and the dependencies of the core.
 
-    The dependencies are linked in from this environment: torch is too large to install for a test.
+    The dependencies are linked from this environment, because torch is too large to install for a test.
     """
     environment = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", environment)
@@ -134,7 +136,9 @@ def test_console_script_answers_in_an_empty_environment(empty_environment: Path,
 
 
 def test_core_imports_nothing_heavy_where_it_could(tmp_path: Path) -> None:
-    """In this environment transformers and trl are there; importing the core must not load them."""
+    """Where transformers and trl are installed, importing the core must not load them."""
+    for name in ("transformers", "trl"):
+        pytest.importorskip(name)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     report = json.loads(run(sys.executable, "-c", CORE_REPORT, cwd=tmp_path, env=environment))
     assert {"transformers", "trl"} <= set(report["importable"])
@@ -145,7 +149,7 @@ def test_constraints_pin_what_the_project_asks_for(wheel: Path) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     pins = {canonicalize_name(name): version for name, version in pins.items()}
-    # A local version (2.13.0+cpu) exists on some machines' indexes only.
+    # A local version (2.13.0+cpu) exists on some package indexes only.
     assert not [version for version in pins.values() if "+" in version]
     for requirement in requirements(wheel):
         name = canonicalize_name(requirement.name)

@@ -20,7 +20,8 @@ from offcorr.kernels import spans
 from offcorr.kernels.metrics import entry_size
 from offcorr.kernels.rebind import NotFused, for_triton
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.stages.base import Plan, arguments
+from offcorr.stages.base import GateSpec, Plan, arguments
+from offcorr.stages.spans import SPANS
 
 INPUTS = ("log_ratio", "raw_log_ratio", "value", "logp", "anchor_logp", "advantage", "position", "reward")
 """The inputs of pointwise functions, in the order of ``correction.inputs_of``."""
@@ -187,7 +188,7 @@ def composition(plan: Plan, batch: Batch, *, z_on_device: bool, split: bool) -> 
     known = _known.get(key)
     if known is None:
         for spec in specs:
-            if spec.span not in spans.TWINS:  # not remembered, since it may be registered later
+            if SPANS[spec.span] not in spans.TWINS:  # not remembered, since it may be registered later
                 raise NotFused(f"the span {spec.span!r} has no Triton twin")
         try:
             known = _compose(*key)
@@ -218,12 +219,15 @@ def _on(device: torch.device, number: Any) -> bool:
 
 
 def _without_numbers(spec: Any, device: torch.device) -> Any:
-    """A spec with the type of its params, and which of them are on the device, in their place."""
-    return spec._replace(params=(type(spec.params), tuple([_on(device, number) for number in spec.params])))
+    """A spec with (type, which of them are on the device) for its params, and the torch function for its span."""
+    params = (type(spec.params), tuple([_on(device, number) for number in spec.params]))
+    if isinstance(spec, GateSpec):
+        return spec._replace(params=params)
+    return spec._replace(params=params, span=SPANS[spec.span])
 
 
 def _may_be_split(span: str) -> bool:
-    twin = spans.TWINS.get(span)
+    twin = spans.TWINS.get(SPANS[span])
     return not isinstance(twin, spans.Running) or twin.carry is not None
 
 
@@ -265,7 +269,7 @@ def _stage(spec: Any, slot: int, turn: int, split: bool, counts_as: str) -> Stag
     kind = twin if isinstance(twin, str) else type(twin).__name__.lower()
     reduction = twin if isinstance(twin, spans.Reduction) else _NONE
     if split and isinstance(twin, spans.Running):
-        reduction = spans.TWINS[twin.carry]  # type: ignore[assignment, index]
+        reduction = spans.TWINS[SPANS[twin.carry]]  # type: ignore[assignment, index]
     if (reduction.first or kind == "turn") and "position" in arguments(spec.measure):
         raise NotFused("a measure asks for a token's position before its row has been read")
     return Stage(

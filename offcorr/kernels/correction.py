@@ -26,7 +26,6 @@ SIZES = ["tokens", "rows", "parts", "part_length", "group"]
 
 trainable = for_triton(pointwise.trainable)
 finite = for_triton(pointwise.finite)
-clamped = for_triton(pointwise.clamped)
 dropped_to_zero = for_triton(pointwise.dropped_to_zero)
 truncated_by = for_triton(pointwise.truncated)
 held_back_by = for_triton(pointwise.held_back)
@@ -155,7 +154,7 @@ def read_number(number, ON_DEVICE: tl.constexpr):
 @triton.jit
 def read_params(STAGE: tl.constexpr, params):
     """The numbers of a stage, those on the device loaded: a plain tuple, since triton 3.6 drops the names of a
-    NamedTuple that is added to a tuple (``call`` gives them back)."""
+    NamedTuple that is added to a tuple (``named`` gives them back)."""
     numbers = ()
     for k in tl.static_range(len(STAGE.on_device)):
         numbers = numbers + (read_number(params[k], STAGE.on_device[k]),)
@@ -163,12 +162,12 @@ def read_params(STAGE: tl.constexpr, params):
 
 
 @triton.jit
-def read_all_params(params, PLAN: tl.constexpr):
+def read_all_params(all_params, PLAN: tl.constexpr):
     """The numbers of every stage, then those of the gate."""
     numbers = ()
     for k in tl.static_range(len(PLAN.stages)):
-        numbers = numbers + (read_params(PLAN.stages[k], params[k]),)
-    return numbers + (read_params(PLAN.gate, params[len(PLAN.stages)]),)
+        numbers = numbers + (read_params(PLAN.stages[k], all_params[k]),)
+    return numbers + (read_params(PLAN.gate, all_params[len(PLAN.stages)]),)
 
 
 # -- one stage -----------------------------------------------------------------------------------------------
@@ -181,6 +180,15 @@ def put(items, K: tl.constexpr, item):
 
 
 @triton.jit
+def named(STAGE: tl.constexpr, numbers):
+    """The numbers of a stage in their NamedTuple, as its functions see them."""
+    if len(STAGE.on_device) > 0:
+        return STAGE.params(*numbers)
+    else:
+        return numbers
+
+
+@triton.jit
 def call(PART: tl.constexpr, inputs, STAGE: tl.constexpr, numbers):
     """Calls a pointwise function with the inputs that its arguments name."""
     before = ()
@@ -190,7 +198,7 @@ def call(PART: tl.constexpr, inputs, STAGE: tl.constexpr, numbers):
         after = ()
         for k in tl.static_range(len(PART.after)):
             after = after + (inputs[PART.after[k]],)
-        return PART.function(*before, STAGE.params(*numbers), *after)
+        return PART.function(*before, named(STAGE, numbers), *after)
     else:
         return PART.function(*before)
 
@@ -201,7 +209,7 @@ def inputs_of(STAGE: tl.constexpr, block, position, value):
     logp = block.policies[STAGE.first]
     anchor_logp = block.policies[STAGE.second]
     raw = logp - anchor_logp
-    return clamped(raw, LOG_LIMIT), raw, value, logp, anchor_logp, block.advantage, position, block.reward
+    return ops.clamp(raw, -LOG_LIMIT, LOG_LIMIT), raw, value, logp, anchor_logp, block.advantage, position, block.reward
 
 
 @triton.jit
@@ -224,9 +232,9 @@ def carried(STAGE: tl.constexpr, block, position, of_row, carry, means_ptr, numb
         value = measure(STAGE, block, position, numbers)
     if STAGE.kind == "running":
         x = measure(STAGE, block, position, numbers)
-        value, carry = STAGE.twin.step(x, block.mask, position, carry, STAGE.params(*numbers))
+        value, carry = STAGE.twin.step(x, block.mask, position, carry, named(STAGE, numbers))
     if STAGE.limited:
-        value = clamped(value, STAGE.limit)
+        value = ops.clamp(value, -STAGE.limit, STAGE.limit)
     return value, carry
 
 
@@ -327,7 +335,7 @@ def first_pass(fields, scratch, row, tokens, numbers, PLAN: tl.constexpr, BLOCK:
         for k in tl.static_range(len(PLAN.stages)):
             if len(PLAN.stages[k].reduction.first) > 0:
                 x = measure(PLAN.stages[k], block, 0.0, numbers[k])
-                state = PLAN.stages[k].reduction.step(states[k], x, block.mask, PLAN.stages[k].params(*numbers[k]))
+                state = PLAN.stages[k].reduction.step(states[k], x, block.mask, named(PLAN.stages[k], numbers[k]))
                 states = put(states, k, state)
             if PLAN.stages[k].kind == "turn":
                 x = measure(PLAN.stages[k], block, 0.0, numbers[k])
@@ -344,7 +352,7 @@ def first_pass(fields, scratch, row, tokens, numbers, PLAN: tl.constexpr, BLOCK:
 @triton.jit
 def fold(STAGE: tl.constexpr, state, numbers):
     if len(STAGE.reduction.first) > 0:
-        return STAGE.reduction.fold(state, STAGE.params(*numbers))
+        return STAGE.reduction.fold(state, named(STAGE, numbers))
     else:
         return state
 
@@ -353,7 +361,7 @@ def fold(STAGE: tl.constexpr, state, numbers):
 def of_row(STAGE: tl.constexpr, folded, count, numbers):
     """The value of a reduction, 0 for other spans."""
     if STAGE.kind == "reduction":
-        return STAGE.reduction.end(folded, count, STAGE.params(*numbers))
+        return STAGE.reduction.end(folded, count, named(STAGE, numbers))
     else:
         return tl.full([], 0.0, tl.float32)
 
@@ -376,7 +384,7 @@ def summary(
     scratch,
     outputs,
     tables,
-    params,
+    all_params,
     row_weight,
     z,
     width,
@@ -395,7 +403,7 @@ def summary(
     entry = tl.program_id(0)
     stride = (rows * parts).to(tl.int64)
     row = read_row(fields, width, entry // parts, entry % parts, part_length, PLAN)
-    numbers = read_all_params(params, PLAN)
+    numbers = read_all_params(all_params, PLAN)
     count, folded, runs, turns = first_pass(fields, scratch, row, tokens, numbers, PLAN, BLOCK)
     own_ptr = scratch.summary + entry
     tl.store(own_ptr, count)
@@ -466,7 +474,9 @@ def whole_row(fields, scratch, row, tokens, numbers, PLAN: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def join_runs(fields, scratch, row, tokens, runs, turns_before, parts, part_length, runs_ptr, entries, PLAN: tl.constexpr):
+def join_runs(
+    fields, scratch, row, tokens, runs, turns_before, parts, part_length, runs_ptr, entries, PLAN: tl.constexpr
+):
     """The mean of each of this program's runs over its turn, which other runs may belong to."""
     if PLAN.split:
         turns_ptr = runs_ptr + entries if fields.turn_ids is None else None
@@ -505,7 +515,7 @@ def correction(
     scratch,
     outputs,
     tables,
-    params,
+    all_params,
     row_weight,
     z,
     width,
@@ -521,7 +531,8 @@ def correction(
 
     Args:
         fields, scratch, outputs, tables: ``Fields``, ``Scratch``, ``Outputs``, ``Tables``.
-        params: the numbers of every stage, then of the gate, in their NamedTuples.
+        all_params: the numbers of every stage, then of the gate, in their NamedTuples (Triton's launcher has a
+            variable ``params`` of its own).
         row_weight: the weight of a row's sum, but for any division by its count.
         z: what the loss is divided by, a float or (``PLAN.z_on_device``) a pointer.
         width: of a padded batch.
@@ -533,7 +544,7 @@ def correction(
     entries = rows * parts
     number = entry % parts
     row = read_row(fields, width, entry // parts, number, part_length, PLAN)
-    numbers = read_all_params(params, PLAN)
+    numbers = read_all_params(all_params, PLAN)
     if PLAN.split:
         stride = entries.to(tl.int64)
         parts_ptr = scratch.summary + (entry // parts).to(tl.int64) * parts
@@ -587,14 +598,12 @@ def correction(
             own_means_ptr = None
             if PLAN.stages[k].kind == "turn":
                 own_means_ptr = means_ptr + PLAN.stages[k].turn * tokens.to(tl.int64)
-            value, carry = carried(
-                PLAN.stages[k], block, position, of_rows[k], carries[k], own_means_ptr, numbers[k]
-            )
+            value, carry = carried(PLAN.stages[k], block, position, of_rows[k], carries[k], own_means_ptr, numbers[k])
             carries = put(carries, k, carry)
             inputs = inputs_of(PLAN.stages[k], block, position, value)
             if PLAN.stages[k].counts_as == "ratio":
                 log_ratio, slope = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
-                log_ratio = ops.minimum(ops.maximum(log_ratio, -LOG_LIMIT), PLAN.gate.log_limit)
+                log_ratio = ops.clamp(log_ratio, -LOG_LIMIT, PLAN.gate.log_limit)
             else:
                 multiplier, accepted = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
                 accepted = accepted & block.mask
@@ -616,7 +625,7 @@ def correction(
         of_token = scale * weight / total_weight
         loss = -of_token * surrogate
         coefficient = -of_token * derivative
-        good = block.trainable & finite(loss) & finite(coefficient)
+        good = block.trainable & finite(loss + coefficient)
         loss = tl.where(good, loss, 0.0)
         coefficient = tl.where(good, coefficient, 0.0)
         tl.store(outputs.coefficient + row.start + index, coefficient, mask=inside)

@@ -114,9 +114,8 @@ class Launch:
         grid = (self.entries, 1, 1)
         constants = {"PLAN": self.composition, "BLOCK": self.block, **self.options}
         try:
-            if self.composition.split:
-                kernels.summary[grid](*arguments, **constants)
-            kernels.correction[grid](*arguments, **constants)
+            for kernel in self.kernels:
+                kernel[grid](*arguments, **constants)
         except BaseException as error:
             _tickets.cache_clear()  # the interpreter may have stopped half-way
             if not isinstance(error, TritonError):
@@ -137,6 +136,11 @@ class Launch:
             DIVIDES=self.composition.divides_by == "kept",
             BLOCK=self.block,
         )
+
+    @property
+    def kernels(self) -> tuple[Any, ...]:
+        """In the order of their launches."""
+        return (kernels.summary, kernels.correction) if self.composition.split else (kernels.correction,)
 
     @property
     def layout(self) -> Layout:

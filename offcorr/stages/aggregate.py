@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from offcorr.shapes import PerSequence, Scalar
+from offcorr.shapes import IntScalar, PerSequence, Scalar
 from offcorr.stages.checks import nearest
 
 __all__ = ["AGGREGATIONS", "Aggregation"]
@@ -68,7 +68,7 @@ def row_constant(name: str, max_length: int | None, width: int) -> float:
     return 1.0 / (max_length or max(width, 1))
 
 
-def own_total(name: str, count: PerSequence, sequences: Scalar | int) -> Scalar | float:
+def own_total(name: str, count: PerSequence, sequences: Scalar | IntScalar | int) -> Scalar | IntScalar | float:
     """Z of a batch by itself, at least 1."""
     unit = AGGREGATIONS[name].unit
     if unit == "none":

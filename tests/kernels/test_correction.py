@@ -94,7 +94,7 @@ def test_every_span_over_many_blocks(span, monkeypatch):
 
 
 def test_the_same_spans_on_both_sides():
-    assert twins.TWINS.keys() == spans.SPANS.keys()
+    assert twins.TWINS.keys() == set(spans.SPANS.values())
 
 
 # -- rows that several programs share ------------------------------------------------------------------------
@@ -196,10 +196,10 @@ def test_compositions_at_random(seed, monkeypatch):
     pick = random.Random(seed).choice
     for name, values in {"BLOCK": (16, 32), "PART": (16, 16, 4096), "FILL": (5, 40), "ALONE": (1, 4, 300)}.items():
         monkeypatch.setattr(launch, name, pick(values))
-    levels, spans = ("token", "turn", "prefix", "geometric", "sequence"), sorted(spans.SPANS)
+    levels = ("token", "turn", "prefix", "geometric", "sequence")
     number = pick((torch.tensor, float))
     loss_fn = offcorr.Correction(
-        _Spanned(over=pick(spans)),
+        _Spanned(over=pick(sorted(spans.SPANS))),
         pick((gates.Unclipped(), gates.PositionClip(0.2, 0.3), gates.DetachedClip(number(1.5)))),
         pick((None, weights.Truncate(number(1.2), level=pick(levels)), weights.SelfNormalise(over="group"))),
         (
@@ -302,7 +302,8 @@ def test_moments_of_ratios_that_are_all_tiny():
 def test_aggregations_and_denominators(aggregate):
     length = {"max_length": 50} if AGGREGATIONS[aggregate].constant_length else {}
     loss_fn = offcorr.get("cispo", aggregate=aggregate, **length)
-    for denominator in (None, 37, torch.tensor(12.5), torch.tensor([9])):
+    given = (37, torch.tensor(12.5), torch.tensor([9])) if AGGREGATIONS[aggregate].unit != "none" else ()
+    for denominator in (None, *given):
         within_budget(loss_fn, padded(), denominator=denominator)
 
 
@@ -315,14 +316,6 @@ def test_rejected_tokens_may_leave_the_denominator(aggregate):
     out = within_budget(loss_fn, batch)
     within_budget(loss_fn, packed(batch, [65, 0, 33, 9]))
     assert 0 < out.metrics.compute()["offcorr/loss/kept"] < 1
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATIONS)
-def test_a_row_weight_is_divided_by_the_count_or_does_not_see_it(aggregate):
-    count = torch.tensor([0.0, 1.0, 2.0, 7.0])
-    weight = AGGREGATIONS[aggregate].row_weight(count, 50.0)
-    divisor = count.clamp(min=1) if compose.DIVIDES_BY_COUNT[aggregate] else torch.ones(4)
-    torch.testing.assert_close(weight, weight[1] / divisor)
 
 
 def test_constant_length_left_out_warns_and_takes_the_width():
@@ -380,7 +373,7 @@ def test_a_gate_of_ones_own_runs_fused_and_its_numbers_recompile_nothing():
     for lean in (0.5, 1, 2.0):
         loss_fn = offcorr.Correction(gate=_Leaning(lean))
         within_budget(loss_fn, padded())
-        composition.add(compose.compose(loss_fn, padded(), z_on_device=True))
+        composition.add(prepared(loss_fn, padded()).composition)
     assert len(composition) == 1
 
 
@@ -395,18 +388,14 @@ def falls_back(loss_fn, batch, match):
         run(loss_fn, batch, "triton")  # said once
 
 
-def gated(surrogate: Any, params: Any = ()) -> offcorr.Correction:
-    """A correction with a pointwise part of one's own, which takes no ratio."""
+def gated(function: Any) -> offcorr.Correction:
+    """A correction with a surrogate of one's own, which takes no ratio."""
 
     @dataclass(frozen=True)
     class _Own(gates.Gate):
         detached, uses_ratio = True, False
+        surrogate = staticmethod(function)
 
-        @property
-        def params(self) -> Any:
-            return params
-
-    _Own.surrogate = staticmethod(surrogate)
     return offcorr.Correction(None, _Own())
 
 
@@ -472,28 +461,6 @@ def test_a_function_that_triton_refuses_runs_on_the_reference():
     falls_back(gated(lambda logp, advantage: (advantage * logp, advantage)), batch, "is no def of its own")
 
 
-class Factor(NamedTuple):
-    factor: Any
-
-
-def scaled_first(logp, advantage, p):
-    gradient = advantage if p[0] == "none" else p[0] * advantage
-    return gradient * logp, gradient
-
-
-@pytest.mark.parametrize(
-    "params, match",
-    [
-        ((2.0,), "params is a tuple, expected a NamedTuple"),
-        (Factor("none"), "Factor.factor is 'none', expected a number"),
-        (Factor(torch.tensor([[1.0], [2.0]])), r"Factor.factor has shape \(2, 1\), expected a number"),
-    ],
-    ids=["tuple", "word", "several"],
-)
-def test_parameters_that_are_no_numbers_run_on_the_reference(params, match):
-    falls_back(gated(scaled_first, params), padded(rows=2, width=9), match)
-
-
 @pytest.mark.parametrize("of", ["staleness", "engine", "total"])
 @pytest.mark.parametrize(
     "rejection",
@@ -510,7 +477,9 @@ def test_parameters_that_are_no_numbers_run_on_the_reference(params, match):
 def test_every_pair_of_policies(rejection, of):
     """A stage sees the two policies that it compares, whatever the ratio compares."""
     batch = padded(rows=6, width=17, seed=2)
-    kept = within_budget(offcorr.get("ppo", reject=rejection(mismatch=of)), batch).metrics.compute()["offcorr/loss/kept"]
+    kept = within_budget(offcorr.get("ppo", reject=rejection(mismatch=of)), batch).metrics.compute()[
+        "offcorr/loss/kept"
+    ]
     assert 0 < kept < 1
 
 
@@ -527,25 +496,6 @@ def test_self_normalised_weights(over):
     batch = padded(rows=5)
     within_budget(loss_fn, batch)
     within_budget(loss_fn, packed(batch, [65, 0, 9, 33, 1]), denominator=torch.tensor(40.0))
-
-
-def test_a_station_with_a_call_of_its_own_runs_on_the_reference():
-    @dataclass(frozen=True)
-    class _Halved(weights.Truncate):
-        def __call__(self, tokens):
-            one = super().__call__(tokens)
-            return one._replace(weight=one.weight / 2)
-
-    falls_back(offcorr.get("ppo", weight=_Halved(2.0)), padded(), "has a __call__")
-
-
-def test_a_gate_that_changes_tokens_runs_on_the_reference():
-    @dataclass(frozen=True)
-    class _Doubling(gates.ScoreFunction):
-        def inputs(self, tokens, inputs):
-            return inputs | {"advantage": 2 * tokens.advantages}
-
-    falls_back(offcorr.Correction(None, _Doubling()), padded(), "which is per token")
 
 
 def test_the_choice():
@@ -570,4 +520,4 @@ def test_what_is_not_a_number_is_not_trained_on():
         surrogate = staticmethod(not_a_number_below)
 
     out = within_budget(offcorr.Correction(gate=_NotANumber()), padded(rows=2, width=9))
-    assert out.metrics.data["offcorr/loss/nonfinite"] > 0
+    assert out.metrics.data["offcorr/loss/nonfinite"].vector > 0

@@ -1,4 +1,4 @@
-"""Every pointwise part of every stage, as it stands, runs in Triton and agrees with torch."""
+"""Tests that the pointwise functions of every stage run unchanged in Triton and agree with torch."""
 
 import importlib.util
 import textwrap
@@ -26,7 +26,7 @@ def parts():
 
 
 def kernel_calling(pointwise, outputs, folder):
-    """A kernel from a file (Triton reads sources) that loads the arguments by name and stores each output."""
+    """Returns a kernel, written to a file because Triton reads sources, that loads the arguments by name."""
     names = [name for name in arguments(pointwise) if name != "p"]
     loads = "\n".join(f"    {name} = tl.load(inputs + {i} * n + lanes)" for i, name in enumerate(names))
     results = ", ".join(f"out{i}" for i in range(outputs))
