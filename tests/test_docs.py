@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import offcorr
 from offcorr import cli
@@ -58,6 +59,22 @@ def test_the_readme_counts_and_names_methods_that_exist():
     assert counts == {len(catalogue())}
     rows = re.findall(r"^\| `(\w+)`", text.partition("## Methods")[2], flags=re.M)
     assert len(rows) == 6 and set(rows) <= set(offcorr.available())
+
+
+def test_the_readme_examples_without_trl_run():
+    text = (ROOT / "README.md").read_text().partition("## Without TRL")[2]
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    assert len(blocks) == 2
+    example = offcorr.testing.example()
+    names = {name: getattr(example, name) for name in ("old_logp", "rollout_logp", "advantages", "mask")}
+    names |= {"logp": example.logp.requires_grad_()}
+    try:
+        for block in blocks:
+            exec(block, names)
+    finally:
+        if "mine" in offcorr.available():
+            offcorr.unregister("mine")
+    torch.testing.assert_close(names["logp"].grad, names["out"].coefficient)
 
 
 # --------------------------------------------------------------------------------------------- the command line
