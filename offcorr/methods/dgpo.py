@@ -32,7 +32,7 @@ class Tails(NamedTuple):
     high_power: float
 
 
-def decaying(log_ratio: Any, value: Any, advantage: Any, p: Any) -> Any:
+def decaying_clip(log_ratio: Any, value: Any, advantage: Any, p: Any) -> Any:
     below, above = ops.minimum(value - p.log_low, 0.0), ops.maximum(value - p.log_high, 0.0)
     tail = ops.exp(ops.where(advantage < 0, p.low_power * below, -p.high_power * above))
     surrogate = tail * ops.exp(log_ratio) * advantage
@@ -40,7 +40,7 @@ def decaying(log_ratio: Any, value: Any, advantage: Any, p: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Decaying(gates.Gate):
+class DecayingClip(gates.Gate):
     """Surrogate sg(tail) ratio A; the multiplier is ratio * tail.
 
     tail = (ratio / L)^n for A < 0 and ratio < L, (U / ratio)^(1/m) for A > 0 and ratio > U, otherwise 1, with
@@ -57,14 +57,14 @@ class Decaying(gates.Gate):
     n: float = 1.0
     m: float = 2.0
 
-    surrogate = staticmethod(decaying)
+    surrogate = staticmethod(decaying_clip)
 
     def __post_init__(self) -> None:
         for field in ("eps_low", "eps_high", "n"):
             check_number(self, field, low=0)
         check_number(self, "m", low=0, above=True)
         if self.eps_low >= 1:
-            raise ValueError(f"Decaying: eps_low is {self.eps_low!r}, expected a number < 1, so that L is above 0")
+            raise ValueError(f"DecayingClip: eps_low is {self.eps_low!r}, expected a number < 1, so that L is above 0")
 
     @property
     def params(self) -> Tails:
@@ -95,6 +95,6 @@ def dgpo(eps_low: float = 0.2, eps_high: float = 0.2, n: float = 1.0, m: float =
     """
     return Correction(
         ratio=ratios.Token(),
-        gate=Decaying(eps_low, eps_high, n, m),
+        gate=DecayingClip(eps_low, eps_high, n, m),
         aggregate="token-mean",
     )

@@ -28,7 +28,7 @@ class SignBounds(NamedTuple):
     neg_high: float
 
 
-def sign_capped(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
+def sign_clip(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
     for_positive = ops.clamp(ratio, p.pos_low, p.pos_high)
     for_negative = ops.clamp(ratio, p.neg_low, p.neg_high)
@@ -37,7 +37,7 @@ def sign_capped(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class SignCapped(gates.Gate):
+class SignClip(gates.Gate):
     """Surrogate sg(clip(ratio)) A log pi, with bounds that depend on the sign of A (DISPO, 2602.00983).
 
     The multiplier is the clipped ratio.
@@ -52,7 +52,7 @@ class SignCapped(gates.Gate):
     neg_low: float = 0.0
     neg_high: float = 101.0
 
-    surrogate = staticmethod(sign_capped)
+    surrogate = staticmethod(sign_clip)
     detached = True
 
     def __post_init__(self) -> None:
@@ -89,6 +89,6 @@ def dispo(pos_low: float = 0.8, pos_high: float = 11.0, neg_low: float = 0.0, ne
     """
     return Correction(
         ratio=ratios.Token(),
-        gate=SignCapped(pos_low, pos_high, neg_low, neg_high),
+        gate=SignClip(pos_low, pos_high, neg_low, neg_high),
         aggregate="token-mean",
     )

@@ -23,13 +23,13 @@ class Temperature(NamedTuple):
     tau: float
 
 
-def shortened(logp: Any, advantage: Any, p: Any) -> Any:
+def scaled_score(logp: Any, advantage: Any, p: Any) -> Any:
     gradient = advantage / (1 + p.tau)
     return gradient * logp, gradient
 
 
 @dataclass(frozen=True)
-class Shortened(gates.Gate):
+class ScaledScore(gates.Gate):
     """Surrogate A log pi / (1 + tau), without a ratio; the multiplier is 1 / (1 + tau) (Trinity-RFT, 2505.17826).
 
     Args:
@@ -38,7 +38,7 @@ class Shortened(gates.Gate):
 
     tau: float = 1.0
 
-    surrogate = staticmethod(shortened)
+    surrogate = staticmethod(scaled_score)
     detached = True
     uses_ratio = False
 
@@ -71,4 +71,4 @@ def opmd(tau: float = 1.0) -> Correction:
     >>> -3 * offcorr.get("opmd")(batch).coefficient  # the multipliers
     tensor([[0.5000, 0.5000, 0.5000]])
     """
-    return Correction(ratio=None, gate=Shortened(tau), aggregate="token-mean")
+    return Correction(ratio=None, gate=ScaledScore(tau), aggregate="token-mean")

@@ -194,7 +194,7 @@ def _aipo(o, batch):
 
 @method("dispo", pos_low=0.8, pos_high=11.0, neg_low=0.0, neg_high=101.0)
 def _dispo(o, batch):
-    return Composition(("SignCapped", vars(o)), TOKEN)
+    return Composition(("SignClip", vars(o)), TOKEN)
 
 
 @method("sapo", aggregate=SMTM, tau_pos=1.0, tau_neg=1.05)
@@ -242,7 +242,7 @@ def _vespo(o, batch):
 
 @method("dgpo", eps_low=0.2, eps_high=0.2, n=1.0, m=2.0)
 def _dgpo(o, batch):
-    return Composition(("Decaying", vars(o)), TOKEN)
+    return Composition(("DecayingClip", vars(o)), TOKEN)
 
 
 @method("topr", aggregate=SMTS, level="sequence")
@@ -257,7 +257,7 @@ def _asymre(o, batch):
 
 @method("opmd", tau=1.0)
 def _opmd(o, batch):
-    return Composition(("Shortened", vars(o)))
+    return Composition(("ScaledScore", vars(o)))
 
 
 @method("kimi", "dro", tau=0.1)

@@ -283,11 +283,11 @@ def gate(stage: Stage, log_ratio: float, position: int, token: Token, sequence: 
         p = 1.0 / (1.0 + math.exp(-x)) if x > -700 else 0.0
         q = 1.0 / (1.0 + math.exp(x)) if x < 700 else 0.0  # 1 - p without cancellation
         return a * 4.0 / tau * p, a * 4.0 * p * q * r, False
-    if name == "SignCapped":  # DISPO
+    if name == "SignClip":  # DISPO
         low, high = (o["pos_low"], o["pos_high"]) if a > 0 else (o["neg_low"], o["neg_high"])
         c = clamp(r, low, high)
         return a * c * l, a * c, True
-    if name == "Decaying":  # DGPO: the loss reports c A itself, as the authors' code does
+    if name == "DecayingClip":  # DGPO: the loss reports c A itself, as the authors' code does
         low, high, n, m = 1.0 - o["eps_low"], 1.0 + o["eps_high"], o["n"], o["m"]
         c = r
         if a < 0 and not inside(r, low, None):
@@ -302,7 +302,7 @@ def gate(stage: Stage, log_ratio: float, position: int, token: Token, sequence: 
     if name == "Tapered":  # TOPR
         c = 1.0 if sequence.reward > 0 else clamp(r, 0.0, 1.0)
         return a * c * l, a * c, True
-    if name == "Shortened":  # OPMD
+    if name == "ScaledScore":  # OPMD
         return a * l / (1.0 + o["tau"]), a / (1.0 + o["tau"]), True
     if name == "Quadratic":  # Kimi, DRO; the anchor's distance is the clamped log-ratio
         return a * l - o["tau"] / 2.0 * log_ratio**2, a - o["tau"] * log_ratio, True

@@ -436,18 +436,18 @@ GATES: dict[str, Draw] = {
     "DetachedClip": lambda rng: {"cap": rng.uniform(1.0, 9.0), "low": rng.uniform(0.0, 0.9)},
     "SoftClip": OPTIONS["sapo"],
     "PositionClip": OPTIONS["ctpo"],
-    "SignCapped": OPTIONS["dispo"],
-    "Decaying": OPTIONS["dgpo"],
+    "SignClip": OPTIONS["dispo"],
+    "DecayingClip": OPTIONS["dgpo"],
     "GammaKernel": OPTIONS["vespo"],
     "Tapered": nothing,
-    "Shortened": OPTIONS["opmd"],
+    "ScaledScore": OPTIONS["opmd"],
     "Quadratic": OPTIONS["kimi"],
     "Asymmetric": OPTIONS["asymre"],
     "BalancedClip": lambda rng: {**oracle.METHODS["bapo"].defaults, **OPTIONS["bapo"](rng)},
 }
-NO_RATIO = {"ScoreFunction", "Shortened", "Asymmetric"}
+NO_RATIO = {"ScoreFunction", "ScaledScore", "Asymmetric"}
 """Gates that look at no ratio: only then a weight may count the staleness."""
-DETACHED = NO_RATIO | {"DetachedRatio", "DetachedClip", "SignCapped", "GammaKernel", "Tapered"}
+DETACHED = NO_RATIO | {"DetachedRatio", "DetachedClip", "SignClip", "GammaKernel", "Tapered"}
 """Gates that an engine ratio, which does not depend on logp, can multiply."""
 MEANS = {"PowerMean", "ClippedGeometric"}
 """Ratios whose slope is not 1; Quadratic is defined on those in token form only."""
