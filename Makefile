@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := recipes,triton,deepspeed,dev
+EXTRAS := recipes,triton,deepspeed,docs,dev
 TRL_MIN := 1.9.2
 # The ends of the supported range; the version between them is in constraints.txt.
 TRITONS := 3.6.0 3.8.0
@@ -23,11 +23,12 @@ export DS_BUILD_OPS := 0
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-trl-min demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min mutate \
-        test-triton lint format docs clean
+.PHONY: help .venv .venv-trl-min demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min \
+        test-triton mutate lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z.][a-z.-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@awk -F ':.*## ' '/^# -+ /{sub(/^# -+ /, ""); print "\n" $$0} \
+	    /^[a-z.-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # ---------------------------------------------------------------- environments
 
@@ -39,13 +40,13 @@ define install
 	$(1)/bin/python -m pip install --quiet -c $(2) --no-build-isolation --editable ".[$(EXTRAS)]" $(3)
 endef
 
-.venv: $(VENV)/installed  ## the environment everything below runs in (done once, pinned by constraints.txt)
+.venv: $(VENV)/installed  ## the environment that everything below runs in (made once, pinned by constraints.txt)
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(call install,$(VENV),constraints.txt)
 	@touch $@
 
-.venv-trl-min: .venv-trl-min/installed
+.venv-trl-min: .venv-trl-min/installed  ## the same with the oldest supported TRL
 
 # The oldest supported TRL, the same versions otherwise. It imports requests without asking for it.
 .venv-trl-min/installed: pyproject.toml constraints.txt
@@ -123,9 +124,15 @@ format: .venv  ## let ruff format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: .venv  ## write the generated tables anew
+docs: .venv  ## write the generated tables in docs/ anew
 	$(BIN)/python -m offcorr.cli docs
 
+docs-site: .venv  ## build the documentation site into site/; fails on an undocumented public name or a dead link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+
+docs-serve: .venv  ## the documentation site on a local port, rebuilt as the pages change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clean:  ## remove environments, builds and caches
-	rm -rf .venv .venv-trl-min $(TRITON_ENVS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-trl-min $(TRITON_ENVS) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -126,11 +126,11 @@ def measure(targets: list[str], names: list[str]) -> list[dict[str, Any]]:
     }
     for layout, (given, wanted) in layouts.items():
         for methods, call in launches(given, wanted).items():
-            arguments = call.arguments(call.outputs())
-            for kernel, target in itertools.product(call.kernels, targets):
+            arguments = call.arguments(call.buffers())
+            for kernel, target in itertools.product(call.functions, targets):
                 specialised = signature(kernel, arguments, PLAN=call.composition, BLOCK=call.block)
                 found = resources(target, kernel, *specialised, call.options)
-                step = "" if kernel is call.kernels[-1] else ", summary"
+                step = "" if kernel is call.functions[-1] else ", summary"
                 rows.append({"methods": methods, "layout": layout + step, "target": target, **found})
     for target, divides in itertools.product(targets, (False, True)):
         given = [torch.empty(1), torch.empty(1), torch.empty(1), None, 2048, 1, 2048]

@@ -14,6 +14,8 @@ from torch import Tensor
 from offcorr.shapes import BoolScalar, Mismatch, PerSequence, PerToken, TokenIndex, TokenMask
 from offcorr.stages import pointwise
 
+__all__ = ["Batch", "LOG_LIMIT", "LogRatio", "Rows", "Tokens"]
+
 LOG_LIMIT = 20.0
 """Log-ratios (nats) are clamped to +-LOG_LIMIT, token by token and again before ``exp``."""
 
@@ -137,6 +139,7 @@ class Batch:
 
     @property
     def sequences(self) -> int:
+        """The number of sequences."""
         return self.logp.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     def check_mask_values(self) -> None:

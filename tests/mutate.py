@@ -31,7 +31,7 @@ class Mutation(NamedTuple):
 
 CONTRACT, ORACLE, PITFALLS = "tests/test_testing.py", "tests/methods/test_oracle.py", "tests/methods/test_pitfalls.py"
 METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/rollout/test_rollout_trl.py", "tests/trl/test_trainer.py"
-ANCHORS, KERNEL, SOURCE = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py", "offcorr/kernels/source.py"
+ANCHORS, KERNEL, SOURCE = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py", "offcorr/kernels/correction.py"
 LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metrics.py"
 GOLDEN = f"{ORACLE}::test_golden_table"
 SPANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "offcorr/batch.py"
@@ -344,43 +344,50 @@ MUTATIONS = [
     Mutation(
         "an engine stage sees the trainer's log-prob in the kernel",
         SOURCE,
-        '"logp" if place == "gate" else _POLICIES[of][0]',
-        '"logp"',
+        "    logp = block.policies[STAGE.first]\n",
+        "    logp = block.policies[0]\n",
         f"{KERNEL}::test_every_pair_of_policies engine",
+    ),
+    Mutation(
+        "a gate sees its pair's log-prob for the policy that is trained",
+        SOURCE,
+        "inputs = (log_ratio, seen[1], log_ratio, block.policies[0]) + seen[4:]",
+        "inputs = (log_ratio, seen[1], log_ratio, seen[4]) + seen[4:]",
+        f"{KERNEL}::test_every_method_padded_and_packed cispo",
     ),
     Mutation(
         "a part of a split row forgets what came before it",
         SOURCE,
-        'which = "there" if one in self.reduced else "earlier"',
-        'which = "there"',
+        'which = earlier if STAGE.kind == "running" else there',
+        "which = there",
         f"{KERNEL}::test_every_span_on_split_rows prefix",
     ),
     Mutation(
         "every part of a split row has a first token",
         SOURCE,
-        "tl.where(count_earlier > 0, -1.0, first_token)",
-        "first_token",
+        "            first_token = tl.where(count_before > 0, -1.0, first_token)\n",
+        "",
         f"{KERNEL}::test_every_method_on_split_rows dapo",
     ),
     Mutation(
         "positions begin anew in every part",
         SOURCE,
-        "'count_earlier' if self.split else '0.0'",
-        "'0.0'",
+        "            position = valid_before + tl.cumsum(ones, 0)",
+        "            position = valid_before - count_before + tl.cumsum(ones, 0)",
         f"{KERNEL}::test_every_method_on_split_rows ctpo",
     ),
     Mutation(
         "a part of a row counts as a row",
         METERING,
-        "count, SIZE, SPLIT)",
+        "count, SIZE, PLAN.split)",
         "count, SIZE, False)",
         f"{KERNEL}::test_every_method_on_split_rows dapo",
     ),
     Mutation(
         "the last program but one merges",
         METERING,
-        "if _arrive(tickets_ptr, count):",
-        "if _arrive(tickets_ptr, count - 1):",
+        "if _arrive(buffers.tickets, count):",
+        "if _arrive(buffers.tickets, count - 1):",
         f"{LAUNCHES}::test_whichever_comes_last",
     ),
     Mutation(
@@ -393,30 +400,44 @@ MUTATIONS = [
     Mutation(
         "the loss of a split row is not divided by what was kept of it",
         METERING,
-        "        numbers = _of_a_rows_loss(numbers, _one(numbers, KEPT), _one(numbers, VALID), DIVIDES)",
-        "        numbers = _of_a_rows_loss(numbers, _one(numbers, KEPT), _one(numbers, VALID), False)",
+        '_one(numbers, VALID), PLAN.divides_by == "kept")',
+        "_one(numbers, VALID), False)",
         f"{LAUNCHES}::test_whichever_comes_last",
     ),
     Mutation(
         "turns are counted anew in every part of a row",
         SOURCE,
-        'turns_before, turns_ptr = "turns_before", f"{runs_ptr} + entries"',
-        "pass",
+        "            turns_ptr = runs_ptr + entries",
+        "            turns_ptr = None",
         f"{KERNEL}::test_every_span_on_split_rows turn",
     ),
     Mutation(
         "the kernel waits for a controller's numbers",
-        "offcorr/kernels/compose.py",
-        "return isinstance(value, Tensor) and value.device == device",
+        "offcorr/kernels/composition.py",
+        "return isinstance(number, Tensor) and number.device == device",
         "return False",
         f"{LAUNCHES}::test_controllers_wait_for_nothing",
     ),
     Mutation(
-        "a self-normalised weight keeps its size in the kernel",
+        "an external weight does not reach the kernel",
         SOURCE,
-        "tl.load(row_factor_ptr + row).to(tl.float32)",
-        "1.0",
-        f"{KERNEL}::test_self_normalised_weights",
+        "    weight = tl.zeros_like(logp) + row.weight",
+        "    weight = tl.zeros_like(logp) + 1.0",
+        f"{KERNEL}::test_an_external_weight sequence",
+    ),
+    Mutation(
+        "a span of one's own is split without knowing how",
+        "offcorr/kernels/composition.py",
+        "return not isinstance(twin, spans.Running) or twin.carry is not None",
+        "return True",
+        f"{KERNEL}::test_a_row_is_split_only_where_the_span_says_how trace",
+    ),
+    Mutation(
+        "two functions of one name are one to Triton",
+        "offcorr/kernels/rebind.py",
+        "if key is not None and not",
+        "if key is None and not",
+        "tests/kernels/test_correction_aot.py::test_functions_of_one_name_are_told_apart",
     ),
 ]
 
@@ -438,7 +459,7 @@ def survives(mutation: Mutation) -> str | None:
     source = (ROOT / mutation.file).read_text()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for part in ("offcorr", "tests", "pyproject.toml"):
+        for part in ("offcorr", "tests", "benchmarks", "pyproject.toml"):
             take = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             take(ROOT / part, copy / part)
         passed = _test(copy, mutation) if "--trust" not in sys.argv else 0

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -101,6 +102,18 @@ def test_wheel_holds_the_whole_package_and_nothing_else(wheel: Path) -> None:
     assert source <= names, f"missing from the wheel: {sorted(source - names)}"
     assert all(n.startswith("offcorr/") for n in names), sorted(names)
     assert not [n for n in names if "__pycache__" in n]
+
+
+def test_source_distribution_holds_what_its_tests_read(tmp_path: Path) -> None:
+    """All of the project but what only its host reads, so that `make` and the tests run in an unpacked archive."""
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, ROOT)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as members:
+        held = {name.partition("/")[2] for name in members.getnames()}
+    host_only = (".ci/", ".github/", ".pre-commit-config.yaml")
+    wanted = {str(path.relative_to(ROOT)) for path in project_files()}
+    missing = {name for name in wanted - held if not name.startswith(host_only)}
+    assert not missing, f"missing from the source distribution: {sorted(missing)}"
 
 
 def test_core_needs_torch_einops_numpy_only(wheel: Path) -> None:

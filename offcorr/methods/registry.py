@@ -19,6 +19,18 @@ from offcorr.correction import FIELDS, Correction, named
 from offcorr.stages.base import stage_from_config
 from offcorr.stages.checks import nearest
 
+__all__ = [
+    "Method",
+    "available",
+    "catalogue",
+    "find",
+    "from_config",
+    "get",
+    "register",
+    "resolve",
+    "unregister",
+]
+
 _SLOTS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
 _COMMON = ("aggregate", "max_length", "weight", "reject", "count_rejected", "strict")
 
@@ -51,6 +63,7 @@ class Method:
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
+        """The method's own options, with their defaults."""
         return dict(inspect.signature(self.build).parameters)
 
     def __call__(self, **options: Any) -> Correction:

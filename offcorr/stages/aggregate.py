@@ -17,6 +17,8 @@ from torch import Tensor
 from offcorr.shapes import IntScalar, PerSequence, Scalar
 from offcorr.stages.checks import nearest
 
+__all__ = ["AGGREGATIONS", "Aggregation"]
+
 
 class Aggregation(NamedTuple):
     """How a sequence's sum of terms is weighted, and what Z counts.
@@ -38,6 +40,7 @@ AGGREGATIONS = {
     "sum": Aggregation("none"),
     "seq-mean-token-sum-norm": Aggregation("sequences", constant_length=True),
 }
+"""The aggregations, by the name that ``aggregate=`` takes."""
 
 
 def check_aggregate(name: str, max_length: int | None) -> None:

@@ -22,6 +22,8 @@ from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.stages import definition, spans
 from offcorr.stages.checks import nearest
 
+__all__ = ["Controller", "GateSpec", "Number", "Plan", "Pointwise", "Spec", "Stage"]
+
 Number = float | Tensor
 """A number of a stage: a Python float, or a 0-dim tensor on the batch's device, which is never read on the host."""
 

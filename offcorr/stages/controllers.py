@@ -61,6 +61,8 @@ from offcorr.stages.checks import check_mismatch, check_number, check_order
 from offcorr.stages.gates import Clip
 from offcorr.stages.rejections import K2
 
+__all__ = ["BalancedClip", "Controller", "MomentBudget"]
+
 
 @dataclass(frozen=True, eq=False)
 class Balance:

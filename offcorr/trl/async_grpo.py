@@ -34,6 +34,8 @@ from offcorr.trl.corrected import Corrected
 from offcorr.trl.replaced import replaced
 from offcorr.trl.state import Keeper
 
+__all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer"]
+
 CARRIED = "offcorr"
 """The key of a sample's ``metrics`` under which its ``Carried`` travels from the queue to the collator."""
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from offcorr.rollout import Precision, Replica, Sampling, decode, score
 from offcorr.trl.async_grpo import CorrectedSample
 
+__all__ = ["LocalWorker"]
+
 
 class LocalWorker:
     """Samples from the last weights it was sent; both ``rollout_worker=`` and ``weight_transfer=`` of the trainer.

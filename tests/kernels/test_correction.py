@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import offcorr
 from offcorr import Batch, gates, ops, ratios, rejections, weights
@@ -95,6 +97,129 @@ def test_every_span_over_many_blocks(span, monkeypatch):
 
 def test_the_same_spans_on_both_sides():
     assert twins.TWINS.keys() == set(spans.SPANS.values())
+
+
+# -- spans of a user's own -----------------------------------------------------------------------------------
+
+
+class Decay(NamedTuple):
+    decay: float
+
+
+@dataclass(frozen=True)
+class _Decaying(ratios.Ratio):
+    """A ratio over a span that has a parameter."""
+
+    over: str = "token"
+    decay: Any = 0.9
+
+    @property
+    def span(self) -> str:
+        return self.over
+
+    @property
+    def params(self) -> Decay:
+        return Decay(self.decay)
+
+
+def decayed_trace(x, rows, p):
+    total, trace = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        total = torch.where(rows.mask[:, t], p.decay * total + x[:, t], total)
+        trace.append(total)
+    return torch.stack(trace, 1)
+
+
+@triton.jit
+def _joined(x, decay, next_x, next_decay):
+    return next_x + next_decay * x, decay * next_decay
+
+
+@triton.jit
+def trace_step(x, mask, position, carry, p):
+    total, decay = tl.associative_scan((x, tl.where(mask, p.decay, 1.0)), 0, _joined)
+    total += decay * carry
+    return total, tl.sum(tl.where(tl.arange(0, x.shape[0]) == x.shape[0] - 1, total, 0.0), 0)
+
+
+def root_mean_square(x, rows, p):
+    return spans.over_row(p.decay * (x.square().sum(1) / rows.count.clamp(min=1)).sqrt(), rows)
+
+
+@triton.jit
+def squares_step(state, x, mask, p):
+    return (state[0] + x * x,)
+
+
+@triton.jit
+def root_end(numbers, count, p):
+    return p.decay * tl.sqrt(numbers[0] / tl.maximum(count, 1.0))
+
+
+def mean_before(x, rows):
+    return (x.cumsum(1) - x) / rows.position.clamp(min=1)
+
+
+@triton.jit
+def mean_before_step(x, mask, position, carry, p):
+    return (carry + tl.cumsum(x, 0) - x) / tl.maximum(position, 1.0), carry + tl.sum(x, 0)
+
+
+OWN = {
+    "trace": (decayed_trace, twins.Running(trace_step)),
+    "root_mean_square": (root_mean_square, twins.Reduction((0.0,), squares_step, twins.total_fold, root_end)),
+    "mean_before": (mean_before, twins.Running(mean_before_step, carry="sequence")),
+}
+
+
+@pytest.fixture
+def own_span(request):
+    """A span that is registered with its torch function alone."""
+    torch_function, twin = OWN[request.param]
+    spans.register(request.param)(torch_function)
+    yield request.param, twin
+    spans.unregister(request.param)
+    twins.TWINS.pop(torch_function, None)
+
+
+@pytest.mark.parametrize("own_span", OWN, indirect=True)
+def test_a_span_of_ones_own_is_fused_once_it_has_a_twin(own_span, monkeypatch):
+    name, twin = own_span
+    monkeypatch.setattr(launch, "BLOCK", 16)
+    batch = padded(rows=3, width=70, spread=0.1)
+    for decay in (0.9, torch.tensor(0.5)):
+        loss_fn = offcorr.Correction(_Decaying(over=name, decay=decay), gates.Unclipped())
+        if name not in (known.__name__ for known in twins.TWINS) and decay == 0.9:
+            falls_back(loss_fn, batch, f"the span '{name}' has no Triton twin")
+            twins.register(name, twin)
+        within_budget(loss_fn, batch)
+        within_budget(loss_fn, packed(batch, [70, 0, 33]))
+
+
+@pytest.mark.parametrize("own_span", OWN, indirect=True)
+def test_a_row_is_split_only_where_the_span_says_how(own_span, split_rows):
+    name, twin = own_span
+    twins.register(name, twin)
+    loss_fn = offcorr.Correction(_Decaying(over=name), gates.Unclipped(), weights.Truncate(2.0, level="prefix"))
+    batch = padded(rows=2, width=100, spread=0.1)
+    assert is_split(loss_fn, batch) == (name != "trace")
+    within_budget(loss_fn, batch)
+
+
+def test_what_is_no_twin_is_refused():
+    running = twins.Running(trace_step)
+    for name, twin, message in (
+        ("nowhere", running, "there is no span 'nowhere'"),
+        ("prefix", running, "has a Triton twin already"),
+        ("own", 3, "expected a Reduction or a Running"),
+        ("own", twins.Running(trace_step, carry="prefix"), "the carry of 'own' is 'prefix'"),
+        ("own", twins.Running(decayed_trace), r"step of the twin of 'own' takes \(no @triton.jit function\)"),
+        ("own", twins.Running(squares_step), r"takes \(state, x, mask, p\), expected \(x, mask, position, carry, p\)"),
+    ):
+        spans.register("own")(mean_before)
+        with pytest.raises(ValueError, match=message):
+            twins.register(name, twin)
+        spans.unregister("own")
 
 
 # -- rows that several programs share ------------------------------------------------------------------------
@@ -293,6 +418,26 @@ def test_moments_of_ratios_that_are_all_tiny():
     batch = padded()
     far = dataclasses.replace(batch, rollout_logp=torch.where(batch.mask, batch.old_logp + 200.0, math.nan))
     assert within_budget(offcorr.get("ppo"), far).metrics.compute()["offcorr/engine/ess_token"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("per", ["sequence", "token"])
+def test_an_external_weight(per):
+    batch = padded(rows=4, width=33)
+    given = torch.rand((4, 33) if per == "token" else 4, generator=torch.Generator().manual_seed(1)) * 2
+    given = torch.where(batch.mask, given, math.nan) if per == "token" else given
+    for loss_fn in (offcorr.get("tis"), offcorr.get("gspo", weight=weights.SelfNormalise(weights.Truncate(2.0)))):
+        weighted = dataclasses.replace(batch, weight=given)
+        within_budget(loss_fn, weighted)
+        flat = given[torch.arange(33) < torch.tensor([33, 0, 20, 17])[:, None]] if per == "token" else given
+        within_budget(loss_fn, dataclasses.replace(packed(batch, [33, 0, 20, 17]), weight=flat))
+
+
+def test_an_external_weight_that_is_not_finite():
+    batch = padded(rows=2, width=9)
+    given = torch.ones(2, 9)
+    given[0, 0] = math.inf
+    out = within_budget(offcorr.get("ppo"), dataclasses.replace(batch, weight=given))
+    assert out.metrics.compute()["offcorr/loss/nonfinite"] == 1
 
 
 # -- denominators --------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def known(name: str, batch: offcorr.Batch) -> offcorr.Correction:
 def fill_caches(loss_fn: offcorr.Correction, batch: offcorr.Batch) -> None:
     """What a first call makes on the device and keeps."""
     call = prepared(loss_fn, batch, 7.0)
-    call.arguments(call.outputs())
+    call.arguments(call.buffers())
 
 
 @pytest.mark.parametrize("name", METHODS)
