@@ -138,7 +138,7 @@ class Correction:
 
     @functools.cached_property
     def couples(self) -> frozenset[str]:
-        """What its controllers couple: "batch", "group" (the samples of a prompt), both or nothing."""
+        """The sequences that its controllers couple: "batch", "group" (the samples of a prompt), both or none."""
         return frozenset(stage.couples for stage in self.controllers.values())
 
     @functools.cached_property
@@ -182,7 +182,7 @@ class Correction:
         return Output(_Attach.apply(batch.logp, (loss, coefficient)), coefficient, Metrics(data | control))
 
     def statistics(self, batch: Batch) -> Statistics | None:
-        """What the controllers need of this batch; merge over micro-batches and ranks.  None: there are none."""
+        """The controllers' statistics of this batch, to be merged over micro-batches and ranks; None: no controllers."""
         self._check(batch, None)
         if not self.controllers:
             return None
@@ -202,7 +202,7 @@ class Correction:
         return dataclasses.replace(self, ratio=known.get("ratio"), gate=known["gate"], **slots)
 
     def plan(self, batch: Batch) -> Plan:
-        """What it does with this batch, as data; its controllers must be resolved."""
+        """The stages as data, for a batch like this one; controllers must have been resolved."""
         engine_known = batch.rollout_logp is not None
         if engine_known not in self._plans:
             self._plans[engine_known] = Plan.of(self, engine_known)

@@ -33,7 +33,7 @@ Self = TypeVar("Self", bound="Accumulator")
 class Accumulator:
     """Base class: ``vector`` is float64 [size] (or [..., size] while several series are measured together).
 
-    ``outputs`` names what it reads out, where that is something else than its own name; see ``Metrics.compute``.
+    ``outputs`` names its numbers where they have other names than its own; see ``Metrics.compute``.
     """
 
     vector: Tensor
@@ -53,7 +53,7 @@ class Accumulator:
 
     @staticmethod
     def values(numbers: list[float]) -> tuple[float, ...] | None:
-        """What a vector on the host reads out; None where nothing was measured."""
+        """The numbers that a vector on the host stands for; None where nothing was measured."""
         return (numbers[0],)
 
     def merge(self: Self, other: Self) -> Self:
@@ -61,7 +61,7 @@ class Accumulator:
         return dataclasses.replace(self, vector=self.merged(self.vector, other.vector))
 
     def read(self) -> tuple[float, ...] | None:
-        """What it reads out, by one transfer to the host; None where nothing was measured."""
+        """Its numbers, by one transfer to the host; None where nothing was measured."""
         return self.values(self.vector.tolist())
 
 

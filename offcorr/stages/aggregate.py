@@ -21,7 +21,7 @@ __all__ = ["AGGREGATIONS", "Aggregation"]
 
 
 class Aggregation(NamedTuple):
-    """How a sequence's sum of terms is weighted, and what Z counts.
+    """The weight of a sequence's sum of terms, and the unit of Z.
 
     unit: "tokens", "sequences" or "none" (Z is 1).
     divides_by_count: whether a sequence's sum is divided by its number of valid tokens.

@@ -32,7 +32,7 @@ Pointwise = Callable[..., Any]
 
 
 class Spec(NamedTuple):
-    """What a ratio, a weight or a rejection does, as data.
+    """A ratio, a weight or a rejection as data.
 
     The pipeline takes ``measure`` of every token (0 under the mask), carries it over the row by ``span``, clamps the
     result to +-``limit`` and hands it to ``rule`` as ``value``.
@@ -48,7 +48,7 @@ class Spec(NamedTuple):
 
 
 class GateSpec(NamedTuple):
-    """What a gate does, as data."""
+    """A gate as data."""
 
     mismatch: shapes.Mismatch  # that of the ratio; its inputs are of this pair
     surrogate: Pointwise
@@ -118,7 +118,7 @@ class Stage:
 
 
 def spec_of(stage: Any, engine_known: bool) -> Spec:
-    """What a ratio, a weight or a rejection does, for batches with or without ``rollout_logp``."""
+    """A ratio, a weight or a rejection as data, for batches with or without ``rollout_logp``."""
     spans.check(stage.span, type(stage).__name__)
     return Spec(
         stage.mismatch or ("total" if engine_known else "staleness"),
@@ -258,7 +258,7 @@ class Controller(Stage, kind="controller"):
         return frozenset()
 
     def statistics(self, tokens: Tokens) -> Any:
-        """What it needs of a micro-batch: a frozen dataclass of tensors with a method ``merge(other)``."""
+        """Its statistics of a micro-batch: a frozen dataclass of tensors with a method ``merge(other)``."""
         raise NotImplementedError
 
     def resolve(self, statistics: Any) -> Stage:
@@ -271,7 +271,7 @@ class Controller(Stage, kind="controller"):
 
 
 class Plan(NamedTuple):
-    """What a resolved correction does with a batch, as data; the reference and the kernel interpret it."""
+    """A resolved correction as data, for one kind of batch; the reference and the kernel interpret it."""
 
     method: str
     ratio: Spec | None

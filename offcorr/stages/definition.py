@@ -132,7 +132,7 @@ def _listed(names: Any) -> str:
 
 
 def _values_returned(function: Any) -> int | None:
-    """How many values a function returns, read from its source; None where that does not tell."""
+    """The number of values that a function returns, read from its source; None where that does not show it."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):

@@ -17,7 +17,7 @@ from offcorr.stages.base import GateSpec, Pointwise, Spec, arguments, spec_of
 
 
 class Multiplied(NamedTuple):
-    """What weights and rejections did to the tokens, each [B, T]."""
+    """The effect of weights and rejections on the tokens, each [B, T]."""
 
     weight: PerToken  # their product, 0 where not kept
     kept: TokenMask
@@ -26,7 +26,7 @@ class Multiplied(NamedTuple):
 
 
 class Gated(NamedTuple):
-    """What ratio and gate gave, each [B, T]."""
+    """The values of ratio and gate, each [B, T]."""
 
     surrogate: PerToken
     derivative: PerToken  # of the surrogate with respect to the token's own log-prob

@@ -64,8 +64,10 @@ def is_intact(folder: Path) -> bool:
     """Returns whether the folder holds every file of its manifest, unchanged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        return bool(manifest) and all(_digest(folder / name) == digest for name, digest in manifest.items())
-    except (OSError, ValueError, AttributeError):
+        if not isinstance(manifest, dict) or not manifest:
+            return False
+        return all(_digest(folder / name) == digest for name, digest in manifest.items())
+    except (OSError, ValueError):
         return False
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from offcorr.kernels.dispatch import chosen
 from offcorr.kernels.logprob import tiles
 from offcorr.kernels.logprob.checks import check_float, check_head, check_targets, transform_of
 from offcorr.kernels.logprob.tiles import Finished, Transform
@@ -229,8 +230,6 @@ class _Plan:
 
 
 def _tiles_for(device: torch.device, dtype: torch.dtype, chunk: int | None) -> dict[str, Any]:
-    from offcorr.kernels.dispatch import chosen
-
     on_gpu = device.type == "cuda"
     fused = chosen() == "triton" or (chosen() == "auto" and on_gpu)
     sums = torch.promote_types(dtype, torch.float32)
