@@ -182,7 +182,7 @@ class Correction:
         return Output(_Attach.apply(batch.logp, (loss, coefficient)), coefficient, Metrics(data | control))
 
     def statistics(self, batch: Batch) -> Statistics | None:
-        """The controllers' statistics of this batch, to be merged over micro-batches and ranks; None: no controllers."""
+        """The statistics of the controllers, to be merged over micro-batches and ranks; None if there are none."""
         self._check(batch, None)
         if not self.controllers:
             return None
