@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
+import warnings
+from functools import cache
 from typing import Any, get_args
 
 from torch import Tensor
@@ -15,6 +18,20 @@ def nearest(word: str, words: Any) -> str:
     """ ", did you mean ...?" for an error message; empty where nothing is near."""
     close = difflib.get_close_matches(str(word), [str(known) for known in words], n=1)
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+def outside() -> int:
+    """The ``stacklevel`` of the first caller outside this library, for a warning of the function that asks."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("offcorr."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Warns with this message the first time, at the first caller outside this library."""
+    warnings.warn(message, RuntimeWarning, stacklevel=outside())
 
 
 def check_number(

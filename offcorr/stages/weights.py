@@ -81,7 +81,7 @@ class Bound(Weight):
         mismatch: the pair of policies that is compared.
 
     Raises:
-        ValueError: a bound below 0, low > high, or an unknown level or pair.
+        ValueError: a lower bound below 0, an upper bound of 0 or less, low > high, or an unknown level or pair.
 
     >>> Bound(0.5, 5.0, outside="mask").level
     'token'
@@ -95,7 +95,7 @@ class Bound(Weight):
 
     def __post_init__(self) -> None:
         check_number(self, "low", low=0, optional=True)
-        check_number(self, "high", low=0, optional=True)
+        check_number(self, "high", low=0, above=True, optional=True)
         if self.low is not None and self.high is not None:
             check_order(self, "low", "high")
         check_choice(self, "outside", ("clamp", "mask"))
