@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 import offcorr
-from offcorr.kernels import dispatch, launch
 from offcorr.correction import _reference
+from offcorr.kernels import dispatch, launch
 from offcorr.kernels.logprob import logits_logprob
 from offcorr.methods.registry import catalogue
 from offcorr.stages.spans import SPANS

@@ -169,17 +169,17 @@ def composition(plan: Plan, batch: Batch, split: bool) -> Composition:
         NotFused: it cannot run in Triton.
     """
     device, per_sequence = batch.logp.device, (batch.sequences,)
-    specs = plan.multipliers if plan.ratio is None else (plan.ratio, *plan.multipliers)
+    specs = specs_of(plan)
     given = Given(
         batch.old_logp is not None,
         batch.rollout_logp is not None,
         batch.turn_ids is not None,
         batch.advantages.shape != per_sequence,  # as ``Batch`` reads them: where S = N, they are per sequence
         batch.weight is not None and batch.weight.shape != per_sequence,
-        split and all(_may_be_split(spec.span) for spec in specs),
+        split and all(_may_be_split(spec.span) for spec in specs[:-1]),
     )
     key = (
-        tuple([_without_numbers(spec, device) for spec in (plan.gate, *specs)]),
+        tuple([_without_numbers(spec, device) for spec in specs]),
         plan.ratio is not None,
         plan.aggregate,
         plan.count_rejected,
@@ -187,7 +187,7 @@ def composition(plan: Plan, batch: Batch, split: bool) -> Composition:
     )
     known = _known.get(key)
     if known is None:
-        for spec in specs:
+        for spec in specs[:-1]:
             if SPANS[spec.span] not in spans.TWINS:  # not remembered, since it may be registered later
                 raise NotFused(f"the span {spec.span!r} has no Triton twin")
         try:
@@ -200,6 +200,11 @@ def composition(plan: Plan, batch: Batch, split: bool) -> Composition:
     return known
 
 
+def specs_of(plan: Plan) -> tuple[Any, ...]:
+    """The ratio, weights and rejections, and the gate."""
+    return (*(() if plan.ratio is None else (plan.ratio,)), *plan.multipliers, plan.gate)
+
+
 def refuse(composition: Composition, why: str) -> NotFused:
     """Remembers that Triton cannot run a composition."""
     _known.update({key: why for key, known in _known.items() if known is composition})
@@ -210,7 +215,8 @@ def numbers(params: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
     """A stage's numbers as the kernel takes them: floats, since Triton would compile anew for an int."""
     if not params:
         return ()
-    return type(params)(*[number if _on(device, number) else float(number) for number in params])
+    kind: Any = type(params)
+    return kind(*[number if _on(device, number) else float(number) for number in params])
 
 
 def _on(device: torch.device, number: Any) -> bool:
@@ -234,7 +240,7 @@ def _may_be_split(span: str) -> bool:
 def _compose(
     specs: tuple[Any, ...], has_ratio: bool, aggregate: str, count_rejected: bool, given: Given
 ) -> Composition:
-    gate, *others = specs
+    *others, gate = specs
     aggregation = AGGREGATIONS[aggregate]
     stages: list[Stage] = []
     slot, turns = 1, 0
