@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 export DS_BUILD_OPS := 0
 
 PYTEST := $(BIN)/python -m pytest
-CORE := $(wildcard offcorr/[a-z]*.py) offcorr/methods offcorr/stages offcorr/kernels/correction.py offcorr/kernels/logprob/linear.py
+CORE := $(wildcard offcorr/[a-z]*.py) offcorr/methods offcorr/stages offcorr/kernels/dispatch.py offcorr/kernels/logprob/linear.py
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv .venv-trl-min demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min mutate \

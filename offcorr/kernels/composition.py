@@ -81,19 +81,19 @@ class Part(Constant):
 class Stage(Constant):
     """A ratio, weight or rejection (``base.Spec``), or the gate (``base.GateSpec``, whose rule is its surrogate)."""
 
-    measure: Part | None
     rule: Part
-    kind: str  # "token", "turn", "reduction" or "running"; "gate"
-    twin: Any
-    reduction: spans.Reduction  # what the first pass reads: the span itself, or, of a split row, a running span's carry
-    slot: int  # of its first number in the summary
-    turn: int  # its place among the stages that look at turns
     first: int  # the policy compared
     second: int  # the policy compared against
     limit: float
-    counts_as: str  # as in ``Spec``; "ratio" for the ratio
     params: type[Any]
     on_device: tuple[bool, ...]
+    kind: str = "gate"  # "token", "turn", "reduction", "running"
+    counts_as: str = ""  # as in ``Spec``; "ratio" for the ratio
+    measure: Part | None = None
+    twin: Any = None
+    reduction: spans.Reduction = _NONE  # read by the first pass: the span, or, of a split row, a running span's carry
+    slot: int = 0  # of its first number in the summary
+    turn: int = 0  # its place among the stages that look at turns
 
     @property
     def limited(self) -> bool:
@@ -254,19 +254,7 @@ def _compose(
     divided_by: Literal["valid", "kept"] = "valid" if count_rejected else "kept"
     return Composition(
         stages=tuple(stages),
-        gate=Stage(
-            None,
-            _part(gate.surrogate),
-            "gate",
-            None,
-            _NONE,
-            0,
-            0,
-            *_POLICIES[gate.mismatch],
-            float(gate.log_limit),
-            "",
-            *gate.params,
-        ),
+        gate=Stage(_part(gate.surrogate), *_POLICIES[gate.mismatch], float(gate.log_limit), *gate.params),
         detached=gate.detached,
         divides_by=divided_by if aggregation.divides_by_count else "",
         unit=None if count_rejected or aggregation.unit == "none" else aggregation.unit,
@@ -291,17 +279,17 @@ def _stage(spec: Any, slot: int, turn: int, split: bool, counts_as: str) -> Stag
     if (reduction.first or kind == "turn") and "position" in arguments(spec.measure):
         raise NotFused("a measure asks for a token's position before its row has been read")
     return Stage(
-        _part(spec.measure),
         _part(spec.rule),
-        kind,
-        twin,
-        reduction,
-        slot,
-        turn,
         *_POLICIES[spec.mismatch],
         float(spec.limit),
-        counts_as,
         *spec.params,
+        kind=kind,
+        counts_as=counts_as,
+        measure=_part(spec.measure),
+        twin=twin,
+        reduction=reduction,
+        slot=slot,
+        turn=turn,
     )
 
 
