@@ -278,19 +278,9 @@ def _stage(spec: Any, slot: int, turn: int, split: bool, counts_as: str) -> Stag
         reduction = spans.TWINS[SPANS[twin.carry]]  # type: ignore[assignment, index]
     if (reduction.first or kind == "turn") and "position" in arguments(spec.measure):
         raise NotFused("a measure asks for a token's position before its row has been read")
-    return Stage(
-        _part(spec.rule),
-        *_POLICIES[spec.mismatch],
-        float(spec.limit),
-        *spec.params,
-        kind=kind,
-        counts_as=counts_as,
-        measure=_part(spec.measure),
-        twin=twin,
-        reduction=reduction,
-        slot=slot,
-        turn=turn,
-    )
+    (first, second), (params, on_device) = _POLICIES[spec.mismatch], spec.params
+    own = _part(spec.measure), twin, reduction, slot, turn
+    return Stage(_part(spec.rule), first, second, float(spec.limit), params, on_device, kind, counts_as, *own)
 
 
 def _part(function: Any) -> Part:
