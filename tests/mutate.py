@@ -31,11 +31,8 @@ class Mutation(NamedTuple):
 
 CONTRACT, ORACLE, PITFALLS = "tests/test_testing.py", "tests/methods/test_oracle.py", "tests/methods/test_pitfalls.py"
 METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/rollout/test_rollout_trl.py", "tests/trl/test_trainer.py"
-ANCHORS, KERNEL, SOURCE = (
-    "tests/trl/test_anchors.py",
-    "tests/kernels/test_correction.py",
-    "offcorr/kernels/correction.py",
-)
+ANCHORS, KERNEL = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py"
+SOURCE = "offcorr/kernels/correction.py"
 LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metrics.py"
 GOLDEN = f"{ORACLE}::test_golden_table"
 SPANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "offcorr/batch.py"

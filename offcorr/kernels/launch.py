@@ -201,11 +201,10 @@ class Launch:
             _plain(batch.cu_seqlens),
             z if isinstance(z, Tensor) else None,
         )
-        specs = (*plan.multipliers, plan.gate) if plan.ratio is None else (plan.ratio, *plan.multipliers, plan.gate)
         return (
             fields,
             buffers,
-            tuple([composing.numbers(spec.params, batch.logp.device) for spec in specs]),
+            tuple([composing.numbers(spec.params, batch.logp.device) for spec in composing.specs_of(plan)]),
             self.row_weight if isinstance(z, Tensor) else self.row_weight / z,
             self.width,
             batch.sequences,
