@@ -133,7 +133,7 @@ class Composition(Constant):
 
     @property
     def summary_size(self) -> int:
-        """How many numbers the first launch leaves of each part of a row."""
+        """The number of numbers that the first launch leaves of each part of a row."""
         return self.runs_slot + (2 if self.turns else 0)
 
     @property
@@ -148,7 +148,7 @@ class Composition(Constant):
 
 
 class Given(NamedTuple):
-    """What the kernel depends on beside the plan."""
+    """The fields of a batch, and whether its rows are split: all that the kernel depends on beside the plan."""
 
     old_logp: bool
     rollout_logp: bool

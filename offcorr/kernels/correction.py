@@ -3,9 +3,9 @@
 One source for all corrections.  ``PLAN``, a ``composition.Composition``, is a compile-time constant that holds the
 stages' own functions (rebound to Triton by ``rebind.for_triton``) and the Triton twins of their spans; the stages'
 numbers are run-time arguments.  A program reads one row: first, where its tokens need any, for its reductions
-(``first_pass``), then for everything else (``correction``).  A few long rows are split:
-several programs share a row, and ``summary`` is a launch of its own that does the first pass for every part.  The
-programs leave their metrics as entries, which the last one to end merges (``metrics.merge``).
+(``first_pass``), then for everything else (``correction``).  A few long rows are split: several programs share a row,
+and ``summary`` is a launch of its own that does the first pass for every part.  The programs leave their metrics as
+entries, which the last one to end merges (``metrics.merge``).
 """
 
 # mypy: disable-error-code="assignment"
@@ -365,7 +365,7 @@ def load_state(STAGE: tl.constexpr, parts_ptr, stride, there, earlier):
 
 @triton.jit
 def rest_of_row(fields, buffers, row, entry, entries, parts, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
-    """What the tokens of a program need of the rest of their row.
+    """The numbers that a program's tokens need of the rest of their row.
 
     Returns the number of valid tokens of the row and of those before this program's, every stage's value of the row
     and first carry, the number of this program's runs, and the turns that start before it.
