@@ -48,16 +48,15 @@ class Statistics:
     def merge(self, other: Statistics) -> Statistics:
         return Statistics({name: part.merge(other.parts[name]) for name, part in self.parts.items()})
 
-    def all_reduce(self, gather: Callable[[list[bytes]], list[bytes]], device: torch.device) -> Statistics:
-        """Merged over ranks; ``gather`` makes one list of every rank's (``accelerate.utils.gather_object``).
-
-        As bytes, since a pickled tensor would come back on its sender's device.
-        """
+    def all_reduce(self, gather: Callable[[Tensor], Tensor]) -> Statistics:
+        """Stub until the typed statistics: merged over ranks."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return self
         written = io.BytesIO()
         torch.save(self, written)
-        here = "cpu" if device.type == "cpu" else device  # "cpu:0" is no place to load to
-        loaded = (torch.load(io.BytesIO(part), here, weights_only=False) for part in gather([written.getvalue()]))
-        return functools.reduce(Statistics.merge, loaded)
+        parts: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(parts, written.getvalue())
+        return functools.reduce(Statistics.merge, (torch.load(io.BytesIO(x), weights_only=False) for x in parts))
 
 
 class Terms(NamedTuple):
@@ -148,6 +147,11 @@ class Correction:
     def compares(self) -> frozenset[str]:
         """Which pairs of policies its stages compare."""
         return frozenset(of for s in self.stages.values() if (of := getattr(s, "mismatch", None)) is not None)
+
+    @functools.cached_property
+    def couples(self) -> frozenset[str]:
+        """Stub: what batch-coupled stages couple."""
+        return frozenset("batch" for s in self.stages.values() if s.statistics is not None)
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:

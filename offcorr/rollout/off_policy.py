@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from offcorr.rollout.decode import Sampling, decode
 from offcorr.training.precision import Precision
 from offcorr.training.replica import Replica, base_of
 from offcorr.training.snapshots import SnapshotRing, changing_weights
-
-from .decode import Sampling, decode
 
 STATE_FILE = "offcorr_rollout.pt"
 """What a checkpoint folder holds of the sampler."""
@@ -257,20 +257,26 @@ def trainer_logp(
         ids[row, start : prompt_width + len(completion)] = torch.tensor([*prompt, *completion])
         mask[row, start : prompt_width + len(completion)] = 1
 
-    def forward(**inputs: Any) -> Any:  # what accelerate makes of a model it prepares
-        with accelerator.autocast():
-            outputs = scorer(**inputs)
-        return convert_to_fp32(outputs) if accelerator.native_amp else outputs
-
     mode = "train" if trainer.model.training else "eval"
     logp = trainer._get_per_token_logps_and_entropies(
-        forward,
+        in_mixed_precision(accelerator, scorer),
         ids.to(accelerator.device),
         mask.to(accelerator.device),
         width,
         batch_size=getattr(trainer.args, f"per_device_{mode}_batch_size"),
     )[0]
     return [row[: len(c)] for row, c in zip(logp.tolist(), completion_ids, strict=True)]
+
+
+def in_mixed_precision(accelerator: Any, module: nn.Module) -> Callable[..., Any]:
+    """The module's forward in the trainer's mixed precision, as Accelerate runs a model that it prepared."""
+
+    def forward(**inputs: Any) -> Any:
+        with accelerator.autocast():
+            outputs = module(**inputs)
+        return convert_to_fp32(outputs) if accelerator.native_amp else outputs
+
+    return forward
 
 
 def _pad_id(trainer: Any) -> int:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offcorr.rollout import Precision, Replica, Sampling, decode, score
+from offcorr.rollout import Sampling, decode, score
+from offcorr.training import Precision, Replica
 from offcorr.trl.async_grpo import CorrectedSample
 
 
