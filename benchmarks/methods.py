@@ -1,4 +1,4 @@
-"""Methods side by side on the embedded task: the same stale, quantised sampler, the same data, one flag apart.
+"""Methods side by side on the toy task: the same stale, quantised sampler, the same data, one flag apart.
 
     python benchmarks/methods.py [--methods minpro ctpo ...] [--seeds 0 1] [--updates 160] [--output FILE.json]
 

@@ -1,8 +1,8 @@
-"""What ``skip_dead_sequences`` saves as a run goes on: step times with and without it, on the embedded model.
+"""Step times with and without ``skip_dead_sequences`` over a run on the toy model.
 
     python benchmarks/skip_dead.py [--stages 0 120 360] [--output benchmarks/results/skip_dead.json]
 
-One on-policy run trains the embedded model; the better it gets, the more groups agree on their reward, so that their
+One on-policy run trains the toy model; the better it gets, the more groups agree on their reward, so that their
 advantages are 0 and their sequences dead.  The weights of each stage are then put into two trainers, with the option
 and without, at learning rate 0.  What the weights sample is recorded once and given to both, so they see the same
 batches and a step is forward, loss, metrics, backward and optimizer: what the option can change.  Rounds alternate.

@@ -2,8 +2,8 @@
 
     make demo            # or: python recipes/demo.py [--short]
 
-TRL's default loss, MinPRO and CTPO, side by side: held-out sampled accuracy at start, peak and end, the mismatch between
-the policies, and the effect of each correction on the gradient.
+TRL's default loss, MinPRO and CTPO, side by side: held-out sampled accuracy at start, peak and end, the mismatch
+between the policies, and the effect of each correction on the gradient.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Step:
         """Set the denominator of the losses that follow.
 
         Args:
-            tokens, sequences: of the whole optimizer step, over all micro-batches and ranks (``total`` adds up the
+            tokens, sequences: of the whole optimizer step, over all micro-batches and ranks (``total`` sums over
                 ranks); which of the two is needed depends on the correction's aggregation.
             averaged_over: number of losses that the framework averages: the ranks where it averages gradients over
                 them, times the micro-batches where it divides the loss by their number.
@@ -199,10 +199,9 @@ class Step:
         else:
             self.denominator = (number or 1) / averaged_over
 
-    def total(self, number: float | Tensor) -> Tensor:
-        """The sum over all ranks."""
-        vector = torch.as_tensor(number).reshape(-1)
-        return self._gather(vector).sum(0).reshape(torch.as_tensor(number).shape)
+    def total(self, counts: Tensor) -> Tensor:
+        """[K] counts of this rank, summed over all ranks."""
+        return self._gather(counts).sum(0)
 
     def place(self, batch: Batch, score: Score | None = None, recomputed: Tensor | None = None) -> Batch:
         """The batch with the anchor's ``old_logp``.

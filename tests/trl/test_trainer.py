@@ -13,9 +13,9 @@ import trl
 
 import offcorr
 from offcorr.rollout import OffPolicy
+from offcorr.training.field_metrics import ALIASES
 from offcorr.trl import GRPOTrainer
 from offcorr.trl.config import TRL_LOSSES
-from offcorr.training.field_metrics import ALIASES
 
 
 def parameters(trainer):
@@ -311,7 +311,10 @@ def test_unknown_numbers_under_the_mask(make_trainer, replay, beta, series):
         (dict(loss_type="dapo", loss_kwargs={"eps_high": 0.3}), "offcorr:dapo"),
         (dict(loss_type="minpro", loss_kwargs={"eps_hihg": 0.3}), "eps_high"),
         (dict(loss_type="offcorr:bnpo"), "unknown method 'bnpo'"),
-        (dict(loss_type="tis", anchor="rollout"), r"'tis': the anchor Rollout\(\) puts .* that \w+\(.*2.0.* count twice"),
+        (
+            dict(loss_type="tis", anchor="rollout"),
+            r"'tis': the anchor Rollout\(\) puts .* that \w+\(.*2.0.* count twice",
+        ),
         (dict(loss=offcorr.Correction(), loss_type="minpro"), "one of the two ways"),
         (dict(loss=offcorr.Correction(), loss_kwargs={"eps_high": 0.3}), "one of the two ways"),
         (dict(loss_type="ppo", loss_kwargs={"count_rejected": False}), "count_rejected=False"),
