@@ -3,12 +3,12 @@
 from offcorr import metrics, testing
 from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
-from offcorr.kernels.correction import backend
-from offcorr.kernels.correction import use as use_backend
+from offcorr.kernels.dispatch import backend
+from offcorr.kernels.dispatch import use as use_backend
 from offcorr.kernels.logprob import LogProbs, linear_logprob, logits_logprob, out_of_vocabulary
 from offcorr.methods.registry import available, from_config, get, register, resolve, unregister
 from offcorr.metrics import Metrics
-from offcorr.stages import controllers, gates, ops, ratios, rejections, weights
+from offcorr.stages import controllers, gates, ops, ratios, rejections, spans, weights
 
 __version__ = "0.1.0"
 
@@ -34,6 +34,7 @@ __all__ = [
     "register",
     "rejections",
     "resolve",
+    "spans",
     "testing",
     "unregister",
     "use_backend",

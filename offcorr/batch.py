@@ -12,6 +12,7 @@ from einops import repeat
 from torch import Tensor
 
 from offcorr.shapes import Mismatch, PerSequence, PerToken, Scalar, TokenIndex, TokenMask
+from offcorr.stages import pointwise
 
 LOG_LIMIT = 20.0
 """Log-ratios (nats) are clamped to +-LOG_LIMIT, token by token and again before ``exp``."""
@@ -26,7 +27,7 @@ _PER_TOKEN = (
     "turn_ids",
 )
 _PER_SEQUENCE = ("rewards", "group_ids")
-_EITHER = ("advantages",)
+_EITHER = ("advantages", "weight")
 _NUMBERS = ("trainer_version", "max_seqlen")
 _INTEGER = ("group_ids", "rollout_version", "turn_ids", "cu_seqlens")
 
@@ -45,7 +46,8 @@ class Batch:
         old_logp: [B, T] log-probs under the weights that sampled, in the trainer's precision.
             None: ``logp`` detached, every staleness ratio is 1.
         rollout_logp: [B, T] what the engine reported; NaN on a valid token: the engine could not score it.
-        rewards: [B], for methods that look at the reward's sign.
+        weight: [B] or [B, T] (packed: [S] or [N]), a detached weight from outside that multiplies each loss term.
+        rewards: [B], for methods that look at the reward.
         group_ids: [B] int, the prompt each sequence belongs to.
         entropy, sum_sq_probs: [B, T] of the trainer's next-token distribution (nats; sum of squared probabilities).
         rollout_version: [B, T] int, the weights' version each token was sampled with.
@@ -66,11 +68,14 @@ class Batch:
     ValueError: advantages has shape (3,), expected (4,) or (4, 128) to go with logp (4, 128)
     """
 
+    __slots__ = ("__dict__", "__weakref__", "_tokens")  # ``tokens`` is kept beside the fields, not among them
+
     logp: Tensor
     advantages: Tensor
     mask: Tensor
     old_logp: Tensor | None = None
     rollout_logp: Tensor | None = None
+    weight: Tensor | None = None
     rewards: Tensor | None = None
     group_ids: Tensor | None = None
     entropy: Tensor | None = None
@@ -139,6 +144,28 @@ class Batch:
         odd = self.mask[(self.mask != 0) & (self.mask != 1)]
         if odd.numel():
             raise ValueError(f"mask holds {odd.flatten()[0].item()!r}, expected bool or only 0 and 1")
+
+    @property
+    def tokens(self) -> Tokens:
+        """The batch as the stages see it, detached; made once."""
+        try:
+            return self._tokens
+        except AttributeError:
+            with torch.no_grad():
+                tokens = Tokens(self)
+            object.__setattr__(self, "_tokens", tokens)
+            return tokens
+
+    def weighted(self, factor: PerSequence) -> Batch:
+        """The batch with ``weight`` multiplied by a factor of each sequence, [B]."""
+        weight = self.weight
+        if weight is None or weight.shape == (self.sequences,):
+            return dataclasses.replace(self, weight=factor if weight is None else weight * factor)
+        if self.cu_seqlens is None:
+            factor = repeat(factor, "b -> b 1")
+        else:
+            factor = factor.repeat_interleave(self.cu_seqlens.diff(), output_size=self.logp.shape[0])
+        return dataclasses.replace(self, weight=weight * factor)
 
     def rows(self, index: Tensor | slice) -> Batch:
         """The sequences that ``index`` picks (padded batches)."""
@@ -262,6 +289,9 @@ class LogRatio(NamedTuple):
     compared: TokenMask  # both log-probs are numbers
 
 
+_OF_PAIR = {"log_ratio": "clamped", "raw_log_ratio": "raw", "logp": "logp", "anchor_logp": "anchor_logp"}
+
+
 class Tokens:
     """A batch as the stages see it: padded, in float32 or float64, selected before any arithmetic.
 
@@ -277,57 +307,50 @@ class Tokens:
 
         advantages = batch.advantages.detach().to(self.dtype)
         if advantages.ndim == 1:
-            advantages = repeat(advantages, "b -> b t", t=mask.shape[1])
-        old_logp = batch.logp if batch.old_logp is None else batch.old_logp
-        finite = batch.logp.detach().isfinite() & old_logp.detach().isfinite() & advantages.isfinite()
-        self.trainable: TokenMask = mask & finite
+            advantages = repeat(advantages, "b -> b 1")
+        old_logp = (batch.logp if batch.old_logp is None else batch.old_logp).detach()
+        self.trainable: TokenMask = pointwise.trainable(mask, batch.logp.detach(), old_logp, advantages)
 
-        self.logp = self._select(batch.logp)
-        self.old_logp = self._select(old_logp.detach())
-        self.advantages = self._select(advantages)
+        self.logp = torch.where(self.trainable, batch.logp.to(self.dtype), 0)
+        self.old_logp = torch.where(self.trainable, old_logp.to(self.dtype), 0)
+        self.advantages = torch.where(self.trainable, advantages, 0)
         self.scored: TokenMask = torch.zeros_like(mask)
         self.rollout_logp = self.old_logp
         if batch.rollout_logp is not None:
             reported = batch.rollout_logp.detach()
-            self.scored = self.trainable & reported.isfinite()
+            self.scored = self.trainable & pointwise.finite(reported)
             self.rollout_logp = torch.where(self.scored, reported.to(self.dtype), self.old_logp)
 
+        self.weight: PerToken | None = None
+        if batch.weight is not None:
+            weight = batch.weight.detach().to(self.dtype)
+            self.weight = torch.where(mask, repeat(weight, "b -> b 1") if weight.ndim == 1 else weight, 0)
+
+        self.mask: TokenMask = mask
         self.rows = Rows(mask, batch.turn_ids, self.dtype)
         self._log_ratios: dict[Mismatch, LogRatio] = {}
 
     @property
-    def mask(self) -> TokenMask:
-        return self.rows.mask
-
-    def log_ratio(self, mismatch: Mismatch) -> LogRatio:
-        """The two policies that ``mismatch`` names, compared; detached."""
-        if mismatch not in self._log_ratios:
-            ours = self.old_logp if mismatch == "engine" else self.logp.detach()
-            theirs = self.old_logp if mismatch == "staleness" else self.rollout_logp
-            compared = self.trainable if mismatch == "staleness" else self.scored
-            raw = ours - theirs
-            self._log_ratios[mismatch] = LogRatio(raw.clamp(-LOG_LIMIT, LOG_LIMIT), raw, ours, theirs, compared)
-        return self._log_ratios[mismatch]
-
-    def inputs(self, mismatch: Mismatch) -> dict[str, Any]:
-        """What a pointwise part may ask for (``stage.INPUTS``) but ``value``, each [B, T]."""
-        pair = self.log_ratio(mismatch)
-        return {
-            "log_ratio": pair.clamped,
-            "raw_log_ratio": pair.raw,
-            "logp": pair.logp,
-            "anchor_logp": pair.anchor_logp,
-            "advantage": self.advantages,
-            "position": self.rows.position,
-            "reward": self.reward,
-        }
-
-    @property
     def reward(self) -> PerToken | None:
-        """[B, T], the sequence's reward at each of its tokens."""
+        """The sequence's reward at each of its tokens."""
         if self.batch.rewards is None:
             return None
         return repeat(self.batch.rewards.detach().to(self.dtype), "b -> b t", t=self.mask.shape[1])
 
-    def _select(self, values: Tensor) -> PerToken:
-        return torch.where(self.trainable, values.to(self.dtype), 0)
+    def log_ratio(self, mismatch: Mismatch) -> LogRatio:
+        """The two policies that ``mismatch`` names, compared; detached."""
+        if mismatch not in self._log_ratios:
+            first = self.old_logp if mismatch == "engine" else self.logp.detach()
+            second = self.old_logp if mismatch == "staleness" else self.rollout_logp
+            compared = self.trainable if mismatch == "staleness" else self.scored
+            raw = first - second
+            self._log_ratios[mismatch] = LogRatio(raw.clamp(-LOG_LIMIT, LOG_LIMIT), raw, first, second, compared)
+        return self._log_ratios[mismatch]
+
+    def input(self, name: str, mismatch: Mismatch) -> PerToken | None:
+        """An input of pointwise functions by name (``stages.definition.INPUTS``), but for ``value``; [B, T]."""
+        if name in _OF_PAIR:
+            return getattr(self.log_ratio(mismatch), _OF_PAIR[name])
+        if name == "position":
+            return self.rows.position
+        return self.reward if name == "reward" else self.advantages

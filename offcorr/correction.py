@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,22 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offcorr import metrics as metering
-from offcorr.batch import LOG_LIMIT, Batch, Tokens
-from offcorr.kernels import correction as fused_correction
-from offcorr.metrics import CONTROL, Metrics
-from offcorr.shapes import PerToken, Scalar, TokenMask
-from offcorr.stages.aggregate import check_aggregate, check_denominator, row_weights, total
-from offcorr.stages.base import Number, Stage, apply, plain
+from offcorr import metrics as measures
+from offcorr.batch import Batch
+from offcorr.kernels import dispatch
+from offcorr.metrics import CONTROL, Gather, Mean, Metrics
+from offcorr.shapes import Scalar
+from offcorr.stages import pointwise, reference
+from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, check_denominator, own_total, row_constant
+from offcorr.stages.base import Controller, Plan, Stage, plain
 from offcorr.stages.gates import Clip, Gate
-from offcorr.stages.multipliers import Multiplied
 from offcorr.stages.ratios import Ratio, Token
 from offcorr.stages.rejections import Rejection
 from offcorr.stages.weights import Weight
 
 
 class Output(NamedTuple):
-    """What a correction gives.
+    """The result of a correction.
 
     loss: scalar, differentiable in ``batch.logp``.
     coefficient: dL/dlogp, the shape of ``logp``, detached, float32 (float64 for float64 input).
@@ -41,48 +40,38 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """What batch-coupled stages need to know of the global batch, stage by stage; merges."""
+    """The statistics of the controllers, by place ("gate", "weight.0" ...); they merge."""
 
     parts: Mapping[str, Any]
 
     def merge(self, other: Statistics) -> Statistics:
-        return Statistics({name: part.merge(other.parts[name]) for name, part in self.parts.items()})
+        """Both together, as if they had been one batch."""
+        return Statistics({place: part.merge(other.parts[place]) for place, part in self.parts.items()})
 
-    def all_reduce(self, gather: Callable[[Tensor], Tensor]) -> Statistics:
-        """Stub until the typed statistics: merged over ranks."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return self
-        written = io.BytesIO()
-        torch.save(self, written)
-        parts: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(parts, written.getvalue())
-        return functools.reduce(Statistics.merge, (torch.load(io.BytesIO(x), weights_only=False) for x in parts))
+    def all_reduce(self, gather: Gather) -> Statistics:
+        """Merged over ranks, tensor by tensor.
 
-
-class Terms(NamedTuple):
-    """Per-token quantities before aggregation, each [B, T]."""
-
-    surrogate: PerToken
-    derivative: PerToken  # of the surrogate with respect to the token's own log-prob
-    weight: PerToken  # detached, 0 where not kept
-    kept: TokenMask
-    vetoed: TokenMask
-    truncated: TokenMask
-    held_back: PerToken  # share of ratio * A that the gate held back
+        Args:
+            gather: [K] of this rank to [ranks, K]; the ranks' tensors may have different lengths.
+        """
+        return Statistics({place: _all_reduced(part, gather) for place, part in self.parts.items()})
 
 
 @dataclass(frozen=True)
 class Correction:
     """An off-policy correction.  loss = - sum m * M * w * f(ratio, A) / Z.
 
+    The gradient is ``out.coefficient`` = dL/dlogp = - m * M * w * (df / d ratio) * slope / Z for every token: m is the
+    mask, w the product of the weights, M that of the rejections, f the gate's surrogate, Z the denominator.
+
     Args:
         ratio: how far apart two policies are; None: no ratio (only with a gate that uses none).
-        gate: how the update is held back.
+        gate: how the surrogate limits the update.
         weight: detached factors, one or a tuple of them, or None.
         reject: 0/1 multipliers, one or a tuple of them (AND), or None.
-        aggregate: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum" or "seq-mean-token-sum-norm".
+        aggregate: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "sum" or "seq-mean-token-sum-norm".
         max_length: the constant length of "seq-mean-token-sum-norm"; None: the padded width, with a warning.
-        count_rejected: what was rejected stays in the denominator.
+        count_rejected: whether rejected tokens stay in the denominator.
         strict: raise on NaN or infinity in ``logp``, ``old_logp`` or ``advantages`` (costs a synchronisation)
             instead of setting loss and gradient to 0 there.
 
@@ -98,70 +87,69 @@ class Correction:
     """
 
     ratio: Ratio | None = Token()
-    gate: Gate = Clip()
-    weight: Weight | tuple[Weight, ...] | None = None
-    reject: Rejection | tuple[Rejection, ...] | None = None
+    gate: Gate | Controller = Clip()
+    weight: Weight | Controller | tuple[Weight | Controller, ...] | None = None
+    reject: Rejection | Controller | tuple[Rejection | Controller, ...] | None = None
     aggregate: str = "token-mean"
     max_length: int | None = None
     count_rejected: bool = True
     strict: bool = False
-    method: str = field(default="custom", compare=False)
-    options: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("ratio", Ratio),
-            ("gate", Gate),
-            ("weight", Weight),
-            ("reject", Rejection),
-        ):
-            for stage in _as_tuple(getattr(self, name)):
-                if not isinstance(stage, kind):
-                    raise ValueError(f"{name} is {stage!r}, expected one of offcorr.{_MODULE[name]}")
-        if not isinstance(self.gate, Gate):
-            raise ValueError(
-                "gate is None, expected one of offcorr.gates; offcorr.gates.ScoreFunction() holds nothing back"
-            )
-        if self.ratio is None and self.gate.uses_ratio:
-            raise ValueError(f"ratio is None, but gate {self.gate!r} needs one, for instance offcorr.ratios.Token()")
-        if self.ratio is not None and self.ratio.mismatch == "engine" and not self.gate.detached:
-            raise ValueError(
-                f"ratio {self.ratio!r} does not depend on logp, so gate {self.gate!r} would have no gradient; "
-                "use gates.DetachedRatio() or a weight"
-            )
+        for slot, kind in _KINDS.items():
+            for stage in _as_tuple(getattr(self, slot)):
+                if not isinstance(stage, Stage) or stage.KIND != kind:
+                    raise ValueError(f"{slot} is {stage!r}, expected one of offcorr.{kind}s")
+        if self.gate is None:
+            raise ValueError("gate is None, expected one of offcorr.gates; gates.ScoreFunction() limits nothing")
+        gate = self.gate
+        if isinstance(gate, Gate):
+            if self.ratio is None and gate.uses_ratio:
+                raise ValueError(f"ratio is None, but gate {gate!r} needs one, for instance offcorr.ratios.Token()")
+            if self.ratio is not None and self.ratio.mismatch == "engine" and not gate.detached:
+                raise ValueError(
+                    f"ratio {self.ratio!r} does not depend on logp, so gate {gate!r} would have no gradient; "
+                    "use gates.DetachedRatio() or a weight"
+                )
         check_aggregate(self.aggregate, self.max_length)
         self._refuse_double_counting()
 
-    # -- what it needs, for adapters ---------------------------------------------------------------------------
+    # -- for adapters ------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def method(self) -> str:
+        """The name it was made by; "custom" where there is none, or a field has changed since."""
+        return self.origin.method if self.origin and self.origin.values == self._values else "custom"
 
     @functools.cached_property
     def stages(self) -> dict[str, Stage]:
         """Every stage by its place: "ratio", "gate", "weight.0", "reject.0" ..."""
         places: dict[str, Stage] = {} if self.ratio is None else {"ratio": self.ratio}
         places["gate"] = self.gate
-        places |= {f"weight.{i}": stage for i, stage in enumerate(_as_tuple(self.weight))}
-        places |= {f"reject.{i}": stage for i, stage in enumerate(_as_tuple(self.reject))}
+        for slot in ("weight", "reject"):
+            places |= {f"{slot}.{i}": stage for i, stage in enumerate(_as_tuple(getattr(self, slot)))}
         return places
 
     @functools.cached_property
-    def compares(self) -> frozenset[str]:
-        """Which pairs of policies its stages compare."""
-        return frozenset(of for s in self.stages.values() if (of := getattr(s, "mismatch", None)) is not None)
+    def controllers(self) -> dict[str, Controller]:
+        """The stages that depend on the whole optimizer batch, by place."""
+        return {place: stage for place, stage in self.stages.items() if isinstance(stage, Controller)}
 
     @functools.cached_property
     def couples(self) -> frozenset[str]:
-        """Stub: what batch-coupled stages couple."""
-        return frozenset("batch" for s in self.stages.values() if s.statistics is not None)
+        """What its controllers couple: "batch", "group" (the samples of a prompt), both or nothing."""
+        return frozenset(stage.couples for stage in self.controllers.values())
+
+    @functools.cached_property
+    def compares(self) -> frozenset[str]:
+        """The pairs of policies that its stages compare, where that does not depend on the batch."""
+        return frozenset(stage.mismatch for stage in self.stages.values() if stage.mismatch is not None)
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:
-        """The optional ``Batch`` fields it cannot do without, and ``old_logp`` where its ratio is 1 without."""
-        asked = frozenset().union(*(s.asks_for for s in self.stages.values()))
-        needs = {"rewards"} if "reward" in asked else set()
-        needs |= {"group_ids"} & asked
-        needs |= {"rollout_logp"} if self.compares & {"engine", "total"} else set()
-        needs |= {"old_logp"} if self.ratio is not None and self.ratio.mismatch == "staleness" else set()
-        return frozenset(needs)
+        """The optional ``Batch`` fields that it requires, and ``old_logp`` if its ratio would be 1 without."""
+        return frozenset(name for stage in self.stages.values() for name in _needed_by(stage))
 
     # -- the loss ----------------------------------------------------------------------------------------------
 
@@ -175,197 +163,193 @@ class Correction:
 
         Args:
             denominator: Z; tokens (token-mean) or sequences (seq-mean-*) of the global batch. None: this batch's own.
-            statistics: merged ``self.statistics(...)`` of the global batch, for methods that have any.
+            statistics: merged ``self.statistics(...)`` of the global batch, for methods with controllers.
+
+        Raises:
+            ValueError: a field that it needs is None, or the denominator is wrong.
         """
+        self._check(batch, denominator)
+        with torch.no_grad():
+            found: dict[str, Any] = {}
+            resolved = self
+            if self.controllers:
+                statistics = statistics or self.statistics(batch)
+                resolved = self.resolve(statistics)
+                found = self._found(resolved, batch.logp.device)
+            batch = resolved.prepared(batch)
+            plan = resolved.plan(batch)
+            loss, coefficient, data = dispatch.run(plan, batch, denominator) or _reference(plan, batch, denominator)
+        return Output(_Attach.apply(batch.logp, (loss, coefficient)), coefficient, Metrics(data | found))
+
+    def statistics(self, batch: Batch) -> Statistics | None:
+        """What the controllers need of this batch; merge over micro-batches and ranks.  None: there are none."""
+        self._check(batch, None)
+        if not self.controllers:
+            return None
+        with torch.no_grad():
+            return Statistics({place: stage.statistics(batch.tokens) for place, stage in self.controllers.items()})
+
+    def resolve(self, statistics: Statistics | None) -> Correction:
+        """The same correction with every controller replaced by the stage that ``statistics`` make of it."""
+        if statistics is None:
+            return self
+        known = dict(self.stages)
+        for place, controller in self.controllers.items():
+            known[place] = controller.resolve(statistics.parts[place])
+        slots: dict[str, Any] = {slot: _in_slot(known, slot) for slot in ("weight", "reject")}
+        return dataclasses.replace(self, ratio=known.get("ratio"), gate=known["gate"], **slots)
+
+    def plan(self, batch: Batch) -> Plan:
+        """What it does with this batch, as data; its controllers must be resolved."""
+        return self._plans(batch.rollout_logp is not None)
+
+    def prepared(self, batch: Batch) -> Batch:
+        """The batch with the fields that resolved controllers replace (rewards, weight)."""
+        for prepare in self._prepare:
+            batch = prepare(batch)
+        return batch
+
+    # -- configuration -----------------------------------------------------------------------------------------
+
+    def with_max_length(self, max_length: int) -> Correction:
+        """The same named method with this constant length; itself where it needs none or has one."""
+        if not AGGREGATIONS[self.aggregate].constant_length or self.max_length is not None:
+            return self
+        longer = dataclasses.replace(self, max_length=max_length)
+        if self.method == "custom" or self.origin is None:
+            return longer
+        return named(longer, self.method, {**self.origin.options, "max_length": max_length})
+
+    def to_config(self) -> dict[str, Any]:
+        """Plain data from which ``offcorr.from_config`` makes the same correction, all options spelled out."""
+        if self.method != "custom":
+            assert self.origin is not None
+            return {"method": self.method} | {name: plain(value) for name, value in self.origin.options.items()}
+        return {"method": "custom"} | {name: plain(getattr(self, name)) for name in FIELDS}
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    @property
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in FIELDS)
+
+    @functools.cached_property
+    def _prepare(self) -> list[Callable[[Batch], Batch]]:
+        return [stage.prepare for stage in self.stages.values() if stage.prepare is not None]
+
+    @functools.cached_property
+    def _plans(self) -> Any:
+        return functools.cache(lambda engine_known: Plan.of(self, engine_known))
+
+    def _check(self, batch: Batch, denominator: float | Tensor | None) -> None:
+        for name in self.needs:
+            if name != "old_logp" and getattr(batch, name) is None:
+                users = [repr(stage) for stage in self.stages.values() if name in _needed_by(stage)]
+                known = name == "rollout_logp"
+                hint = "; pass rollout_logp=old_logp to say that engine and trainer agree" if known else ""
+                raise ValueError(f"{name} is None, but {', '.join(users)} of {self.method!r} needs it{hint}")
         if denominator is not None:
             if not self.count_rejected:
                 raise ValueError(
                     f"denominator is {denominator!r} together with count_rejected=False; an explicit denominator "
                     "cannot count what is kept, use one of the two"
                 )
-            check_denominator(denominator)
-        with torch.no_grad():
-            self._check_fields(batch)
-            statistics = statistics or self._statistics(batch)
-            known = self.resolve(statistics)
-            fused = fused_correction.run(known, batch, denominator)
-            loss, coefficient, data = fused or known._reference(batch, denominator)
-            if statistics is not None:
-                data = data | self._found(statistics, known, batch.logp.device)
-        return Output(_Attach.apply(batch.logp, (loss, coefficient)), coefficient, Metrics(data))
-
-    def statistics(self, batch: Batch) -> Statistics | None:
-        """What batch-coupled stages need of this batch; merge over micro-batches and ranks.  None: nothing."""
-        self._check_fields(batch)
-        with torch.no_grad():
-            return self._statistics(batch)
-
-    def resolve(self, statistics: Statistics | None) -> Correction:
-        """The same correction with every batch-coupled stage replaced by what ``statistics`` makes of it."""
-        if statistics is None:
-            return self
-        known: dict[str, Any] = {
-            p: s.resolve(statistics.parts[p]) if p in statistics.parts else s for p, s in self.stages.items()
-        }
-        return dataclasses.replace(
-            self,
-            ratio=known.get("ratio"),
-            gate=known["gate"],
-            weight=tuple(s for place, s in known.items() if place.startswith("weight")),
-            reject=tuple(s for place, s in known.items() if place.startswith("reject")),
-        )
-
-    def terms(self, tokens: Tokens) -> Terms:
-        """The pipeline, token by token.  With grad enabled the surrogate is differentiable, clamps straight-through."""
-        weight, kept = torch.ones_like(tokens.logp), torch.ones_like(tokens.mask)
-        vetoed, truncated = torch.zeros_like(kept), torch.zeros_like(kept)
-        with torch.no_grad():
-            for stage in (*_as_tuple(self.weight), *_as_tuple(self.reject)):
-                one: Multiplied = stage(tokens)
-                weight = weight * one.weight
-                kept = kept & one.kept
-                truncated = truncated | one.truncated
-                if stage.drops_as == "vetoed":
-                    vetoed = vetoed | ~one.kept
-
-        of = self.ratio.mismatch if self.ratio else "staleness"
-        pair = tokens.log_ratio(of)
-        log_ratio, slope = torch.zeros_like(pair.clamped), torch.ones_like(pair.clamped)
-        if self.ratio is not None:
-            with torch.no_grad():
-                log_ratio, slope = self.ratio(tokens)
-                log_ratio = log_ratio.clamp(-LOG_LIMIT, self.gate.log_limit)
-                if self.gate.detached:
-                    slope = torch.ones_like(slope)
-        ratio, value = log_ratio.exp() * slope, log_ratio
-        if torch.is_grad_enabled() and not self.gate.detached:
-            log_ratio = log_ratio + slope * (tokens.logp - tokens.logp.detach())
-        # For a gate ``value`` is log_ratio as a constant, and ``logp`` the policy being trained.
-        inputs = tokens.inputs(of) | {"log_ratio": log_ratio, "value": value, "logp": tokens.logp}
-        surrogate, derivative = apply(self.gate.surrogate, self.gate.inputs(tokens, inputs), self.gate.params)
-        derivative = derivative * slope
-        full = ratio * tokens.advantages.abs()
-        held_back = torch.where(full > 0, 1 - derivative.abs() / full, 0).clamp(0, 1)
-        return Terms(surrogate, derivative, weight, kept, vetoed, truncated, held_back)
-
-    # -- configuration -----------------------------------------------------------------------------------------
-
-    def to_config(self) -> dict[str, Any]:
-        """Plain data that ``offcorr.from_config`` makes the same correction of."""
-        if self.method != "custom":
-            return {"method": self.method} | {name: _plain(value) for name, value in self.options.items()}
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del fields["method"], fields["options"]
-        return {"method": "custom"} | {name: _plain(value) for name, value in fields.items()}
-
-    # -- inside ------------------------------------------------------------------------------------------------
-
-    def _reference(self, batch: Batch, denominator: float | Tensor | None) -> tuple[Scalar, Tensor, dict[str, Tensor]]:
-        """Loss, coefficient and metrics by torch, all statistics known: the definition."""
-        tokens = Tokens(batch)
-        terms = self.terms(tokens)
-        z, scale = self._scale(tokens, terms.kept, denominator)
-        scale = scale[:, None] * terms.weight / z
-        loss, coefficient = -scale * terms.surrogate, -scale * terms.derivative
-        finite = loss.isfinite() & coefficient.isfinite() & tokens.trainable
-        nonfinite = tokens.mask & ~finite
-        loss, coefficient = (torch.where(finite, x, 0) for x in (loss, coefficient))
-        if self.strict and nonfinite.any():
-            row, place = nonfinite.nonzero()[0].tolist()
-            raise ValueError(
-                f"{int(nonfinite.sum())} valid tokens gave no finite number to train on, the first at sequence "
-                f"{row}, position {place}: logp {float(batch.padded().logp[row, place]):g}"
-            )
-        data = {**metering.mismatch(tokens).data} | metering.loss_metrics(
-            tokens,
-            held_back=terms.held_back,
-            weight=terms.weight,
-            kept=terms.kept,
-            vetoed=terms.vetoed,
-            truncated=terms.truncated,
-            coefficient=coefficient,
-            nonfinite=nonfinite,
-        )
-        return loss.sum(), batch.repack(coefficient), data
-
-    def _check_fields(self, batch: Batch) -> None:
-        for name in self.needs - {"old_logp"}:
-            if getattr(batch, name) is None:
-                users = [repr(s) for s in self.stages.values() if _asks(s, name)]
-                hint = (
-                    "; pass rollout_logp=old_logp to say that engine and trainer agree"
-                    if name == "rollout_logp"
-                    else ""
+            if AGGREGATIONS[self.aggregate].unit == "none":
+                raise ValueError(
+                    f"denominator is {denominator!r}, expected None: aggregate {self.aggregate!r} divides by nothing"
                 )
-                raise ValueError(f"{name} is None, but {', '.join(users)} of {self.method!r} needs it{hint}")
+            check_denominator(denominator)
         if self.strict and batch.mask.dtype != torch.bool:
             batch.check_mask_values()
 
-    def _statistics(self, batch: Batch) -> Statistics | None:
-        coupled = {place: s for place, s in self.stages.items() if s.statistics is not None}
-        if not coupled:
-            return None
-        tokens = Tokens(batch)
-        return Statistics({place: stage.statistics(tokens) for place, stage in coupled.items()})
-
-    def _found(self, statistics: Statistics, known: Correction, device: torch.device) -> dict[str, Tensor]:
-        """The ``offcorr/control/`` series: what batch-coupled stages became."""
-        found: dict[str, Number] = {}
-        for place in statistics.parts:
-            found |= self.stages[place].found(known.stages[place])
-        one = torch.ones((), dtype=torch.float64, device=device)  # filled there: a list would be copied from the host
-        return {CONTROL + name: torch.stack([one * value, one]) for name, value in found.items()}
-
-    def _scale(
-        self, tokens: Tokens, kept: TokenMask, denominator: float | Tensor | None
-    ) -> tuple[Scalar | float, Tensor]:
-        """Z, and the weight of each row."""
-        count = tokens.rows.count
-        sequences = count.new_full((), len(tokens.mask))
-        if not self.count_rejected:
-            count = (tokens.mask & kept).sum(1).to(tokens.dtype)
-            sequences = ((count > 0) | (tokens.rows.count == 0)).sum()
-        rows = row_weights(self.aggregate, count, self.max_length, tokens.mask.shape[1])
-        if denominator is not None:
-            return denominator, rows
-        return total(self.aggregate, count, sequences), rows
+    def _found(self, resolved: Correction, device: torch.device) -> dict[str, Mean]:
+        """The ``offcorr/control/`` series: numbers of the resolved controllers."""
+        numbers = {}
+        for place, controller in self.controllers.items():
+            numbers |= controller.found(resolved.stages[place])
+        one = torch.ones((), dtype=torch.float64, device=device)  # a list would be copied from the host
+        return {CONTROL + name: Mean(torch.stack([one * value, one])) for name, value in numbers.items()}
 
     def _refuse_double_counting(self) -> None:
         """Each of the two mismatches may multiply the gradient once: the total ratio is both of them."""
         counted: dict[str, str] = {}
-        multiplying = [("ratio", self.ratio)] if self.ratio is not None and self.gate.uses_ratio else []
-        for place, stage in multiplying + [("weight", s) for s in _as_tuple(self.weight)]:
-            label = f"{place} {stage!r}"
+        uses_ratio = self.ratio is not None and getattr(self.gate, "uses_ratio", True)
+        multiplying = [("ratio", self.ratio)] if uses_ratio else []
+        for slot, stage in multiplying + [("weight", weight) for weight in _as_tuple(self.weight)]:
+            label = f"{slot} {stage!r}"
             for mismatch in ("staleness", "engine") if stage.mismatch == "total" else (stage.mismatch,):
                 if mismatch in counted:
                     raise ValueError(
                         f"{counted[mismatch]} and {label} both count the {mismatch} ratio; "
-                        "drop one, or compare different policies (of=)"
+                        "drop one, or compare different policies (mismatch=)"
                     )
                 counted[mismatch] = label
 
 
-_MODULE = {"ratio": "ratios", "gate": "gates", "weight": "weights", "reject": "rejections"}
+FIELDS = tuple(f.name for f in dataclasses.fields(Correction) if f.name != "origin")
+"""The fields that say what a correction does; they may stand in its configuration."""
+
+_KINDS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
 
 
-def _as_tuple(stages: Any) -> tuple[Any, ...]:
-    if stages is None:
-        return ()
-    return tuple(stages) if isinstance(stages, tuple | list) else (stages,)
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The named method that a correction came from: its name, its options, and the fields that they gave."""
+
+    method: str
+    options: Mapping[str, Any]
+    values: tuple[Any, ...]
 
 
-def _asks(stage: Any, field_name: str) -> bool:
-    if field_name == "rollout_logp":
-        return getattr(stage, "mismatch", None) in ("engine", "total")
-    return {"rewards": "reward"}.get(field_name, field_name) in stage.asks_for
+def named(correction: Correction, method: str, options: Mapping[str, Any]) -> Correction:
+    """The correction, known as ``method`` with these options until one of its fields is replaced."""
+    return dataclasses.replace(correction, origin=Origin(method, options, correction._values))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Stage):
-        return value.to_config()
-    if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
-    return plain(value)
+# -- the reference -------------------------------------------------------------------------------------------
+
+
+def _reference(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> tuple[Scalar, Tensor, dict[str, Any]]:
+    """Loss, coefficient and metrics by torch: the definition."""
+    tokens = batch.tokens
+    did = reference.multiplied(plan.multipliers, tokens)
+    gate = reference.gated(plan.ratio, plan.gate, tokens)
+    weight = did.weight if tokens.weight is None else did.weight * tokens.weight
+    scale = _row_scale(plan, tokens, did.kept, denominator) * weight
+    loss, coefficient = -scale * gate.surrogate, -scale * gate.derivative
+    finite = tokens.trainable & pointwise.finite(loss + coefficient)
+    nonfinite = tokens.mask & ~finite
+    if plan.strict and nonfinite.any():
+        row, place = nonfinite.nonzero()[0].tolist()
+        raise ValueError(
+            f"{int(nonfinite.sum())} valid tokens gave no finite number to train on, the first at sequence "
+            f"{row}, position {place}: logp {float(batch.padded().logp[row, place]):g}"
+        )
+    loss, coefficient = torch.where(finite, loss, 0), torch.where(finite, coefficient, 0)
+    data = measures.mismatch(tokens) | measures.loss_metrics(
+        tokens,
+        held_back=gate.held_back,
+        weight=weight,
+        kept=did.kept,
+        vetoed=did.vetoed,
+        truncated=did.truncated,
+        coefficient=coefficient,
+        nonfinite=nonfinite,
+    )
+    return loss.sum(), batch.repack(coefficient), data
+
+
+def _row_scale(plan: Plan, tokens: Any, kept: Tensor, denominator: float | Tensor | None) -> Tensor:
+    """[B, 1], the weight of each sequence's sum over Z."""
+    count = tokens.rows.count
+    sequences: Any = len(tokens.mask)
+    if not plan.count_rejected:
+        count = kept.sum(1).to(tokens.dtype)
+        sequences = ((count > 0) | (tokens.rows.count == 0)).sum()
+    constant = row_constant(plan.aggregate, plan.max_length, tokens.mask.shape[1])
+    rows = pointwise.row_weight(count, constant, AGGREGATIONS[plan.aggregate].divides_by_count)
+    z = own_total(plan.aggregate, count, sequences) if denominator is None else denominator
+    return (rows / z)[:, None]
 
 
 class _Attach(torch.autograd.Function):
@@ -373,7 +357,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logp: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
-        loss, coefficient = known  # no arguments of their own: the loss would be a view then, that nobody may add to
+        loss, coefficient = known  # not arguments by themselves: the loss would be a view then, which nobody may add to
         ctx.save_for_backward(coefficient)
         ctx.dtype = logp.dtype
         return loss
@@ -388,3 +372,45 @@ class _Attach(torch.autograd.Function):
             return (incoming * coefficient).clamp(limits.min, limits.max).to(ctx.dtype), None
         gradient = torch.empty_like(coefficient, dtype=ctx.dtype)
         return torch.mul(coefficient, incoming, out=gradient), None
+
+
+# -- helpers -------------------------------------------------------------------------------------------------
+
+
+def _as_tuple(stages: Any) -> tuple[Any, ...]:
+    if stages is None:
+        return ()
+    return tuple(stages) if isinstance(stages, tuple | list) else (stages,)
+
+
+def _in_slot(stages: Mapping[str, Any], slot: str) -> tuple[Any, ...]:
+    return tuple(stage for place, stage in stages.items() if place.startswith(slot))
+
+
+def _needed_by(stage: Any) -> set[str]:
+    """The optional fields of ``Batch`` that a stage requires."""
+    needs = {"rewards"} if "reward" in stage.asks_for else set()
+    needs |= set(getattr(stage, "needs", ()))
+    needs |= {"rollout_logp"} if stage.mismatch in ("engine", "total") else set()
+    needs |= {"old_logp"} if isinstance(stage, Ratio) and stage.mismatch == "staleness" else set()
+    return needs
+
+
+def _all_reduced(part: Any, gather: Gather) -> Any:
+    """A controller's statistics merged over ranks, by gathering each of its tensors."""
+    if not dataclasses.is_dataclass(part):
+        raise TypeError(f"statistics is a {type(part).__name__}, expected a frozen dataclass of tensors")
+    columns = {f.name: _gathered(getattr(part, f.name), f.name, gather) for f in dataclasses.fields(part)}
+    ranks = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return functools.reduce(lambda a, b: a.merge(b), (type(part)(**row) for row in ranks))  # type: ignore[arg-type]
+
+
+def _gathered(values: Any, name: str, gather: Gather) -> list[Tensor]:
+    """Every rank's tensor, which may differ in length: padded to the longest, gathered, and cut again."""
+    if not isinstance(values, Tensor) or values.ndim > 1:
+        raise TypeError(f"statistics.{name} is {values!r}, expected a tensor of at most one dimension")
+    flat = values.reshape(-1)
+    lengths = gather(torch.tensor([len(flat)], device=flat.device)).flatten().tolist()
+    padded = gather(torch.nn.functional.pad(flat, (0, max(lengths) - len(flat))))
+    parts = [rank[:length] for rank, length in zip(padded, lengths, strict=True)]
+    return [rank[0] if values.ndim == 0 else rank for rank in parts]

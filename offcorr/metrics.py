@@ -1,85 +1,119 @@
-"""Metrics: accumulators that merge across micro-batches and ranks, and travel as one vector.
+"""Metrics: typed accumulators that merge across micro-batches and ranks, and travel as one vector.
 
-An accumulator is a short float64 vector.  It knows how to merge with another of its kind and how to read itself out;
-nothing is averaged before it is read, and reading costs one transfer to the host.
+An accumulator is a short float64 vector of a known kind: the kind says how two of them merge and how one is read.
+Nothing is averaged before it is read, and reading costs one transfer to the host.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, reduce
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
-from offcorr.shapes import Mismatch, PerToken, TokenMask
+from offcorr.shapes import PerToken, TokenMask
+from offcorr.stages import pointwise
+
+Gather = Callable[[Tensor], Tensor]
+"""[K] of this rank to [ranks, K]: ``lambda vector: accelerator.gather(vector[None])``."""
+
+Self = TypeVar("Self", bound="Accumulator")
 
 
+@dataclass(frozen=True, eq=False)
 class Accumulator:
-    """``merge(a, b)`` of two vectors [..., size]; ``read(v)`` of a host vector, None where nothing was seen.
+    """Base class: ``vector`` is float64 [size] (or [..., size] while several series are measured together).
 
-    ``of(values, where, start)`` makes one of the values picked by ``where``: all dimensions from ``start`` on are
-    reduced, those before stay, so that several series are measured at once.
+    ``outputs`` names what it reads out, where that is something else than its own name; see ``Metrics.compute``.
     """
 
-    size: int
+    vector: Tensor
+    outputs: tuple[str, ...] = ()
 
-    def merge(self, a: Tensor, b: Tensor) -> Tensor:
+    size: ClassVar[int]
+
+    @staticmethod
+    def of(values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+        """The vector of ``values[where]``; dimensions from ``start`` on are reduced, those before stay."""
+        raise NotImplementedError
+
+    @staticmethod
+    def merged(a: Tensor, b: Tensor) -> Tensor:
+        """Two vectors [..., size] as one, as if their values had been measured together."""
         return a + b
 
-    def read(self, v: list[float]) -> dict[str, float] | None:
-        return {"": v[0]}
+    @staticmethod
+    def values(numbers: list[float]) -> tuple[float, ...] | None:
+        """What a vector on the host reads out; None where nothing was measured."""
+        return (numbers[0],)
+
+    def merge(self: Self, other: Self) -> Self:
+        """Both together."""
+        return dataclasses.replace(self, vector=self.merged(self.vector, other.vector))
+
+    def read(self) -> tuple[float, ...] | None:
+        """What it reads out, by one transfer to the host; None where nothing was measured."""
+        return self.values(self.vector.tolist())
 
 
 class Count(Accumulator):
-    """How many."""
+    """A number of tokens."""
 
     size = 1
 
 
 class Mean(Accumulator):
-    """(sum, n)."""
+    """(sum, number of values)."""
 
     size = 2
 
     @staticmethod
     def of(values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+        """The sum of ``values[where]``, and how many they are."""
         values, where = values.flatten(start), where.flatten(start)
         total = torch.where(where, values, 0).sum(-1, dtype=torch.float64)
         return torch.stack([total, where.sum(-1, dtype=torch.float64)], -1)
 
-    def read(self, v: list[float]) -> dict[str, float] | None:
-        return {"": v[0] / v[1]} if v[1] else None
+    @staticmethod
+    def values(numbers: list[float]) -> tuple[float, ...] | None:
+        """Their mean."""
+        return (numbers[0] / numbers[1],) if numbers[1] else None
 
 
 class Max(Accumulator):
-    """Largest of values >= 0."""
+    """The largest of values >= 0."""
 
     size = 1
 
     @staticmethod
     def of(values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+        """The largest of ``values[where]``, 0 where there are none."""
         values, where = values.flatten(start), where.flatten(start)
         if not values.shape[-1]:
             return values.new_zeros((*values.shape[:-1], 1), dtype=torch.float64)
         return torch.where(where, values, 0).amax(-1, keepdim=True).double()
 
-    def merge(self, a: Tensor, b: Tensor) -> Tensor:
+    @staticmethod
+    def merged(a: Tensor, b: Tensor) -> Tensor:
+        """The larger."""
         return torch.maximum(a, b)
 
 
 class LogSumExp(Accumulator):
-    """(max, sum e^(x - max), sum e^(2 (x - max)), n): moments and ESS of e^x, unclamped."""
+    """(largest x, sum e^(x - largest), sum e^(2 (x - largest)), number): moments and ESS of e^x, never clamped."""
 
     size = 4
 
     @staticmethod
     def of(values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+        """The moments of e^x for the x in ``values[where]``."""
         values, where = values.flatten(start), where.flatten(start)
         if not values.shape[-1]:
             return values.new_zeros((*values.shape[:-1], 4), dtype=torch.float64)
@@ -90,7 +124,9 @@ class LogSumExp(Accumulator):
             [largest[..., 0], scaled.sum(-1), scaled.square().sum(-1), where.sum(-1, dtype=torch.float64)], -1
         )
 
-    def merge(self, a: Tensor, b: Tensor) -> Tensor:
+    @staticmethod
+    def merged(a: Tensor, b: Tensor) -> Tensor:
+        """Both, scaled by the larger of the two maxima."""
         # An accumulator that has seen nothing has n = 0 and must not set the maximum.
         top = torch.maximum(
             torch.where(a[..., 3] > 0, a[..., 0], -1e300), torch.where(b[..., 3] > 0, b[..., 0], -1e300)
@@ -106,26 +142,29 @@ class LogSumExp(Accumulator):
             -1,
         )
 
-    def read(self, v: list[float]) -> dict[str, float] | None:
-        largest, first, second, n = v
+    @staticmethod
+    def values(numbers: list[float]) -> tuple[float, ...] | None:
+        """(mean of e^x, mean square - 1, effective sample size over n)."""
+        largest, first, second, n = numbers
         if not n:
             return None
 
         def finite_exp(x: float) -> float:
             return math.exp(min(x, 700.0))
 
-        return {
-            "ratio_mean": finite_exp(largest + math.log(first / n)),
-            "chi2": finite_exp(2 * largest + math.log(second / n)) - 1,
-            "ess": first * first / (n * second),
-        }
+        return (
+            finite_exp(largest + math.log(first / n)),
+            finite_exp(2 * largest + math.log(second / n)) - 1,
+            first * first / (n * second),
+        )
 
 
 class Histogram(Accumulator):
     """64 bins of values >= 0, log-spaced over nine decades; a quantile is exact to a bin (its upper edge)."""
 
     size = 64
-    low, high = -6.0, 3.0
+    low: ClassVar[float] = -6.0
+    high: ClassVar[float] = 3.0
 
     @classmethod
     @cache
@@ -134,98 +173,70 @@ class Histogram(Accumulator):
         step = (cls.high - cls.low) / (cls.size - 2)
         return tuple(10 ** (cls.low + i * step) for i in range(cls.size - 1))
 
-    @classmethod
-    def of(cls, values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+    @staticmethod
+    def of(values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+        """The number of ``values[where]`` in each bin."""
         values, where = values.flatten(start), where.flatten(start)
         bins = torch.bucketize(values, _edges_on(values.device, values.dtype))
-        empty = torch.zeros((*values.shape[:-1], cls.size), dtype=torch.float64, device=values.device)
+        empty = torch.zeros((*values.shape[:-1], Histogram.size), dtype=torch.float64, device=values.device)
         return empty.scatter_add_(-1, bins, where.double())
 
-    def read(self, v: list[float]) -> dict[str, float] | None:
-        seen, wanted = 0.0, 0.99 * sum(v)
+    @staticmethod
+    def values(numbers: list[float]) -> tuple[float, ...] | None:
+        """The 99th percentile."""
+        seen, wanted = 0.0, 0.99 * sum(numbers)
         if not wanted:
             return None
-        for upper, n in zip([*self.edges(), math.inf], v, strict=True):
+        for upper, n in zip([*Histogram.edges(), math.inf], numbers, strict=True):
             seen += n
             if seen >= wanted:
-                return {"abs_p99": min(upper, 10**self.high)}
+                return (min(upper, 10**Histogram.high),)
         return None
 
 
 @cache
 def _edges_on(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Kept on the device: making it anew would wait for the host every time."""
+    """Cached on the device: a new copy from the host would synchronise every time."""
     return torch.tensor(Histogram.edges(), dtype=dtype, device=device)
 
 
-@dataclass(frozen=True)
-class Metric:
-    """One accumulator of a series: what it is called, what it holds, and how it is made from the tokens' view."""
+class Metric(NamedTuple):
+    """One accumulator of a series: its name, its formula, its kind, and the names of what it reads out, if several."""
 
     name: str
     formula: str
-    kind: Accumulator
+    kind: type[Accumulator]
     outputs: tuple[str, ...] = ()
-    """Names of the accumulator's readings, in its order; () where it has the one reading ``name``."""
 
 
 MISMATCH = (
-    Metric("abs_mean", "mean |d|", Mean()),
-    Metric("abs_max", "max |d|", Max()),
-    Metric("abs_histogram", "99th percentile of |d|, to a bin", Histogram(), ("abs_p99",)),
-    Metric("k1", "mean -d: KL(theirs || ours), unbiased", Mean()),
-    Metric("k3", "mean e^d - 1 - d: the same KL, never negative", Mean()),
-    Metric(
-        "token",
-        "of e^d: mean, mean square - 1, ESS / n",
-        LogSumExp(),
-        ("ratio_mean", "chi2_token", "ess_token"),
-    ),
-    Metric(
-        "seq",
-        "of e^(sum d): mean, mean square - 1, ESS / n",
-        LogSumExp(),
-        ("ratio_mean_seq", "chi2_seq", "ess_seq"),
-    ),
-    Metric("ppl_ratio", "mean over sequences of e^(-mean d): our perplexity over theirs", Mean()),
-    Metric("first_token", "mean |d| at each sequence's first valid token", Mean()),
+    Metric("abs_mean", "mean |d|", Mean),
+    Metric("abs_max", "max |d|", Max),
+    Metric("abs_histogram", "99th percentile of |d|, to a bin", Histogram, ("abs_p99",)),
+    Metric("k1", "mean -d: KL(second || first policy), unbiased", Mean),
+    Metric("k3", "mean e^d - 1 - d: the same KL, never negative", Mean),
+    Metric("token", "of e^d: mean, mean square - 1, ESS / n", LogSumExp, ("ratio_mean", "chi2_token", "ess_token")),
+    Metric("seq", "of e^(sum d): mean, mean square - 1, ESS / n", LogSumExp, ("ratio_mean_seq", "chi2_seq", "ess_seq")),
+    Metric("ppl_ratio", "mean over sequences of e^(-mean d): the first policy's perplexity over the second's", Mean),
+    Metric("first_token", "mean |d| at each sequence's first valid token", Mean),
 )
-"""d is the unclamped log-ratio (nats), over tokens where both log-probs are numbers: always raw."""
+"""d is the unclamped log-ratio (nats) of the first policy to the second, over tokens where both are numbers: raw."""
 
 LOSS = (
-    Metric("clipped", "mean share of the gradient ratio * A that the gate held back", Mean()),
-    Metric("truncated", "share of valid tokens whose weight was bounded", Mean()),
-    Metric("rejected", "share of valid tokens dropped by a weight or a rejection", Mean()),
-    Metric("vetoed", "share of valid tokens dropped by a veto", Mean()),
-    Metric("kept", "share of valid tokens that no weight or rejection dropped", Mean()),
-    Metric("weight_mean", "mean applied weight over valid tokens, 0 where dropped", Mean()),
-    Metric("coefficient_zero", "share of valid tokens with dL/dlogp = 0", Mean()),
-    Metric("unscored", "number of valid tokens the engine could not score", Count()),
-    Metric("nonfinite", "number of valid tokens that gave no finite number to train on", Count()),
-    Metric("skipped", "share of sequences left out of the forward pass", Mean()),
+    Metric("clipped", "mean share of the gradient ratio * A that the gate removed", Mean),
+    Metric("truncated", "share of valid tokens whose weight was bounded", Mean),
+    Metric("rejected", "share of valid tokens dropped by a weight or a rejection", Mean),
+    Metric("vetoed", "share of valid tokens dropped by a veto", Mean),
+    Metric("kept", "share of valid tokens that no weight or rejection dropped", Mean),
+    Metric("weight_mean", "mean applied weight over valid tokens, 0 where dropped", Mean),
+    Metric("coefficient_zero", "share of valid tokens with dL/dlogp = 0", Mean),
+    Metric("unscored", "number of valid tokens the engine could not score", Count),
+    Metric("nonfinite", "number of valid tokens that gave no finite number to train on", Count),
+    Metric("skipped", "share of sequences left out of the forward pass", Mean),
 )
 
-_SERIES: dict[str, tuple[Metric, ...]] = {
-    "offcorr/engine/": MISMATCH,
-    "offcorr/staleness/": MISMATCH,
-    "offcorr/loss/": LOSS,
-}
-
 CONTROL = "offcorr/control/"
-"""Before the names of what batch-coupled stages found, which are their own (``Stage.found``)."""
-
-
-class _Kinds(dict[str, Metric]):
-    """The metric of each name; those of the control series are means of one number."""
-
-    def __missing__(self, name: str) -> Metric:
-        if not name.startswith(CONTROL):
-            raise KeyError(name)
-        metric = self[name] = Metric(name.removeprefix(CONTROL), "what a batch-coupled stage found", Mean())
-        return metric
-
-
-KINDS: dict[str, Metric] = _Kinds({prefix + m.name: m for prefix, series in _SERIES.items() for m in series})
+"""Prefix of the numbers of resolved controllers, which are named by ``Controller.found``."""
 
 
 @dataclass(frozen=True)
@@ -233,50 +244,57 @@ class Metrics:
     """Named accumulators, on the device.
 
     >>> import torch
-    >>> a = Metrics({"offcorr/loss/kept": torch.tensor([3.0, 4.0])})
-    >>> b = Metrics({"offcorr/loss/kept": torch.tensor([1.0, 4.0])})
+    >>> a = Metrics({"offcorr/loss/kept": Mean(torch.tensor([3.0, 4.0]))})
+    >>> b = Metrics({"offcorr/loss/kept": Mean(torch.tensor([1.0, 4.0]))})
     >>> a.merge(b).compute()
     {'offcorr/loss/kept': 0.5}
     """
 
-    data: Mapping[str, Tensor] = field(default_factory=dict)
+    data: Mapping[str, Accumulator] = field(default_factory=dict)
 
     def merge(self, other: Metrics) -> Metrics:
-        """Both together, as if they had been measured as one batch."""
-        if tuple(self.data) == tuple(other.data):
-            return self.unpack(self._merge_packed(self.pack(), other.pack()))
+        """Both together, as if they had been measured as one batch.
+
+        Raises:
+            TypeError: the two have accumulators of different kinds under one name.
+        """
+        if self._layout == other._layout:
+            return self.unpack(_merged_packed(self._layout, self.pack(), other.pack()))
         merged = dict(self.data)
         for name, value in other.data.items():
-            merged[name] = KINDS[name].kind.merge(merged[name], value) if name in merged else value
+            known = merged.get(name)
+            if known is not None and type(known) is not type(value):
+                raise TypeError(f"{name} is a {type(known).__name__} and a {type(value).__name__}, expected one kind")
+            merged[name] = value if known is None else known.merge(value)
         return Metrics(merged)
 
     def pack(self) -> Tensor:
         """[K], every accumulator end to end, in float64."""
-        return torch.cat([value.double() for value in self.data.values()]) if self.data else torch.zeros(0)
+        vectors = [accumulator.vector.double() for accumulator in self.data.values()]
+        return torch.cat(vectors) if vectors else torch.zeros(0)
 
     def unpack(self, packed: Tensor) -> Metrics:
         """A vector of this layout, as Metrics."""
-        parts = packed.split([KINDS[name].kind.size for name in self.data])
-        return Metrics(dict(zip(self.data, parts, strict=True)))
+        parts = packed.split([accumulator.size for accumulator in self.data.values()])
+        known = zip(self.data.items(), parts, strict=True)
+        return Metrics({name: type(kind)(part, kind.outputs) for (name, kind), part in known})
 
-    def all_reduce(self, gather: Callable[[Tensor], Tensor]) -> Metrics:
-        """Merged over ranks; ``gather`` takes [K] to [ranks, K] (``accelerator.gather`` of ``vector[None]``)."""
+    def all_reduce(self, gather: Gather) -> Metrics:
+        """Merged over ranks, which must have the same metrics; ``gather`` takes [K] to [ranks, K]."""
         if not self.data:
             return self
-        return self.unpack(reduce(self._merge_packed, gather(self.pack())))
+        merged = reduce(lambda a, b: _merged_packed(self._layout, a, b), gather(self.pack()))
+        return self.unpack(merged)
 
     def compute(self) -> dict[str, float]:
-        """Plain floats, by one transfer to the host; a metric that saw nothing is left out."""
-        host = self.pack().tolist()
+        """Plain floats, by one transfer to the host; a metric that measured nothing is left out."""
         result: dict[str, float] = {}
-        for name, value in self._split(host):
-            metric = KINDS[name]
-            readings = metric.kind.read(value)
-            if readings is None:
-                continue
-            prefix = name.removesuffix(metric.name)
-            names = metric.outputs or (metric.name,)
-            result.update(zip((prefix + n for n in names), readings.values(), strict=True))
+        for name, accumulator, numbers in self._split(self.pack().tolist()):
+            values = accumulator.values(numbers)
+            if values is not None:
+                prefix = name[: name.rfind("/") + 1]
+                names = [prefix + output for output in accumulator.outputs] or [name]
+                result.update(zip(names, values, strict=True))
         if result.get("offcorr/loss/nonfinite"):
             warnings.warn(
                 f"{result['offcorr/loss/nonfinite']:.0f} valid tokens gave no finite number to train on (NaN or "
@@ -286,32 +304,37 @@ class Metrics:
             )
         return result
 
-    def _merge_packed(self, a: Tensor, b: Tensor) -> Tensor:
-        """Two vectors of this layout: added, but for the kinds that merge another way, each kind in one go."""
-        merged = a + b
-        for kind, places in _merged_another_way(tuple(self.data), a.device):
-            merged[places] = kind.merge(a[places], b[places])
-        return merged
+    @property
+    def _layout(self) -> tuple[tuple[str, type[Accumulator]], ...]:
+        return tuple((name, type(accumulator)) for name, accumulator in self.data.items())
 
-    def _split(self, host: list[float]) -> Iterator[tuple[str, list[float]]]:
+    def _split(self, host: list[float]) -> Iterator[tuple[str, Accumulator, list[float]]]:
         start = 0
-        for name in self.data:
-            size = KINDS[name].kind.size
-            yield name, host[start : start + size]
-            start += size
+        for name, accumulator in self.data.items():
+            yield name, accumulator, host[start : start + accumulator.size]
+            start += accumulator.size
+
+
+def _merged_packed(layout: tuple[tuple[str, type[Accumulator]], ...], a: Tensor, b: Tensor) -> Tensor:
+    """Two packed vectors of one layout: added, and then each kind that does not merge by adding, all of it at once."""
+    merged = a + b
+    for kind, places in _merged_otherwise(layout, a.device):
+        merged[places] = kind.merged(a[places], b[places])
+    return merged
 
 
 @cache
-def _merged_another_way(names: tuple[str, ...], device: torch.device) -> list[tuple[Accumulator, Tensor]]:
+def _merged_otherwise(
+    layout: tuple[tuple[str, type[Accumulator]], ...], device: torch.device
+) -> list[tuple[type[Accumulator], Tensor]]:
     """Each kind that does not merge by adding, and where its accumulators lie in the packed vector [k, size]."""
     places: dict[type[Accumulator], list[list[int]]] = {}
     start = 0
-    for name in names:
-        kind = KINDS[name].kind
-        if type(kind).merge is not Accumulator.merge:
-            places.setdefault(type(kind), []).append(list(range(start, start + kind.size)))
+    for _, kind in layout:
+        if "merged" in vars(kind):
+            places.setdefault(kind, []).append(list(range(start, start + kind.size)))
         start += kind.size
-    return [(kind(), torch.tensor(found, device=device)) for kind, found in places.items()]
+    return [(kind, torch.tensor(where, device=device)) for kind, where in places.items()]
 
 
 def measure(batch: Batch) -> Metrics:
@@ -323,46 +346,43 @@ def measure(batch: Batch) -> Metrics:
     >>> round(measure(batch).compute()["offcorr/engine/k1"], 4)
     -0.1
     """
-    return mismatch(Tokens(batch))
+    return Metrics(mismatch(batch.tokens))
 
 
 @torch.no_grad()
-def mismatch(tokens: Tokens) -> Metrics:
-    """The series that the batch has the log-probs for, measured together."""
-    series: list[Mismatch] = []
-    if tokens.batch.rollout_logp is not None:
-        series.append("engine")
-    if tokens.batch.old_logp is not None:
-        series.append("staleness")
-    if not series:
-        return Metrics()
-    pairs = [tokens.log_ratio(of) for of in series]
-    measured = _mismatch_series(
-        torch.stack([pair.raw for pair in pairs]).double(),
-        torch.stack([pair.compared for pair in pairs]),
-        tokens.rows.position == 1,
+def mismatch(tokens: Tokens) -> dict[str, Accumulator]:
+    """The mismatch series that the batch has the log-probs for, measured together."""
+    known = {"engine": tokens.batch.rollout_logp, "staleness": tokens.batch.old_logp}
+    measured: list[Any] = [of for of, logp in known.items() if logp is not None]
+    if not measured:
+        return {}
+    pairs = [tokens.log_ratio(of) for of in measured]
+    first = tokens.rows.position == 1
+    vectors = _mismatch_vectors(
+        torch.stack([pair.raw for pair in pairs]).double(), torch.stack([pair.compared for pair in pairs]), first
     )
-    return Metrics(
-        {f"offcorr/{of}/{name}": value[i] for i, of in enumerate(series) for name, value in measured.items()}
-    )
-
-
-def _mismatch_series(d: Tensor, seen: Tensor, first: TokenMask) -> dict[str, Tensor]:
-    """Log-ratios d and where they count, [series, B, T]; accumulators [series, size]."""
-    size, count = d.abs(), seen.sum(2)
-    present = count > 0
-    total = torch.where(seen, d, 0).sum(2)
-    limited = d.clamp(max=700)
     return {
-        "abs_mean": Mean.of(size, seen, 1),
-        "abs_max": Max.of(size, seen, 1),
+        f"offcorr/{of}/{metric.name}": metric.kind(vectors[metric.name][i], metric.outputs)
+        for i, of in enumerate(measured)
+        for metric in MISMATCH
+    }
+
+
+def _mismatch_vectors(d: Tensor, seen: Tensor, first: TokenMask) -> dict[str, Tensor]:
+    """The vectors [series, size] of log-ratios d [series, B, T], which are 0 where they do not count."""
+    size, count = d.abs(), seen.sum(2)
+    present, total = count > 0, d.sum(2)
+    n = count.sum(1, dtype=torch.float64)
+    return {
+        "abs_mean": torch.stack([size.sum((1, 2)), n], 1),
+        "abs_max": size.flatten(1).amax(1, keepdim=True) if size.numel() else size.new_zeros(len(size), 1),
         "abs_histogram": Histogram.of(size, seen, 1),
-        "k1": Mean.of(-d, seen, 1),
-        "k3": Mean.of(torch.expm1(limited) - limited, seen, 1),
+        "k1": torch.stack([-total.sum(1), n], 1),
+        "k3": torch.stack([pointwise.nonnegative_kl(d).sum((1, 2)), n], 1),
         "token": LogSumExp.of(d, seen, 1),
         "seq": LogSumExp.of(total, present, 1),
         "ppl_ratio": Mean.of((-total / count.clamp(min=1)).clamp(max=700).exp(), present, 1),
-        # position stays 1 under the mask that follows the first token; seen leaves that out
+        # position stays 1 under the mask that follows the first token; ``seen`` leaves that out
         "first_token": Mean.of(size, seen & first, 1),
     }
 
@@ -377,27 +397,26 @@ def loss_metrics(
     truncated: TokenMask,
     coefficient: PerToken,
     nonfinite: TokenMask,
-) -> dict[str, Tensor]:
-    """The ``offcorr/loss/`` series: what the correction did."""
+) -> dict[str, Accumulator]:
+    """The ``offcorr/loss/`` series: what the correction did.  Masks are False under the mask; ``kept`` too."""
     mask = tokens.mask
-    unscored = mask & ~tokens.scored & tokens.trainable
-    if tokens.batch.rollout_logp is None:
-        unscored = torch.zeros_like(mask)
-    shares: dict[str, Any] = {
-        "clipped": held_back,
-        "truncated": truncated,
-        "rejected": ~kept,
-        "vetoed": vetoed,
-        "kept": kept,
-        "weight_mean": weight,
-        "coefficient_zero": coefficient == 0,
-    }
-    # What is not a number is counted as nonfinite, and makes no other metric one.
-    counted = (torch.where(mask & ~value.isnan(), value.double(), 0) for value in shares.values())
-    sums = torch.stack([value.sum() for value in counted])
     n = mask.sum(dtype=torch.float64)
-    values = {name: torch.stack([total, n]) for name, total in zip(shares, sums, strict=True)}
-    values["unscored"] = unscored.sum(dtype=torch.float64).reshape(1)
-    values["nonfinite"] = nonfinite.sum(dtype=torch.float64).reshape(1)
-    values["skipped"] = torch.stack([torch.zeros_like(n), n.new_full((), len(mask))])
-    return {f"offcorr/loss/{name}": value for name, value in values.items()}
+    # What is not a number is counted as nonfinite, and makes no other metric one.
+    sums = [torch.where(mask, value, 0).nansum(dtype=torch.float64) for value in (held_back, weight)]
+    counts = [x.sum(dtype=torch.float64) for x in (truncated, kept, vetoed, mask & (coefficient == 0), nonfinite)]
+    unscored = torch.zeros_like(n)
+    if tokens.batch.rollout_logp is not None:
+        unscored = (tokens.trainable & ~tokens.scored).sum(dtype=torch.float64)
+    shares = {
+        "clipped": sums[0],
+        "truncated": counts[0],
+        "rejected": n - counts[1],
+        "vetoed": counts[2],
+        "kept": counts[1],
+        "weight_mean": sums[1],
+        "coefficient_zero": counts[3],
+    }
+    vectors = {name: torch.stack([total, n]) for name, total in shares.items()}
+    vectors |= {"unscored": unscored.reshape(1), "nonfinite": counts[4].reshape(1)}
+    vectors["skipped"] = torch.stack([torch.zeros_like(n), n.new_full((), len(mask))])
+    return {f"offcorr/loss/{metric.name}": metric.kind(vectors[metric.name], metric.outputs) for metric in LOSS}

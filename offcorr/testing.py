@@ -20,7 +20,8 @@ from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
 from offcorr.correction import Correction, Output
-from offcorr.methods.registry import catalogue, from_config, get
+from offcorr.methods.registry import catalogue, from_config, get, registered
+from offcorr.stages.reference import gated
 
 Build = Callable[..., Correction]
 
@@ -166,9 +167,10 @@ def coefficient_is_the_gradient(loss_fn: Correction) -> None:
         out = loss_fn(batch)
         (attached,) = torch.autograd.grad(3 * out.loss, logp)
         _close(attached, 3 * out.coefficient, "gradient of 3 * loss")
-        tokens = Tokens(batch)
         resolved = loss_fn.resolve(loss_fn.statistics(batch))
-        terms = resolved.terms(tokens)
+        batch = resolved.prepared(batch)
+        plan, tokens = resolved.plan(batch), Tokens(batch)
+        terms = gated(plan.ratio, plan.gate, tokens)
         (derived,) = torch.autograd.grad(torch.where(tokens.mask, terms.surrogate, 0).sum(), logp)
         stated = torch.where(tokens.mask, terms.derivative, 0)
         _close(stated, derived, "stated derivative against autograd of the surrogate")
@@ -245,23 +247,17 @@ CHECKS: dict[str, Callable[[Correction], None]] = {
 
 
 def _resolve(method: Any) -> tuple[Correction, bool]:
-    if isinstance(method, str):
-        return _with_length(get(method)), next((m.on_policy for m in catalogue() if m.name == get(method).method), True)
+    """The correction, with a constant length where it needs one, and whether it is REINFORCE's on-policy."""
     if isinstance(method, Correction):
-        return _with_length(method), True
-    registered = next((m for m in catalogue() if m.build is method), None)
-    built = registered() if registered else method()
+        return method.with_max_length(32), True
+    if isinstance(method, str):
+        known = {m.name: m for m in catalogue()}.get(get(method).method)
+        return get(method).with_max_length(32), known.on_policy if known else True
+    known = registered(method)
+    built = known() if known else method()
     if not isinstance(built, Correction):
         raise TypeError(f"{method!r} built a {type(built).__name__}, expected an offcorr.Correction")
-    return _with_length(built), registered.on_policy if registered else True
-
-
-def _with_length(loss_fn: Correction) -> Correction:
-    """A constant length where the aggregation wants one, so that the padded width does not matter."""
-    if loss_fn.aggregate != "seq-mean-token-sum-norm" or loss_fn.max_length:
-        return loss_fn
-    options = dict(loss_fn.options) | ({"max_length": 32} if loss_fn.method != "custom" else {})
-    return dataclasses.replace(loss_fn, max_length=32, options=options)
+    return built.with_max_length(32), known.on_policy if known else True
 
 
 def _per_token_advantages(batch: Batch) -> Batch:

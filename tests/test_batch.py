@@ -228,12 +228,9 @@ def test_a_name_is_taken_once():
         def mine() -> offcorr.Correction:
             return offcorr.Correction()
 
-    with pytest.raises(ValueError, match="a gate named 'clip' exists already"):
-        type("Clip", (gates.Gate,), {})
-
 
 def test_pointwise_parts_ask_for_known_inputs():
-    with pytest.raises(TypeError, match=r"Odd.surrogate asks for \['colour'\]"):
+    with pytest.raises(TypeError, match=r"Odd.surrogate asks for 'colour'; it may ask for"):
         type("Odd", (gates.Gate,), {"surrogate": staticmethod(lambda colour: colour)})
 
 

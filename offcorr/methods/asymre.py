@@ -8,17 +8,17 @@ there).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
-from einops import repeat
 
-from offcorr.batch import Tokens
+from offcorr.batch import Batch, Tokens
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates
-from offcorr.stages.base import Number, check_number
+from offcorr.stages.base import Controller, Number
+from offcorr.stages.checks import check_number
 from offcorr.stages.weights import GroupSums
 
 
@@ -31,27 +31,8 @@ def shifted(logp: Any, reward: Any, p: Any) -> Any:
     return gradient * logp, gradient
 
 
-class _Rewarded(gates.Gate):
-    """(reward - delta_v) log pi."""
-
-    delta_v: Number
-
-    surrogate: ClassVar[Any] = staticmethod(shifted)
-    detached: ClassVar = True
-    uses_ratio: ClassVar = False
-    scales_with_advantage: ClassVar = False
-
-    @property
-    def asks_for(self) -> frozenset[str]:
-        return super().asks_for | {"group_ids"}
-
-    @property
-    def params(self) -> Shift:
-        return Shift(self.delta_v)
-
-
 @dataclass(frozen=True)
-class Asymmetric(_Rewarded):
+class Asymmetric(Controller):
     """(R - V - delta_v) log pi, V the prompt group's mean reward; needs ``Batch.rewards`` and ``Batch.group_ids``.
 
     Args:
@@ -60,31 +41,47 @@ class Asymmetric(_Rewarded):
 
     delta_v: Number = -0.1
 
+    becomes, couples = "gate", "group"
+    needs = frozenset({"rewards", "group_ids"})
+    uses_ratio = False
+    scales_with_advantage = False
+
     def __post_init__(self) -> None:
         check_number(self, "delta_v")
 
     def statistics(self, tokens: Tokens) -> GroupSums:
+        """The reward that each sequence adds to its group's mean."""
         batch = tokens.batch
-        assert batch.group_ids is not None and batch.rewards is not None  # asks_for said so
+        assert batch.group_ids is not None and batch.rewards is not None  # ``needs`` asks for them
         rewards = batch.rewards.detach().to(tokens.dtype)
         return GroupSums(batch.group_ids, rewards, torch.ones_like(rewards))
 
     def resolve(self, statistics: GroupSums) -> gates.Gate:
-        """The same gate with every group's mean reward known."""
+        """The gate with every group's mean reward known."""
         return _Centred(self.delta_v, statistics)
 
 
-@dataclass(frozen=True)
-class _Centred(_Rewarded):
-    """An Asymmetric whose baselines are known."""
+@dataclass(frozen=True, eq=False)
+class _Centred(gates.Gate):
+    """(reward - delta_v) log pi, the reward less its group's mean."""
 
     delta_v: Number
     sums: GroupSums = field(repr=False)
 
-    def inputs(self, tokens: Tokens, inputs: dict[str, Any]) -> dict[str, Any]:
-        assert tokens.batch.group_ids is not None  # asks_for said so
-        baseline = repeat(self.sums.mean(tokens.batch.group_ids), "b -> b 1")
-        return inputs | {"reward": inputs["reward"] - baseline}
+    needs = frozenset({"group_ids"})
+    surrogate = staticmethod(shifted)
+    detached = True
+    uses_ratio = False
+    scales_with_advantage = False
+
+    @property
+    def params(self) -> Shift:
+        return Shift(self.delta_v)
+
+    def prepare(self, batch: Batch) -> Batch:
+        assert batch.group_ids is not None and batch.rewards is not None
+        rewards = batch.rewards.detach().to(self.sums.total.dtype)
+        return replace(batch, rewards=rewards - self.sums.mean(batch.group_ids))
 
 
 @register(

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ops, ratios
-from offcorr.stages.base import check_number
+from offcorr.stages.checks import check_number
 
 
 class Tails(NamedTuple):
@@ -51,7 +51,7 @@ class Decaying(gates.Gate):
     n: float = 1.0
     m: float = 2.0
 
-    surrogate: ClassVar[Any] = staticmethod(decaying)
+    surrogate = staticmethod(decaying)
 
     def __post_init__(self) -> None:
         for field in ("eps_low", "eps_high", "n"):

@@ -7,12 +7,12 @@ multiplier is never 0 where its lower bound is above 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ops, ratios
-from offcorr.stages.base import check_number, check_order
+from offcorr.stages.checks import check_number, check_order
 
 
 class SignBounds(NamedTuple):
@@ -24,8 +24,8 @@ class SignBounds(NamedTuple):
 
 def sign_capped(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
-    praised = ops.minimum(ops.maximum(ratio, p.pos_low), p.pos_high)
-    blamed = ops.minimum(ops.maximum(ratio, p.neg_low), p.neg_high)
+    praised = ops.clamp(ratio, p.pos_low, p.pos_high)
+    blamed = ops.clamp(ratio, p.neg_low, p.neg_high)
     gradient = ops.where(advantage > 0, praised, blamed) * advantage
     return gradient * logp, gradient
 
@@ -44,8 +44,8 @@ class SignCapped(gates.Gate):
     neg_low: float = 0.0
     neg_high: float = 101.0
 
-    surrogate: ClassVar[Any] = staticmethod(sign_capped)
-    detached: ClassVar = True
+    surrogate = staticmethod(sign_capped)
+    detached = True
 
     def __post_init__(self) -> None:
         for field in SignBounds._fields:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ratios
-from offcorr.training.schedules import Linear
 
 
 @register(
@@ -22,7 +21,7 @@ from offcorr.training.schedules import Linear
     provenance="secondary",
     notes="eps and the shape of the annealing are unpublished; the trainers of offcorr.trl run p linearly from 2 to "
     "-1, unless given",
-    schedules={"power": Linear(2.0, -1.0)},
+    schedules={"power": {"start": 2.0, "end": -1.0}},
 )
 def holderpo(
     power: float = 2.0, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None

@@ -6,12 +6,12 @@ dL/dlogp_t = -(A_t - tau (logp_t - old_logp_t)) / Z.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ratios
-from offcorr.stages.base import check_number
+from offcorr.stages.checks import check_number
 
 
 class Pull(NamedTuple):
@@ -32,8 +32,8 @@ class Quadratic(gates.Gate):
 
     tau: float = 0.1
 
-    surrogate: ClassVar[Any] = staticmethod(quadratic)
-    scales_with_advantage: ClassVar = False
+    surrogate = staticmethod(quadratic)
+    scales_with_advantage = False
 
     def __post_init__(self) -> None:
         check_number(self, "tau", low=0)

@@ -6,12 +6,12 @@ dL/dlogp_t = -A_t / ((1 + tau) Z).  No ratio: what regularises is the length of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates
-from offcorr.stages.base import check_number
+from offcorr.stages.checks import check_number
 
 
 class Temperature(NamedTuple):
@@ -29,9 +29,9 @@ class Shortened(gates.Gate):
 
     tau: float = 1.0
 
-    surrogate: ClassVar[Any] = staticmethod(shortened)
-    detached: ClassVar = True
-    uses_ratio: ClassVar = False
+    surrogate = staticmethod(shortened)
+    detached = True
+    uses_ratio = False
 
     def __post_init__(self) -> None:
         check_number(self, "tau", low=0)

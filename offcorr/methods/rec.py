@@ -12,13 +12,13 @@ U = 1 + eps_high, M keeps
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.shapes import Mismatch
 from offcorr.stages import gates, ops, ratios, rejections
-from offcorr.stages.base import check_choice, check_number, check_pair
+from offcorr.stages.checks import check_choice, check_mismatch, check_number
 
 Mode = Literal["one-side", "two-side", "ring"]
 
@@ -68,16 +68,16 @@ class REC(rejections.Rejection):
     eps_high_prime: float = 2.0
     mismatch: Mismatch = "staleness"
 
-    span: ClassVar[Any] = "token"
+    span = "token"
 
     def __post_init__(self) -> None:
         check_choice(self, "mode", RULES)
         for field in ("eps_low", "eps_high", "eps_low_prime", "eps_high_prime"):
             check_number(self, field, low=0)
-        check_pair(self)
+        check_mismatch(self)
 
     @property
-    def rule(self) -> Any:  # type: ignore[override]
+    def rule(self) -> Any:
         return RULES[self.mode]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib
@@ -14,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offcorr.correction import Correction
-from offcorr.stages.base import nearest, stage_from_config
-from offcorr.training.schedules import Linear
+from offcorr.correction import FIELDS, Correction, named
+from offcorr.stages.base import stage_from_config
+from offcorr.stages.checks import nearest
 
-_STAGE_OPTIONS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
+_SLOTS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
 _COMMON = ("aggregate", "max_length", "weight", "reject", "count_rejected", "strict")
 
 
@@ -31,7 +32,8 @@ class Method:
     paper: arXiv id or name. provenance: "official code", "paper text", "secondary" ... where the formula was read.
     on_policy: whether its gradient on-policy is REINFORCE's.
     notes: one line on where frameworks differ or what is unpublished.
-    schedules: the options that run over training unless they are given, for trainers; ``build`` knows no time.
+    schedules: for trainers: the options that change over the training unless they are given, as
+        {"start": ..., "end": ...}.
     """
 
     name: str
@@ -42,18 +44,19 @@ class Method:
     provenance: str = ""
     notes: str = ""
     on_policy: bool = True
-    schedules: Mapping[str, Linear] = field(default_factory=dict)
+    schedules: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(self.build).parameters)
 
     def __call__(self, **options: Any) -> Correction:
+        """The correction with these options."""
+        known = [*self.options, *(name for name in _COMMON if name not in self.options)]
         for name in options:
-            known = [*self.options, *_COMMON]
             if name not in known:
                 raise ValueError(f"{self.name} has no option {name!r}{nearest(name, known)}; it has {known}")
-        for name, kind in _STAGE_OPTIONS.items():
+        for name, kind in _SLOTS.items():
             if name in options:
                 options[name] = stage_from_config(kind, options[name])
         own = {name: value for name, value in options.items() if name in self.options}
@@ -63,7 +66,8 @@ class Method:
         common = {name: value for name, value in options.items() if name not in own}
         if "aggregate" in common and "max_length" not in common:
             common["max_length"] = None
-        return dataclasses.replace(correction, **common, method=self.name, options=dict(options))
+        defaults = {name: option.default for name, option in self.options.items() if option.default is not option.empty}
+        return named(dataclasses.replace(correction, **common), self.name, defaults | options)
 
 
 _METHODS: dict[str, Method] = {}
@@ -94,9 +98,29 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
                 raise ValueError(f"a method named {word!r} exists already: {_source(known.build)}")
         for word in (name, *method.aliases):
             _METHODS[word] = method
-        return build
+        return _calling(method, build) if inspect.isfunction(build) else build
 
     return decorate
+
+
+def _calling(method: Method, build: Any) -> Any:
+    """``build`` with its own signature, giving the named method: ``ppo(...)`` is ``offcorr.get("ppo", ...)``."""
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def call(*args: Any, **options: Any) -> Correction:
+        return method(**signature.bind_partial(*args).arguments, **options)
+
+    call.method = method  # type: ignore[attr-defined]
+    return call
+
+
+def registered(build: Any) -> Method | None:
+    """The method that a decorated function or class was registered as; None if it was not."""
+    own = getattr(build, "method", None)
+    if isinstance(own, Method):
+        return own
+    return next((method for method in catalogue() if method.build is build), None)
 
 
 def unregister(name: str) -> None:
@@ -118,20 +142,56 @@ def catalogue() -> list[Method]:
     return [method for name, method in sorted(_METHODS.items()) if name == method.name]
 
 
-def get(name: str, **options: Any) -> Correction:
-    """The method ``name``, with its options; ``weight=`` and ``reject=`` replace the method's own, None removes them.
+def get(spec: str, **options: Any) -> Correction:
+    """The method of this name, with its options.
+
+    ``weight=`` and ``reject=`` replace the method's own, None removes them.  Options may stand in the name itself, as
+    literal values: ``"minpro?eps_high=0.28&aggregate=sum"``.
 
     Raises:
-        ValueError: unknown method or option (with the nearest name), or a value out of range.
+        ValueError: unknown method or option (with the nearest name), a value out of range, or an option given twice.
 
     >>> import offcorr
     >>> offcorr.get("dapo", eps_high=0.3).gate
     Clip(eps_low=0.2, eps_high=0.3, dual_clip=None)
+    >>> offcorr.get("dapo?eps_high=0.3") == offcorr.get("dapo", eps_high=0.3)
+    True
     >>> offcorr.get("minprop")
     Traceback (most recent call last):
     ValueError: unknown method 'minprop', did you mean 'minpro'? offcorr.available() lists them
     """
-    return _method(name)(**options)
+    name, given = split_spec(spec)
+    return _method(name)(**_joined(spec, given, options))
+
+
+def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """A name and the options that stand behind its "?", as Python literals; other words are strings.
+
+    Raises:
+        ValueError: an option has no value, or stands there twice.
+
+    >>> split_spec("icepop?high=2&aggregate=token-mean")
+    ('icepop', {'high': 2, 'aggregate': 'token-mean'})
+    """
+    if not isinstance(spec, str):
+        raise ValueError(f"method is {spec!r}, expected a name, for instance 'minpro' or 'minpro?eps_high=0.28'")
+    name, _, query = spec.partition("?")
+    options: dict[str, Any] = {}
+    for part in query.split("&") if query else ():
+        option, equals, value = part.partition("=")
+        if not (option and equals and value) or option in options:
+            raise ValueError(f"{spec!r} holds {part!r}, expected name=value once for each option, joined by '&'")
+        try:
+            options[option] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[option] = value
+    return name, options
+
+
+def _joined(spec: str, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    for name in given.keys() & options.keys():
+        raise ValueError(f"{name} is {options[name]!r}, but {spec!r} holds it too: give it once")
+    return {**given, **options}
 
 
 def from_config(config: Mapping[str, Any]) -> Correction:
@@ -149,35 +209,40 @@ def from_config(config: Mapping[str, Any]) -> Correction:
     _discover()  # some stages live in the file of the one method that uses them
     if name != "custom":
         return resolve(name, **options)
-    allowed = [f.name for f in dataclasses.fields(Correction) if f.name not in ("method", "options")]
     for option in options:
-        if option not in allowed:
-            raise ValueError(f"custom has no option {option!r}{nearest(option, allowed)}; it has {allowed}")
-    for option, kind in _STAGE_OPTIONS.items():
+        if option not in FIELDS:
+            raise ValueError(f"custom has no option {option!r}{nearest(option, FIELDS)}; it has {list(FIELDS)}")
+    for option, kind in _SLOTS.items():
         if option in options:
             options[option] = stage_from_config(kind, options[option])
     return Correction(**options)
 
 
 def resolve(spec: str, **options: Any) -> Correction:
-    """A correction from what a trainer's ``loss_type`` may say: "minpro", "offcorr:dapo" or "my_file.py:MyLoss"."""
-    found = find(spec)
+    """A correction from a trainer's ``loss_type``.
+
+    "minpro", "offcorr:dapo" or "my_file.py:my_loss", each with options behind a "?" if there are any; see ``get``.
+    """
+    name, given = split_spec(spec)
+    options = _joined(spec, given, options)
+    found = find(name)
     if isinstance(found, Method):
         return found(**options)
     if options:
-        raise ValueError(f"{spec} is a finished Correction, expected no options, got {sorted(options)}")
+        raise ValueError(f"{name} is a finished Correction, expected no options, got {sorted(options)}")
     return found
 
 
 def find(spec: str) -> Method | Correction:
-    """The method, or the finished Correction, that ``spec`` names; see ``resolve``."""
-    path, _, symbol = spec.rpartition(":")
+    """The method, or the finished Correction, that ``spec`` names, options aside; see ``resolve``."""
+    name, _ = split_spec(spec)
+    path, _, symbol = name.rpartition(":")
     if path == "offcorr" or not path:
         return _method(symbol)
     found = _load_symbol(path, symbol)
     if isinstance(found, Correction):
         return found
-    return next((method for method in catalogue() if method.build is found), None) or Method(spec, found)
+    return registered(found) or Method(name, found)
 
 
 def _load_symbol(path: str, symbol: str) -> Any:
@@ -204,9 +269,7 @@ def _load_file(file: Path) -> Any:
 def _method(name: str) -> Method:
     _discover()
     if name not in _METHODS:
-        raise ValueError(
-            f"unknown method {name!r}{nearest(name, _METHODS)}? offcorr.available() lists them".replace("??", "?")
-        )
+        raise ValueError(f"unknown method {name!r}{nearest(name, _METHODS) or '.'} offcorr.available() lists them")
     return _METHODS[name]
 
 

@@ -7,7 +7,7 @@ sequence's, or the token's with ``level="token"``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
@@ -24,8 +24,8 @@ def tapered(log_ratio: Any, logp: Any, advantage: Any, reward: Any) -> Any:
 class Tapered(gates.Gate):
     """A log pi where the reward is above 0, sg(min(ratio, 1)) A log pi elsewhere; needs ``Batch.rewards``."""
 
-    surrogate: ClassVar[Any] = staticmethod(tapered)
-    detached: ClassVar = True
+    surrogate = staticmethod(tapered)
+    detached = True
 
 
 @register(

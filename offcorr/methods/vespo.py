@@ -7,12 +7,12 @@ phi(1) = 1; the largest phi is at W = k / lam; far out on either side it is 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ops, ratios
-from offcorr.stages.base import check_number
+from offcorr.stages.checks import check_number
 
 
 class Shapes(NamedTuple):
@@ -43,8 +43,8 @@ class GammaKernel(gates.Gate):
     k_neg: float = 3.0
     lam_neg: float = 2.0
 
-    surrogate: ClassVar[Any] = staticmethod(gamma_kernel)
-    detached: ClassVar = True
+    surrogate = staticmethod(gamma_kernel)
+    detached = True
 
     def __post_init__(self) -> None:
         for field in Shapes._fields:

@@ -2,40 +2,46 @@
 
     loss = - (1 / Z) sum_i row_weight_i sum_t term_it
 
-Z is ``denominator`` where it is given: tokens for token-mean, sequences for the seq-means, over the global batch.
+Z is ``denominator`` where it is given: tokens for token-mean, sequences for the seq-means, over the global batch; 1 for
+"sum", for hosts that normalise themselves.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from offcorr.shapes import PerSequence, Scalar
-from offcorr.stages.base import nearest
+from offcorr.stages.checks import nearest
 
 
-@dataclass(frozen=True)
-class Aggregation:
-    """``row_weight``: of a sequence's valid-token count, and the constant length.  ``unit``: what Z counts."""
+class Aggregation(NamedTuple):
+    """How a sequence's sum of terms is weighted, and what Z counts.
 
-    unit: str
-    row_weight: Callable[[PerSequence, float], PerSequence]
+    unit: "tokens", "sequences" or "none" (Z is 1).
+    divides_by_count: whether a sequence's sum is divided by its number of valid tokens.
+    constant_length: whether it is divided by a constant, ``max_length``.
+    """
+
+    unit: Literal["tokens", "sequences", "none"]
+    divides_by_count: bool = False
     constant_length: bool = False
 
 
 AGGREGATIONS = {
-    "token-mean": Aggregation("tokens", lambda count, length: torch.ones_like(count)),
-    "seq-mean-token-mean": Aggregation("sequences", lambda count, length: 1 / count.clamp(min=1)),
-    "seq-mean-token-sum": Aggregation("sequences", lambda count, length: torch.ones_like(count)),
-    "seq-mean-token-sum-norm": Aggregation("sequences", lambda count, length: torch.full_like(count, 1 / length), True),
+    "token-mean": Aggregation("tokens"),
+    "seq-mean-token-mean": Aggregation("sequences", divides_by_count=True),
+    "seq-mean-token-sum": Aggregation("sequences"),
+    "sum": Aggregation("none"),
+    "seq-mean-token-sum-norm": Aggregation("sequences", constant_length=True),
 }
 
 
 def check_aggregate(name: str, max_length: int | None) -> None:
+    """Raise ValueError for an unknown aggregation, or a ``max_length`` that it has no use for."""
     if name not in AGGREGATIONS:
         raise ValueError(f"aggregate is {name!r}{nearest(name, AGGREGATIONS)}, expected one of {list(AGGREGATIONS)}")
     if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
@@ -46,30 +52,42 @@ def check_aggregate(name: str, max_length: int | None) -> None:
         )
 
 
-def row_weights(name: str, count: PerSequence, max_length: int | None, width: int) -> PerSequence:
-    """[B] weight of each sequence's sum."""
-    return AGGREGATIONS[name].row_weight(count, constant_length(name, max_length, width))
-
-
-def constant_length(name: str, max_length: int | None, width: int) -> float:
-    """What a sequence's sum is divided by where the aggregation divides by a constant."""
-    if AGGREGATIONS[name].constant_length and max_length is None:
+def row_constant(name: str, max_length: int | None, width: int) -> float:
+    """The weight of a sequence's sum before any division by its count: 1, or 1 over the constant length."""
+    if not AGGREGATIONS[name].constant_length:
+        return 1.0
+    if max_length is None:
         warnings.warn(
             f"{name} without max_length divides by the padded width, {width} here, which differs from batch to "
             "batch; pass max_length=, the longest completion allowed",
-            stacklevel=5,
+            stacklevel=_outside(),
         )
-    return float(max_length or max(width, 1))
+    return 1.0 / (max_length or max(width, 1))
 
 
-def total(name: str, count: PerSequence, sequences: Scalar | int) -> Scalar:
-    """Z of this batch alone."""
-    units = count.sum() if AGGREGATIONS[name].unit == "tokens" else torch.as_tensor(sequences).to(count)
-    return units.clamp(min=1)
+def own_total(name: str, count: PerSequence, sequences: Scalar | int) -> Scalar | float:
+    """Z of a batch by itself, at least 1."""
+    unit = AGGREGATIONS[name].unit
+    if unit == "none":
+        return 1.0
+    if unit == "tokens":
+        return count.sum().clamp(min=1)
+    return sequences.clamp(min=1) if isinstance(sequences, Tensor) else float(max(sequences, 1))
+
+
+def _outside() -> int:
+    """The ``stacklevel`` of the first caller outside this library."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("offcorr."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def check_denominator(denominator: float | Tensor) -> None:
-    """A positive number; a tensor on a GPU is taken at its word, as looking costs a synchronisation."""
+    """Raise ValueError for a denominator that is no positive number.
+
+    The value of a tensor on a GPU is not looked at, since reading it would synchronise.
+    """
     if isinstance(denominator, Tensor):
         if denominator.numel() != 1:
             raise ValueError(f"denominator has shape {tuple(denominator.shape)}, expected a number")

@@ -1,200 +1,296 @@
-"""What every stage of the pipeline has in common: a name, a configuration, and pointwise parts called by name."""
+"""``Stage``: the part that ratios, weights, rejections, gates and controllers have in common.
+
+A stage is a frozen dataclass that is its own configuration.  It states what it does as data: plain functions over
+``offcorr.ops`` (*pointwise* functions, named by their arguments), the name of a span, and a NamedTuple of numbers.
+``Spec`` and ``GateSpec`` collect this data; the torch reference (``correction.py``) and the kernel interpret them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from offcorr.shapes import Mismatch
+from offcorr import shapes
+from offcorr.batch import LOG_LIMIT, Batch, Tokens
+from offcorr.stages import definition, spans
+from offcorr.stages.checks import nearest
 
 Number = float | Tensor
-"""A number of a stage: the host's own, or a 0-dim tensor on the batch's device, which is not read."""
+"""A number of a stage: a Python float, or a 0-dim tensor on the batch's device, which is never read on the host."""
 
-INPUTS = frozenset(
-    {
-        "log_ratio",  # the stage's own two policies, this token, clamped
-        "raw_log_ratio",  # the same, unclamped
-        "value",  # what the stage's span made of its measure; for a gate, the ratio's logarithm as a constant
-        "logp",  # the policy compared; for a gate always the one being trained
-        "anchor_logp",  # the policy compared against
-        "advantage",
-        "position",  # 1-based count of valid tokens
-        "reward",
-    }
-)
-"""What a pointwise part may ask for, by naming its arguments; ``p`` is the stage's NamedTuple of numbers."""
+Pointwise = Callable[..., Any]
+"""A function of one token, written over ``offcorr.ops``; the names of its arguments say which inputs it gets."""
+
+
+class Spec(NamedTuple):
+    """What a ratio, a weight or a rejection does, as data.
+
+    The pipeline takes ``measure`` of every token (0 under the mask), carries it over the row by ``span``, clamps the
+    result to +-``limit`` and hands it to ``rule`` as ``value``.
+    """
+
+    mismatch: shapes.Mismatch  # the pair of policies that is compared
+    measure: Pointwise  # one number per token
+    span: str  # a name of ``offcorr.spans``
+    rule: Pointwise  # a ratio's (log-ratio, slope); a weight's or rejection's (multiplier, kept)
+    params: tuple[Any, ...]  # a NamedTuple of ``Number``, which the functions see as ``p``; () if there are none
+    limit: float  # nats
+    counts_as: str  # "truncated", "vetoed" or "": see ``Weight.counts_as``
+
+
+class GateSpec(NamedTuple):
+    """What a gate does, as data."""
+
+    mismatch: shapes.Mismatch  # that of the ratio; its inputs are of this pair
+    surrogate: Pointwise
+    params: tuple[Any, ...]
+    log_limit: float  # nats, on the log-ratio
+    detached: bool
 
 
 class Stage:
-    """A frozen dataclass that is its own configuration.
+    """A frozen dataclass, known by the snake-case form of its class name.
 
-    Subclasses name their pointwise parts in ``POINTWISE``; each is a plain function over ``offcorr.ops`` whose
-    argument names, taken from ``INPUTS``, say what it needs.  ``p`` stands for ``self.params``.
+    ``PARTS`` names the pointwise functions of a kind and how many values each returns.  A subclass gives them as class
+    attributes, wrapped in ``staticmethod``, or as properties where they depend on its fields.  The attributes are
+    checked when the class is defined.
+
+    Raises:
+        TypeError: when a subclass is defined whose attributes cannot work, or when one with fields is not a frozen
+            dataclass; the message names the class and the attribute.
     """
 
     KIND: ClassVar[str] = ""
-    POINTWISE: ClassVar[tuple[str, ...]] = ()
-    _registry: ClassVar[dict[tuple[str, str], type[Stage]]] = {}
+    PARTS: ClassVar[Mapping[str, int]] = {}
+
+    mismatch: shapes.Mismatch | None
+    """The pair of policies it compares; None: "total" where ``rollout_logp`` is given, else "staleness"."""
+
+    prepare: Callable[[Batch], Batch] | None = None
+    """For what a controller resolves to: replaces fields of the batch (rewards, weight) before the pipeline runs."""
 
     def __init_subclass__(cls, kind: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if kind is not None:
             cls.KIND = kind
             return
-        if cls.__name__.startswith("_"):
-            return
-        key = (cls.KIND, cls.name())
-        known = Stage._registry.get(key)
-        if known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(
-                f"a {cls.KIND} named {cls.name()!r} exists already: {known.__module__}.{known.__qualname__}"
-            )
-        for part in cls.POINTWISE:
-            pointwise = getattr(cls, part, None)
-            unknown = set(arguments(pointwise)) - INPUTS - {"p"} if callable(pointwise) else set()
-            if unknown:
-                raise TypeError(
-                    f"{cls.__name__}.{part} asks for {sorted(unknown)}, expected names from {sorted(INPUTS)} or p"
-                )
-        Stage._registry[key] = cls
+        definition.check(cls)
+        if not cls.__name__.startswith("_"):
+            register_form(cls.KIND, snake_case(cls.__name__), cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        definition.check_dataclass(cls)
+        return super().__new__(cls)
 
     @classmethod
     def name(cls) -> str:
-        """snake_case of the class name; it stands in configurations."""
-        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+        """The name that stands for the class in configurations."""
+        short = snake_case(cls.__name__)
+        return short if _FORMS.get((cls.KIND, short)) is cls else f"{cls.__module__}:{cls.__qualname__}"
 
     @property
     def params(self) -> tuple[Any, ...]:
-        """What the pointwise parts see as ``p``: a NamedTuple of ``Number``, run-time arguments of a kernel."""
+        """The numbers that the pointwise functions see as ``p``: a NamedTuple of ``Number``."""
         return ()
-
-    # A batch-coupled stage also has ``statistics(tokens)``, mergeable, and ``resolve(statistics)``, the same
-    # stage with what it needs of the global batch known: its numbers are 0-dim tensors, so nothing waits for them.
-    statistics: ClassVar[Any] = None
-    resolve: ClassVar[Any] = None
-
-    def found(self, resolved: Any) -> dict[str, Number]:
-        """The numbers of what a batch-coupled stage became, by name: logged under ``offcorr/control/``."""
-        return {}
 
     @property
     def asks_for(self) -> frozenset[str]:
-        """The inputs that the pointwise parts name."""
-        return frozenset(name for part in self.POINTWISE for name in arguments(getattr(self, part)))
+        """The inputs that the pointwise functions name."""
+        return frozenset(name for part in self.PARTS for name in arguments(getattr(self, part))) - {"p"}
 
     def to_config(self) -> dict[str, Any]:
         """Plain data that makes the same stage; numbers on a device are read."""
         config: dict[str, Any] = {"name": self.name()}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            config[field.name] = value.to_config() if isinstance(value, Stage) else plain(value)
+        if dataclasses.is_dataclass(self):  # a stage without options need not be one
+            config |= {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return config
 
 
-def plain(value: Any) -> Any:
-    """A number as the host's own; anything else as it is."""
-    return value.item() if isinstance(value, Tensor) else value
+def spec_of(stage: Any, engine_known: bool) -> Spec:
+    """What a ratio, a weight or a rejection does, for batches with or without ``rollout_logp``."""
+    spans.check(stage.span, type(stage).__name__)
+    return Spec(
+        stage.mismatch or ("total" if engine_known else "staleness"),
+        stage.measure,
+        stage.span,
+        stage.rule,
+        definition.checked_params(stage),
+        getattr(stage, "limit", LOG_LIMIT),
+        getattr(stage, "counts_as", ""),
+    )
+
+
+def own(log_ratio: Any) -> Any:
+    """The measure of most stages: the token's own log-ratio."""
+    return log_ratio
+
+
+def snake_case(name: str) -> str:
+    """A class name as it stands in configurations."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 @cache
-def arguments(pointwise: Callable[..., Any]) -> tuple[str, ...]:
+def arguments(pointwise: Pointwise) -> tuple[str, ...]:
+    """The names of a pointwise function's arguments."""
     return tuple(inspect.signature(pointwise).parameters)
 
 
-def apply(pointwise: Callable[..., Any], inputs: Mapping[str, Any], params: tuple[Any, ...]) -> Any:
-    """Call a pointwise part with the inputs that its arguments name."""
-    return pointwise(*(params if name == "p" else inputs[name] for name in arguments(pointwise)))
+# -- names and configurations --------------------------------------------------------------------------------
+
+_FORMS: dict[tuple[str, str], Callable[..., Any]] = {}
+"""(kind, name) -> the class, or the function that builds a stage (``Truncate``, ``Mask``)."""
+
+
+def register_form(kind: str, name: str, build: Callable[..., Any]) -> None:
+    """Make a class or function known to configurations.
+
+    Where another module has taken the name, it is known by ``module:Name`` instead.
+    """
+    path = f"{build.__module__}:{build.__qualname__}"
+    known = _FORMS.get((kind, name))
+    same = known is None or f"{known.__module__}:{known.__qualname__}" == path
+    _FORMS[kind, name if same else path] = build
+
+
+def forms(kind: str) -> list[str]:
+    """The names that configurations may use for a kind of stage."""
+    return sorted(name for known, name in _FORMS if known == kind)
+
+
+def form(kind: str, name: str) -> Callable[..., Any]:
+    """The class or function of this name.
+
+    Raises:
+        ValueError: the name is unknown; the message gives the nearest one.
+    """
+    module = name.rpartition(":")[0]
+    if module and (kind, name) not in _FORMS:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(f"{kind} {name!r}: module {module!r} cannot be imported ({error})") from error
+        short = snake_case(name.rpartition(":")[2].rpartition(".")[2])
+        found = _FORMS.get((kind, short))
+        if found is not None and f"{found.__module__}:{found.__qualname__}" == name:
+            return found
+    if (kind, name) not in _FORMS:
+        known = forms(kind)
+        raise ValueError(f"unknown {kind} {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+    return _FORMS[kind, name]
 
 
 def stage_from_config(kind: str, config: Any) -> Any:
-    """A stage, or a tuple of them, from ``{"name": ..., **fields}``, a bare name, a list, or a stage itself."""
+    """A stage, or a tuple of them, from ``{"name": ..., **options}``, a bare name, a list, or a stage itself.
+
+    Raises:
+        ValueError: the name or an option is unknown, or the configuration is none of these.
+    """
     if config is None or isinstance(config, Stage):
         return config
     if isinstance(config, list | tuple):
-        return tuple(stage_from_config(kind, one) for one in config)
+        return tuple(stage_from_config(kind, entry) for entry in config)
     if isinstance(config, str):
         config = {"name": config}
     if not isinstance(config, Mapping) or "name" not in config:
         raise ValueError(f"{kind} is {config!r}, expected an object, a name, or a mapping with a 'name'")
-    fields = dict(config)
-    cls = named(kind, fields.pop("name"))
-    allowed = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for field in fields:
-        if field not in allowed:
-            raise ValueError(
-                f"{kind} {cls.name()!r} has no option {field!r}{nearest(field, allowed)}; it has {allowed}"
-            )
-    if "inner" in fields:
-        fields["inner"] = stage_from_config(kind, fields["inner"])
-    return cls(**fields)
+    options = dict(config)
+    name = options.pop("name")
+    build = form(kind, name)
+    allowed = list(inspect.signature(build).parameters)
+    for option in options:
+        if option not in allowed:
+            raise ValueError(f"{kind} {name!r} has no option {option!r}{nearest(option, allowed)}; it has {allowed}")
+    if "inner" in options:
+        options["inner"] = stage_from_config(kind, options["inner"])
+    return build(**options)
 
 
-def named(kind: str, name: str) -> type[Stage]:
-    names = sorted(known for k, known in Stage._registry if k == kind)
-    if name not in names:
-        raise ValueError(f"unknown {kind} {name!r}{nearest(name, names)}; known: {', '.join(names)}")
-    return Stage._registry[kind, name]
+def plain(value: Any) -> Any:
+    """Plain data: a stage as its configuration, a tensor as its number, a tuple as a list."""
+    if isinstance(value, Stage):
+        return value.to_config()
+    if isinstance(value, tuple | list):
+        return [plain(entry) for entry in value]
+    return value.item() if isinstance(value, Tensor) else value
 
 
-def nearest(word: str, words: Any) -> str:
-    """ ", did you mean ...?" for an error message."""
-    import difflib
-
-    close = difflib.get_close_matches(str(word), list(words), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+# -- controllers ---------------------------------------------------------------------------------------------
 
 
-# Checks for __post_init__: each names the field, what came and what was wanted.
+class Controller(Stage, kind="controller"):
+    """A stage whose numbers depend on the whole optimizer batch.
 
-
-def check_number(
-    owner: Any, field: str, *, low: float = -math.inf, above: bool = False, optional: bool = False
-) -> None:
-    """``owner.field`` is a finite number >= ``low`` (> ``low`` with ``above``); None passes if ``optional``.
-
-    A 0-dim tensor is taken at its word, as looking costs a synchronisation.
+    ``becomes`` is the kind of the stage that it resolves to ("gate", "weight" or "rejection"), in whose place it
+    stands; ``couples`` is what it couples, "batch" or "group" (the samples of a prompt).
     """
-    value = getattr(owner, field)
-    if optional and value is None:
-        return
-    wanted = "a finite number" + ("" if low == -math.inf else f" {'>' if above else '>='} {low:g}")
-    wanted += " or None" if optional else ""
-    if isinstance(value, Tensor):
-        if value.ndim:
-            raise ValueError(
-                f"{type(owner).__name__}: {field} has shape {tuple(value.shape)}, expected {wanted}, or a 0-dim tensor"
-            )
-        return
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < low or (above and value == low):
-        raise ValueError(f"{type(owner).__name__}: {field} is {value!r}, expected {wanted}")
+
+    becomes: ClassVar[str]
+    couples: str
+    mismatch: shapes.Mismatch | None = None
+    needs: frozenset[str] = frozenset()
+    """The optional fields of ``Batch`` that its statistics look at."""
+    uses_ratio: bool = True
+    scales_with_advantage: bool = True
+    """As in ``Gate``, for a controller that becomes one."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        kind = getattr(cls, "becomes", None)
+        if kind is not None:
+            cls.KIND = kind
+        super().__init_subclass__(**kwargs)
+
+    def statistics(self, tokens: Tokens) -> Any:
+        """What it needs of a micro-batch: a frozen dataclass of tensors with a method ``merge(other)``."""
+        raise NotImplementedError
+
+    def resolve(self, statistics: Any) -> Stage:
+        """The plain stage that the merged statistics of the optimizer batch make of it."""
+        raise NotImplementedError
+
+    def found(self, resolved: Any) -> dict[str, Number]:
+        """Numbers of the resolved stage by name, logged under ``offcorr/control/``."""
+        return {}
 
 
-def check_order(owner: Any, low: str, high: str) -> None:
-    """``owner.low`` <= ``owner.high``; a tensor is taken at its word."""
-    if any(isinstance(getattr(owner, field), Tensor) for field in (low, high)):
-        return
-    if getattr(owner, low) > getattr(owner, high):
-        raise ValueError(
-            f"{type(owner).__name__}: {low} = {getattr(owner, low)!r} is above {high} = {getattr(owner, high)!r}, "
-            f"expected {low} <= {high}"
+class Plan(NamedTuple):
+    """What a resolved correction does with a batch, as data; the reference and the kernel interpret it."""
+
+    method: str
+    ratio: Spec | None
+    multipliers: tuple[Spec, ...]  # weights, then rejections
+    gate: GateSpec
+    aggregate: str
+    max_length: int | None
+    count_rejected: bool
+    strict: bool
+
+    @classmethod
+    def of(cls, correction: Any, engine_known: bool) -> Plan:
+        """The plan of a correction without controllers, for batches with or without ``rollout_logp``."""
+        stages = correction.stages
+        specs = {place: spec_of(stage, engine_known) for place, stage in stages.items() if place != "gate"}
+        ratio, gate = specs.pop("ratio", None), correction.gate
+        return cls(
+            correction.method,
+            ratio,
+            tuple(specs.values()),
+            GateSpec(
+                ratio.mismatch if ratio else "staleness",
+                gate.surrogate,
+                definition.checked_params(gate),
+                gate.log_limit,
+                gate.detached,
+            ),
+            correction.aggregate,
+            correction.max_length,
+            correction.count_rejected,
+            correction.strict,
         )
-
-
-def check_choice(owner: Any, field: str, choices: Any) -> None:
-    value = getattr(owner, field)
-    if value not in tuple(choices):
-        raise ValueError(
-            f"{type(owner).__name__}: {field} is {value!r}{nearest(value, choices)}, expected one of {list(choices)}"
-        )
-
-
-def check_pair(owner: Any) -> None:
-    check_choice(owner, "mismatch", get_args(Mismatch))

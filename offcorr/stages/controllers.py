@@ -1,27 +1,25 @@
 """Controllers: stages whose numbers depend on the whole optimizer batch.
 
-A controller is a stage with two more methods, in place of its pointwise parts:
+A controller stands in the place of a gate, a weight or a rejection (``becomes``) and has two methods:
 
-    statistics(tokens)    what it needs of a micro-batch: an object with ``merge(other)``, made of tensors
-    resolve(statistics)   the plain stage, made of the merged statistics of the global batch
+    statistics(tokens)    what it needs of a micro-batch: a frozen dataclass of tensors with ``merge(other)``
+    resolve(statistics)   the plain stage that the merged statistics of the optimizer batch make of it
 
 ``merge`` adds or joins, so the split into micro-batches and ranks changes nothing but rounding.  Without accumulation
-``loss_fn(batch)`` does both; else statistics come first, from a pass without gradient over what the step will train on:
+``loss_fn(batch)`` calls both; otherwise the statistics come first, from a pass without gradient over the whole window:
 
-    merged = reduce(Statistics.merge, (loss_fn.statistics(part) for part in parts))   # then over ranks
+    merged = reduce(Statistics.merge, (loss_fn.statistics(part) for part in parts)).all_reduce(gather)
     for part in parts:
         loss_fn(part, denominator=z, statistics=merged).loss.backward()
 
-Every controller here reads ahead like that, since each is defined on the batch that it bounds; one that tolerates a
-lag of a step is given the last step's statistics instead.  Nothing is kept between steps, so there is no state to
-save.  ``loss_fn.resolve(merged)`` shows what was found; what ``found(resolved)`` names of it is logged under
-``offcorr/control/``.
+Nothing is kept between steps, so there is no state to save.  ``loss_fn.resolve(merged)`` shows the resolved stages; the
+numbers that ``found(resolved)`` names are logged under ``offcorr/control/``.
 
-Nothing here waits for the device: what is found stays there, as 0-dim tensors in place of the resolved stage's
-numbers, and is read only by who prints it.  (The tokens of a packed batch are padded first, which reads the longest
-length, and statistics that are merged over ranks travel by way of the host.)
+There is no host synchronisation: the numbers stay on the device as 0-dim tensors and are read only when logged.  (The
+tokens of a packed batch are padded first, which reads the longest length.)
 
-A user's own controller is written and used the same way; ``.tolist()`` or ``if`` in it would be right, and wait:
+A user's own controller is written and used in the same way; ``.tolist()`` or ``if`` in it would work, but would
+synchronise:
 
 >>> import torch, offcorr
 >>> from dataclasses import dataclass
@@ -31,8 +29,8 @@ A user's own controller is written and used the same way; ``.tolist()`` or ``if`
 ...     def merge(self, other):
 ...         return Sum(self.total + other.total)
 >>> @dataclass(frozen=True)
-... class ClipTwiceTheMean(offcorr.gates.Gate):
-...     POINTWISE = ()
+... class ClipTwiceTheMean(offcorr.controllers.Controller):
+...     becomes, couples = "gate", "batch"
 ...     def statistics(self, tokens):
 ...         moved = tokens.log_ratio("staleness").clamped.abs()
 ...         return Sum(torch.stack([torch.where(tokens.mask, moved, 0).sum(), tokens.mask.sum()]))
@@ -52,40 +50,42 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from offcorr.batch import Tokens
 from offcorr.shapes import Mismatch
-from offcorr.stages.base import Number, check_number, check_order, check_pair
-from offcorr.stages.gates import Clip, Gate
-from offcorr.stages.rejections import K2, Rejection
+from offcorr.stages.base import Controller, Number
+from offcorr.stages.checks import check_mismatch, check_number, check_order
+from offcorr.stages.gates import Clip
+from offcorr.stages.rejections import K2
 
 
 @dataclass(frozen=True, eq=False)
 class Balance:
-    """Praise for every candidate upper bound, blame for every candidate lower one; merges by addition."""
+    """The positive terms under each candidate upper bound, the negative ones under each lower one; merges by adding."""
 
-    praise: Tensor  # [H], sum of min(r, high) A over A >= 0
-    blame: Tensor  # [L], sum of max(r, low) |A| over A < 0
+    positive: Tensor  # [H], sum of min(r, high) A over A >= 0
+    negative: Tensor  # [L], sum of max(r, low) |A| over A < 0
 
     def merge(self, other: Balance) -> Balance:
-        return Balance(self.praise + other.praise, self.blame + other.blame)
+        """Both batches."""
+        return Balance(self.positive + other.positive, self.negative + other.negative)
 
 
 @dataclass(frozen=True)
-class BalancedClip(Gate):
-    """Clip whose bounds are raised until praise balances blame over the global batch (BAPO, 2510.18927).
+class BalancedClip(Controller):
+    """Clip whose bounds are raised until positive and negative terms balance over the global batch (BAPO, 2510.18927).
 
     From [low_start, high_start], first the lower bound and then the upper one is raised by its step to its maximum,
     while  sum of min(r, c_high) A over A >= 0  is below  target * sum of max(r, c_low) |A| over A < 0.
     r is the token's staleness ratio.  A token clipped at c_low still counts, with c_low |A|, so raising c_low never
-    lowers the blame: where the first bounds miss the target, c_low ends at its maximum.
+    lowers the negative sum: where the first bounds miss the target, c_low ends at its maximum.
 
     Args:
-        target: praise / blame; the paper's rho_0 is a share, praise / (praise + blame): .5 there is 1 here.
+        target: the positive sum over the negative one; the paper's rho_0 is a share, positive / (positive + negative):
+            .5 there is 1 here.
         low_start, low_max, low_step, high_start, high_max, high_step: absolute bounds on the ratio.
         dual_clip: as in ``Clip``.
     """
@@ -99,7 +99,8 @@ class BalancedClip(Gate):
     high_step: float = 0.05
     dual_clip: float | None = 3.0
 
-    POINTWISE: ClassVar[tuple[str, ...]] = ()
+    becomes, couples = "gate", "batch"
+    mismatch = "staleness"
 
     def __post_init__(self) -> None:
         for field in ("target", "low_start"):
@@ -127,19 +128,19 @@ class BalancedClip(Gate):
 
     def statistics(self, tokens: Tokens) -> Balance:
         ratio, size = tokens.log_ratio("staleness").clamped.exp(), tokens.advantages.abs()
-        praised, blamed = (torch.where(side, size, 0) for side in (tokens.advantages >= 0, tokens.advantages < 0))
+        raised, lowered = (torch.where(side, size, 0) for side in (tokens.advantages >= 0, tokens.advantages < 0))
         return Balance(
-            torch.stack([(ratio.clamp(max=high) * praised).sum(dtype=torch.float64) for high in self.highs]),
-            torch.stack([(ratio.clamp(min=low) * blamed).sum(dtype=torch.float64) for low in self.lows]),
+            torch.stack([(ratio.clamp(max=high) * raised).sum(dtype=torch.float64) for high in self.highs]),
+            torch.stack([(ratio.clamp(min=low) * lowered).sum(dtype=torch.float64) for low in self.lows]),
         )
 
     def resolve(self, statistics: Balance) -> Clip:
-        """The clip with the bounds found, both 0-dim tensors."""
-        praise, blame = statistics.praise, self.target * statistics.blame
+        """The clip with these bounds, both 0-dim tensors."""
+        positive, negative = statistics.positive, self.target * statistics.negative
         # Every pair in the order tried, but for the last, which is taken if none balances.
-        balanced = torch.cat([praise[:1] >= blame[:-1], praise[:-1] >= blame[-1:]])
-        in_vain = (~balanced).cumprod(0).sum()  # how many come before the first that does
-        eps_low, eps_high = _path(tuple(self.lows), tuple(self.highs), praise.device).index_select(0, in_vain)[0]
+        balanced = torch.cat([positive[:1] >= negative[:-1], positive[:-1] >= negative[-1:]])
+        first = (~balanced).cumprod(0).sum()  # the index of the first pair that does
+        eps_low, eps_high = _path(tuple(self.lows), tuple(self.highs), positive.device).index_select(0, first)[0]
         return Clip(eps_low, eps_high, self.dual_clip)
 
     def found(self, resolved: Clip) -> dict[str, Number]:
@@ -151,7 +152,7 @@ class BalancedClip(Gate):
 def _path(lows: tuple[float, ...], highs: tuple[float, ...], device: torch.device) -> Tensor:
     """[L + H - 1, 2], every (eps_low, eps_high) in the order tried: the lower bound is raised first.
 
-    Kept on the device: making it anew would wait for the host every time.
+    Cached on the device: a new copy from the host would synchronise every time.
     """
     bounds = [(low, highs[0]) for low in lows[:-1]] + [(lows[-1], high) for high in highs]
     return torch.tensor([(1 - low, high - 1) for low, high in bounds], dtype=torch.float64, device=device)
@@ -165,19 +166,20 @@ def _steps(start: float, stop: float, step: float) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class SquaredLogRatios:
-    """Every token's log^2 ratio; merges by joining, as an exact sort over the global batch wants them all.
+    """Every token's log^2 ratio; merges by joining, since an exact sort over the global batch needs them all.
 
-    Masked tokens hold their place, at infinity: to leave them out would be to wait for their number.
+    Masked tokens are kept, as infinity, because leaving them out would need their number on the host.
     """
 
     values: Tensor  # [B T]
 
     def merge(self, other: SquaredLogRatios) -> SquaredLogRatios:
+        """Both batches."""
         return SquaredLogRatios(torch.cat([self.values, other.values]))
 
 
 @dataclass(frozen=True)
-class MomentBudget(Rejection):
+class MomentBudget(Controller):
     """Drop the tokens with the largest log^2 ratio until the mean over what is left is <= ``tau`` (M2PO, 2510.01161).
 
     One threshold for the global batch, by an exact sort; tokens at the threshold are kept.  Statistics are 4 bytes a
@@ -190,11 +192,11 @@ class MomentBudget(Rejection):
     tau: float = 0.04
     mismatch: Mismatch = "staleness"
 
-    POINTWISE: ClassVar[tuple[str, ...]] = ()
+    becomes, couples = "rejection", "batch"
 
     def __post_init__(self) -> None:
         check_number(self, "tau", low=0)
-        check_pair(self)
+        check_mismatch(self)
 
     def statistics(self, tokens: Tokens) -> SquaredLogRatios:
         pair = tokens.log_ratio(self.mismatch)

@@ -1,39 +1,46 @@
-"""Gates: how the update is held back.
+"""Gates: how the surrogate limits the update.
 
-A gate's pointwise part gives (surrogate, d surrogate / d log-prob through the ratio).  A *detached* gate takes the
-ratio as a constant and lets the gradient through ``logp`` alone; for the others the slope of the ratio multiplies.
+A gate's function gives (surrogate, its derivative with respect to the token's log-prob, the ratio's slope aside).  A
+*detached* gate takes the ratio as a constant and lets the gradient through ``logp`` alone; for the others the slope of
+the ratio multiplies the derivative.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from offcorr.batch import LOG_LIMIT, Tokens
+from offcorr.batch import LOG_LIMIT
 from offcorr.stages import ops
-from offcorr.stages.base import Number, Stage, check_number, check_order
+from offcorr.stages.base import Number, Pointwise, Stage
+from offcorr.stages.checks import check_number, check_order
 
 
 class Gate(Stage, kind="gate"):
-    """Dataclass with a pointwise ``surrogate``."""
+    """Base class: a frozen dataclass with a pointwise ``surrogate``."""
 
-    POINTWISE: ClassVar[tuple[str, ...]] = ("surrogate",)
-    surrogate: ClassVar[Any]
+    PARTS: ClassVar[Mapping[str, int]] = {"surrogate": 2}
+    mismatch = None
 
-    detached: ClassVar[bool] = False
-    log_limit: ClassVar[float] = LOG_LIMIT
-    """The ratio's logarithm is limited to this before ``exp``, straight-through."""
-    uses_ratio: ClassVar[bool] = True
-    scales_with_advantage: ClassVar[bool] = True
+    @property
+    @abstractmethod
+    def surrogate(self) -> Pointwise:
+        """The function that gives (surrogate, d surrogate / d log-prob)."""
+
+    detached: bool = False
+    """Whether the ratio is a constant to the gradient."""
+    log_limit: float = LOG_LIMIT
+    """Upper limit of the log-ratio (nats) before ``exp``, straight-through."""
+    uses_ratio: bool = True
+    """Whether the surrogate depends on the ratio."""
+    scales_with_advantage: bool = True
     """Whether advantage 0 means coefficient 0."""
 
-    def inputs(self, tokens: Tokens, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What the surrogate sees, each [B, T]; a gate that knows something of the global batch puts it in here."""
-        return inputs
 
-
-def plain(logp: Any, advantage: Any) -> Any:
+def score_function(logp: Any, advantage: Any) -> Any:
     return advantage * logp, advantage
 
 
@@ -41,12 +48,12 @@ def plain(logp: Any, advantage: Any) -> Any:
 class ScoreFunction(Gate):
     """A log pi: no ratio, multiplier 1."""
 
-    surrogate: ClassVar[Any] = staticmethod(plain)
-    detached: ClassVar = True
-    uses_ratio: ClassVar = False
+    surrogate = staticmethod(score_function)
+    detached = True
+    uses_ratio = False
 
 
-def detached(log_ratio: Any, logp: Any, advantage: Any) -> Any:
+def detached_ratio(log_ratio: Any, logp: Any, advantage: Any) -> Any:
     gradient = ops.exp(log_ratio) * advantage
     return gradient * logp, gradient
 
@@ -55,8 +62,8 @@ def detached(log_ratio: Any, logp: Any, advantage: Any) -> Any:
 class DetachedRatio(Gate):
     """sg(ratio) A log pi: multiplier ratio."""
 
-    surrogate: ClassVar[Any] = staticmethod(detached)
-    detached: ClassVar = True
+    surrogate = staticmethod(detached_ratio)
+    detached = True
 
 
 def unclipped(log_ratio: Any, advantage: Any) -> Any:
@@ -68,7 +75,7 @@ def unclipped(log_ratio: Any, advantage: Any) -> Any:
 class Unclipped(Gate):
     """ratio A, with the gradient through the ratio: multiplier ratio * slope."""
 
-    surrogate: ClassVar[Any] = staticmethod(unclipped)
+    surrogate = staticmethod(unclipped)
 
 
 class ClipBounds(NamedTuple):
@@ -79,7 +86,7 @@ class ClipBounds(NamedTuple):
 
 def clip(log_ratio: Any, advantage: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
-    inside = ops.minimum(ops.maximum(ratio, p.low), p.high)
+    inside = ops.clamp(ratio, p.low, p.high)
     surrogate = ops.minimum(ratio * advantage, inside * advantage)
     surrogate = ops.where(advantage < 0, ops.maximum(surrogate, p.dual * advantage), surrogate)
     blocked = ((advantage > 0) & (ratio > p.high)) | ((advantage < 0) & ((ratio < p.low) | (ratio > p.dual)))
@@ -88,37 +95,40 @@ def clip(log_ratio: Any, advantage: Any, p: Any) -> Any:
 
 @dataclass(frozen=True)
 class Clip(Gate):
-    """min(ratio A, clip(ratio) A): multiplier ratio where inside or recovering, else 0 (PPO, 1707.06347).
+    """min(ratio A, clip(ratio) A): PPO's clipped surrogate (1707.06347).
+
+    The multiplier is the ratio, unless the ratio is outside [1 - eps_low, 1 + eps_high] on the side that the advantage
+    pushes towards: then it is 0.
 
     Args:
         eps_low, eps_high: distances from 1.
-        dual_clip: for A < 0 the loss is at most ``-dual_clip * A``; None: off.
+        dual_clip: for A < 0 the loss is at most ``-dual_clip * A``, and the multiplier is 0 beyond; None: off.
     """
 
     eps_low: Number = 0.2
     eps_high: Number = 0.2
     dual_clip: Number | None = None
 
-    surrogate: ClassVar[Any] = staticmethod(clip)
+    surrogate = staticmethod(clip)
 
     def __post_init__(self) -> None:
         check_number(self, "eps_low", low=0)
         check_number(self, "eps_high", low=0)
         check_number(self, "dual_clip", low=1, optional=True)
 
-    @cached_property  # of tensors, every 1 - eps is a launch
+    @cached_property  # 1 - eps of a tensor is a launch
     def params(self) -> ClipBounds:
         dual = ops.UNBOUNDED if self.dual_clip is None else self.dual_clip
         return ClipBounds(1 - self.eps_low, 1 + self.eps_high, dual)
 
 
-class CapBounds(NamedTuple):
+class RatioBounds(NamedTuple):
     low: Number
     high: Number
 
 
-def capped(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
-    gradient = ops.minimum(ops.maximum(ops.exp(log_ratio), p.low), p.high) * advantage
+def detached_clip(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
+    gradient = ops.clamp(ops.exp(log_ratio), p.low, p.high) * advantage
     return gradient * logp, gradient
 
 
@@ -134,8 +144,8 @@ class DetachedClip(Gate):
     cap: Number | None = 5.0
     low: Number = 0.0
 
-    surrogate: ClassVar[Any] = staticmethod(capped)
-    detached: ClassVar = True
+    surrogate = staticmethod(detached_clip)
+    detached = True
 
     def __post_init__(self) -> None:
         check_number(self, "cap", low=0, optional=True)
@@ -144,8 +154,8 @@ class DetachedClip(Gate):
             check_order(self, "low", "cap")
 
     @property
-    def params(self) -> CapBounds:
-        return CapBounds(self.low, ops.UNBOUNDED if self.cap is None else self.cap)
+    def params(self) -> RatioBounds:
+        return RatioBounds(self.low, ops.UNBOUNDED if self.cap is None else self.cap)
 
 
 class Temperatures(NamedTuple):
@@ -153,7 +163,7 @@ class Temperatures(NamedTuple):
     negative: Number
 
 
-def soft(log_ratio: Any, advantage: Any, p: Any) -> Any:
+def soft_clip(log_ratio: Any, advantage: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
     tau = ops.where(advantage > 0, ops.zeros_like(ratio) + p.positive, p.negative)
     above, below = ops.sigmoid(tau * (ratio - 1)), ops.sigmoid(tau * (1 - ratio))
@@ -171,7 +181,7 @@ class SoftClip(Gate):
     tau_pos: Number = 1.0
     tau_neg: Number = 1.05
 
-    surrogate: ClassVar[Any] = staticmethod(soft)
+    surrogate = staticmethod(soft_clip)
 
     def __post_init__(self) -> None:
         check_number(self, "tau_pos", low=0, above=True)
@@ -193,7 +203,7 @@ def position_clip(log_ratio: Any, advantage: Any, position: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
     width = ops.exp(p.power * ops.log(ops.maximum(position, 1.0)))
     low, high, dual = ops.exp(-p.low * width), ops.exp(p.high * width), ops.exp(p.dual * width)
-    inside = ops.minimum(ops.maximum(ratio, low), high)
+    inside = ops.clamp(ratio, low, high)
     surrogate = ops.minimum(ratio * advantage, inside * advantage)
     surrogate = ops.where(advantage < 0, ops.maximum(surrogate, dual * advantage), surrogate)
     blocked = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & ((ratio < low) | (ratio > dual)))
@@ -204,7 +214,7 @@ def position_clip(log_ratio: Any, advantage: Any, position: Any, p: Any) -> Any:
 class PositionClip(Gate):
     """Clip whose log-bounds widen with position: [-log_low t^power, log_high t^power] (CTPO, 2605.07331).
 
-    t is the 1-based count of valid tokens.  The log-ratio is capped at 10.
+    t is the 1-based count of valid tokens.  The log-ratio is detached_clip at 10.
 
     Args:
         log_low, log_high: nats at t = 1.
@@ -217,8 +227,8 @@ class PositionClip(Gate):
     power: Number = 0.5
     log_dual: Number | None = None
 
-    surrogate: ClassVar[Any] = staticmethod(position_clip)
-    log_limit: ClassVar = 10.0
+    surrogate = staticmethod(position_clip)
+    log_limit = 10.0
 
     def __post_init__(self) -> None:
         for field in ("log_low", "log_high", "power"):

@@ -1,60 +1,55 @@
 """Ratios: how far apart two policies are, and over which span.
 
-A ratio gives, for every token, the log-ratio it is multiplied by and that log-ratio's slope: its derivative with
-respect to the token's own log-prob.  In the *token form* the slope is 1: a sequence, turn or prefix ratio multiplies
-the token's own gradient.  Only PowerMean and ClippedGeometric have another.
+A ratio gives, for every token, the log-ratio that multiplies it and the slope of that log-ratio: its derivative with
+respect to the token's own log-prob.  In the *token form* the slope is 1, so that a sequence, turn or prefix ratio
+multiplies the token's own gradient.  Only PowerMean and ClippedGeometric have another slope.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-import torch
-
-from offcorr.batch import LOG_LIMIT, Tokens
-from offcorr.shapes import Mismatch, PerToken
+from offcorr.shapes import Mismatch
 from offcorr.stages import ops
-from offcorr.stages.base import Stage, apply, check_number, check_pair
-from offcorr.stages.spans import SPANS
+from offcorr.stages.base import Pointwise, Stage, own
+from offcorr.stages.checks import check_mismatch, check_number
 
 
-def own(log_ratio: Any) -> Any:
-    return log_ratio
-
-
-def as_is(value: Any) -> Any:
-    return value
-
-
-def one(log_ratio: Any) -> Any:
-    return ops.zeros_like(log_ratio) + 1
+def token_form(value: Any) -> Any:
+    return value, ops.zeros_like(value) + 1
 
 
 @dataclass(frozen=True)
 class Ratio(Stage, kind="ratio"):
+    """Base class.  ``rule`` gives (log-ratio, slope); ``span`` carries ``measure`` over the row.
+
+    Args:
+        mismatch: the pair of policies that is compared.
+    """
+
     mismatch: Mismatch = field(default="staleness", kw_only=True)
 
-    POINTWISE: ClassVar[tuple[str, ...]] = ("measure", "read", "slope")
-    measure: ClassVar[Any] = staticmethod(own)
-    read: ClassVar[Any] = staticmethod(as_is)
-    slope: ClassVar[Any] = staticmethod(one)
+    PARTS: ClassVar[Mapping[str, int]] = {"measure": 1, "rule": 2}
 
     def __post_init__(self) -> None:
-        check_pair(self)
+        check_mismatch(self)
+
+    @property
+    def measure(self) -> Pointwise:
+        """One number per token, carried over the span."""
+        return own
 
     @property
     def span(self) -> str:
-        """Which of ``kernels.scans.SPANS`` carries the measure."""
-        return self.name()
+        """A name of ``offcorr.spans``."""
+        return "token"
 
-    def __call__(self, tokens: Tokens) -> tuple[PerToken, PerToken]:
-        """(log-ratio, slope), each [B, T]; the log-ratio is not yet clamped for ``exp``."""
-        inputs = tokens.inputs(self.mismatch)
-        measured = torch.where(tokens.mask, apply(self.measure, inputs, self.params), 0)
-        inputs["value"] = SPANS[self.span](measured, tokens.rows)
-        inputs["value"] = apply(self.read, inputs, self.params).clamp(-LOG_LIMIT, LOG_LIMIT)
-        return inputs["value"], apply(self.slope, inputs, self.params)
+    @property
+    def rule(self) -> Pointwise:
+        """The function that gives (log-ratio, slope)."""
+        return token_form
 
 
 class Token(Ratio):
@@ -64,29 +59,39 @@ class Token(Ratio):
 class Sequence(Ratio):
     """The product over the sequence's valid tokens."""
 
+    span = "sequence"
+
 
 class Geometric(Ratio):
     """The T-th root of the product: the exponential of the mean log-ratio (GSPO, 2507.18071)."""
+
+    span = "geometric"
 
 
 class Turn(Ratio):
     """The geometric ratio of the turn that the token is in (2511.20718)."""
 
+    span = "turn"
+
 
 class Prefix(Ratio):
     """The product over the valid tokens up to and including this one."""
+
+    span = "prefix"
 
 
 class PrefixGeometric(Ratio):
     """The t-th root of the prefix ratio, t counting valid tokens."""
 
+    span = "prefix_geometric"
+
 
 @dataclass(frozen=True)
 class MinPrefix(Ratio):
-    """The token's ratio times the smallest before it (MinPRO, 2601.22718).
+    """The token's ratio times the smallest ratio before it (MinPRO, 2601.22718).
 
     Args:
-        bounded: the smallest is never above 1.
+        bounded: the smallest ratio is taken to be at most 1.
     """
 
     bounded: bool = False
@@ -104,12 +109,9 @@ def powered(log_ratio: Any, p: Any) -> Any:
     return log_ratio * p.power
 
 
-def rooted(value: Any, p: Any) -> Any:
-    return value / p.power
-
-
-def power_slope(log_ratio: Any, value: Any, p: Any) -> Any:
-    return ops.exp(p.power * (log_ratio - value))
+def power_mean(log_ratio: Any, value: Any, p: Any) -> Any:
+    mean = value / p.power
+    return mean, ops.exp(p.power * (log_ratio - mean))
 
 
 @dataclass(frozen=True)
@@ -122,51 +124,48 @@ class PowerMean(Ratio):
 
     power: float = 1.0
 
-    measure: ClassVar[Any] = staticmethod(powered)
-    read: ClassVar[Any] = staticmethod(rooted)
-    slope: ClassVar[Any] = staticmethod(power_slope)
+    measure = staticmethod(powered)
+    rule = staticmethod(power_mean)
+    span = "log_mean_exp"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "power")
 
     @property
-    def span(self) -> str:
-        return "log_mean_exp"
-
-    @property
     def params(self) -> Power:
-        # At 1e-12 log_mean_exp gives the limit to full precision, and power 0 needs no branch.
+        # At 1e-12 log_mean_exp gives the limit to full precision, so that power 0 needs no branch.
         return Power(self.power if abs(self.power) > 1e-12 else 1e-12)
 
 
-class LogBand(NamedTuple):
+class LogBounds(NamedTuple):
     low: float
     high: float
 
 
-def one_sided(log_ratio: Any, advantage: Any, p: Any) -> Any:
+def clipped_on_one_side(log_ratio: Any, advantage: Any, p: Any) -> Any:
     return ops.where(advantage > 0, ops.minimum(log_ratio, p.high), ops.maximum(log_ratio, p.low))
 
 
-def one_sided_slope(log_ratio: Any, advantage: Any, p: Any) -> Any:
+def unclipped_tokens_only(value: Any, log_ratio: Any, advantage: Any, p: Any) -> Any:
     clipped = ((advantage > 0) & (log_ratio > p.high)) | ((advantage <= 0) & (log_ratio < p.low))
-    return ops.where(clipped, 0.0, ops.zeros_like(log_ratio) + 1)
+    return value, ops.where(clipped, 0.0, ops.zeros_like(value) + 1)
 
 
 @dataclass(frozen=True)
 class ClippedGeometric(Ratio):
-    """The geometric ratio of one-sidedly clipped token ratios (GMPO, 2507.20673); slope 0 on clipped tokens.
+    """The geometric ratio of token ratios clipped on one side (GMPO, 2507.20673); slope 0 on clipped tokens.
 
     Args:
-        eps_low, eps_high: distances from 0 in log space; A > 0 is clipped above, A <= 0 below.
+        eps_low, eps_high: distances from 0 in log space (nats); A > 0 is clipped above, A <= 0 below.
     """
 
     eps_low: float = 0.4
     eps_high: float = 0.4
 
-    measure: ClassVar[Any] = staticmethod(one_sided)
-    slope: ClassVar[Any] = staticmethod(one_sided_slope)
+    measure = staticmethod(clipped_on_one_side)
+    rule = staticmethod(unclipped_tokens_only)
+    span = "geometric"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,9 +173,5 @@ class ClippedGeometric(Ratio):
         check_number(self, "eps_high", low=0)
 
     @property
-    def span(self) -> str:
-        return "geometric"
-
-    @property
-    def params(self) -> LogBand:
-        return LogBand(-self.eps_low, self.eps_high)
+    def params(self) -> LogBounds:
+        return LogBounds(-self.eps_low, self.eps_high)

@@ -1,19 +1,23 @@
-"""Rejections: what is too far gone to learn from.  Detached 0/1 multipliers, combined by AND."""
+"""Rejections: tokens or sequences that are dropped because they are too far off-policy.
+
+They are detached 0/1 multipliers and combine by AND.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from offcorr.batch import Tokens
 from offcorr.shapes import Mismatch
 from offcorr.stages import ops
-from offcorr.stages.base import Number, check_choice, check_number, check_order, check_pair
-from offcorr.stages.multipliers import Multiplier
+from offcorr.stages.base import Number, Pointwise, Stage, own
+from offcorr.stages.checks import check_choice, check_mismatch, check_number, check_order
 
 Level = Literal["token", "seq-sum", "seq-mean", "seq-max"]
 _SPAN_OF_LEVEL = {
@@ -24,8 +28,30 @@ _SPAN_OF_LEVEL = {
 }
 
 
-class Rejection(Multiplier, kind="rejection"):
-    """A 0/1 multiplier."""
+class Rejection(Stage, kind="rejection"):
+    """Base class.  ``rule`` gives (1, kept)."""
+
+    PARTS: ClassVar[Mapping[str, int]] = {"measure": 1, "rule": 2}
+    mismatch = "engine"
+    counts_as: str = ""
+    """"vetoed": the tokens it drops count as vetoed too."""
+    limit: float = math.inf
+    """The span's value is clamped to +-``limit`` (nats) before the rule."""
+
+    @property
+    def measure(self) -> Pointwise:
+        """One number per token, carried over the span."""
+        return own
+
+    @property
+    def span(self) -> str:
+        """A name of ``offcorr.spans``."""
+        return "token"
+
+    @property
+    @abstractmethod
+    def rule(self) -> Pointwise:
+        """The function that gives (1, kept)."""
 
 
 class Interval(NamedTuple):
@@ -65,35 +91,21 @@ class Geometric(Rejection):
     high: Number = 1.001
     mismatch: Mismatch = "engine"
 
-    span: ClassVar[Any] = "geometric"
-    rule: ClassVar[Any] = staticmethod(within)
+    span = "geometric"
+    rule = staticmethod(within)
 
     def __post_init__(self) -> None:
         check_number(self, "low", low=0, above=True)
         check_number(self, "high", low=0, above=True)
         check_order(self, "low", "high")
-        check_pair(self)
+        check_mismatch(self)
 
     @cached_property
     def params(self) -> Interval:
         return Interval(_log(self.low), _log(self.high))
 
 
-class _Divergence(Rejection):
-    """A per-token divergence, at a level."""
-
-    level: Level
-
-    @property
-    def span(self) -> str:  # type: ignore[override]
-        return _SPAN_OF_LEVEL[self.level]
-
-    def _check_level(self) -> None:
-        check_choice(self, "level", _SPAN_OF_LEVEL)
-        check_pair(self)
-
-
-class K1Band(NamedTuple):
+class K1Bounds(NamedTuple):
     low: Number
     high: Number
     middle: Number
@@ -109,7 +121,7 @@ def k1_within_half(value: Any, p: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class K1(_Divergence):
+class K1(Rejection):
     """Keep where log low <= k <= log high, k the log-ratio: the token's, or the sequence's sum, mean, or every token's.
 
     Args:
@@ -126,20 +138,25 @@ class K1(_Divergence):
         check_number(self, "low", low=0, above=True)
         check_number(self, "high", low=0, above=True)
         check_order(self, "low", "high")
-        self._check_level()
+        check_choice(self, "level", _SPAN_OF_LEVEL)
+        check_mismatch(self)
 
     @property
-    def measure(self) -> Any:  # type: ignore[override]
-        return k1_distance if self.level == "seq-max" else Multiplier.measure
+    def span(self) -> str:
+        return _SPAN_OF_LEVEL[self.level]
 
     @property
-    def rule(self) -> Any:  # type: ignore[override]
+    def measure(self) -> Pointwise:
+        return k1_distance if self.level == "seq-max" else own
+
+    @property
+    def rule(self) -> Pointwise:
         return k1_within_half if self.level == "seq-max" else within
 
     @cached_property
-    def params(self) -> K1Band:
+    def params(self) -> K1Bounds:
         low, high = _log(self.low), _log(self.high)
-        return K1Band(low, high, (low + high) / 2, (high - low) / 2)
+        return K1Bounds(low, high, (low + high) / 2, (high - low) / 2)
 
 
 def k2(log_ratio: Any) -> Any:
@@ -150,13 +167,28 @@ def k3(log_ratio: Any) -> Any:
     return ops.exp(log_ratio) - 1 - log_ratio
 
 
-class _BoundedDivergence(_Divergence):
+@dataclass(frozen=True)
+class K2(Rejection):
+    """Keep where log^2(ratio) / 2 <= bound, at a level (see ``K1``).
+
+    Args:
+        bound: nats^2.
+        level, mismatch: as in ``K1``.
+    """
+
     bound: Number
-    rule: ClassVar[Any] = staticmethod(at_most)
+    level: Level = "seq-mean"
+    mismatch: Mismatch = "engine"
+
+    measure = staticmethod(k2)
+    rule = staticmethod(at_most)
 
     def __post_init__(self) -> None:
-        check_number(self, "bound", low=0)
-        self._check_level()
+        _check_divergence(self)
+
+    @property
+    def span(self) -> str:
+        return _SPAN_OF_LEVEL[self.level]
 
     @property
     def params(self) -> Threshold:
@@ -164,25 +196,37 @@ class _BoundedDivergence(_Divergence):
 
 
 @dataclass(frozen=True)
-class K2(_BoundedDivergence):
-    """Keep where log^2(ratio) / 2 <= bound, at a level (see K1)."""
+class K3(Rejection):
+    """Keep where ratio - 1 - log ratio <= bound, at a level (see ``K1``); seq-max is TRM (2512.23075).
+
+    Args:
+        bound: nats.
+        level, mismatch: as in ``K1``.
+    """
 
     bound: Number
     level: Level = "seq-mean"
     mismatch: Mismatch = "engine"
 
-    measure: ClassVar[Any] = staticmethod(k2)
+    measure = staticmethod(k3)
+    rule = staticmethod(at_most)
+
+    def __post_init__(self) -> None:
+        _check_divergence(self)
+
+    @property
+    def span(self) -> str:
+        return _SPAN_OF_LEVEL[self.level]
+
+    @property
+    def params(self) -> Threshold:
+        return Threshold(self.bound)
 
 
-@dataclass(frozen=True)
-class K3(_BoundedDivergence):
-    """Keep where ratio - 1 - log ratio <= bound, at a level (see K1); seq-max is TRM (2512.23075)."""
-
-    bound: Number
-    level: Level = "seq-mean"
-    mismatch: Mismatch = "engine"
-
-    measure: ClassVar[Any] = staticmethod(k3)
+def _check_divergence(owner: K2 | K3) -> None:
+    check_number(owner, "bound", low=0)
+    check_choice(owner, "level", _SPAN_OF_LEVEL)
+    check_mismatch(owner)
 
 
 def raw(raw_log_ratio: Any) -> Any:
@@ -196,14 +240,14 @@ class Veto(Rejection):
     threshold: Number = 1e-4
     mismatch: Mismatch = "engine"
 
-    span: ClassVar[Any] = "sequence_min"
-    measure: ClassVar[Any] = staticmethod(raw)
-    rule: ClassVar[Any] = staticmethod(at_least)
-    drops_as: ClassVar = "vetoed"
+    span = "sequence_min"
+    measure = staticmethod(raw)
+    rule = staticmethod(at_least)
+    counts_as = "vetoed"
 
     def __post_init__(self) -> None:
         check_number(self, "threshold", low=0, above=True)
-        check_pair(self)
+        check_mismatch(self)
 
     @cached_property
     def params(self) -> Threshold:
@@ -214,37 +258,24 @@ def negative_and_far(value: Any, advantage: Any, p: Any) -> Any:
     return ops.zeros_like(value) + 1, (advantage >= 0) | (-value <= p.bound)
 
 
-class _TotalIfKnown(Rejection):
-    """``of`` None: total where ``rollout_logp`` is given, else staleness."""
-
-    mismatch: Mismatch | None  # type: ignore[assignment]
-
-    def pair(self, tokens: Tokens) -> Mismatch:
-        return self.mismatch or ("staleness" if tokens.batch.rollout_logp is None else "total")
-
-    def _check_of(self) -> None:
-        if self.mismatch is not None:
-            check_pair(self)
-
-
 @dataclass(frozen=True)
-class OPSM(_TotalIfKnown):
+class OPSM(Rejection):
     """Keep where A >= 0, or the sequence's mean log-ratio has fallen by at most ``delta`` (DeepSeek-V3.2).
 
     Args:
         delta: nats; unpublished, .5 is a guess in use.
-        of: None: total where ``rollout_logp`` is given, else staleness.
+        mismatch: the pair of policies; None: total where ``rollout_logp`` is given, else staleness.
     """
 
     delta: Number = 0.5
     mismatch: Mismatch | None = None
 
-    span: ClassVar[Any] = "geometric"
-    rule: ClassVar[Any] = staticmethod(negative_and_far)
+    span = "geometric"
+    rule = staticmethod(negative_and_far)
 
     def __post_init__(self) -> None:
         check_number(self, "delta")
-        self._check_of()
+        check_mismatch(self, optional=True)
 
     @property
     def params(self) -> Threshold:
@@ -268,12 +299,12 @@ class BinaryKL(Rejection):
     bound: Number
     mismatch: Mismatch = "engine"
 
-    span: ClassVar[Any] = "token"
-    rule: ClassVar[Any] = staticmethod(both_bernoulli_kls)
+    span = "token"
+    rule = staticmethod(both_bernoulli_kls)
 
     def __post_init__(self) -> None:
         check_number(self, "bound", low=0)
-        check_pair(self)
+        check_mismatch(self)
 
     @property
     def params(self) -> Threshold:
@@ -316,16 +347,16 @@ class DPPO(Rejection):
     delta: Number = 0.05
     mismatch: Mismatch = "total"
 
-    span: ClassVar[Any] = "token"
+    span = "token"
 
     def __post_init__(self) -> None:
         check_choice(self, "divergence", ("tv", "kl"))
         for field in ("low", "high", "delta"):
             check_number(self, field, low=0)
-        check_pair(self)
+        check_mismatch(self)
 
     @property
-    def rule(self) -> Any:  # type: ignore[override]
+    def rule(self) -> Pointwise:
         return probability_shift if self.divergence == "tv" else bernoulli_kl_outward
 
     @property
@@ -343,24 +374,24 @@ def in_bounds_or_returning(value: Any, log_ratio: Any, advantage: Any, p: Any) -
 
 
 @dataclass(frozen=True)
-class VACO(_TotalIfKnown):
+class VACO(Rejection):
     """Drop tokens moving on (A * log ratio > 0) in sequences whose mean |ratio - 1| is above ``bound`` (2603.01365).
 
     Args:
         bound: on the sequence's mean |ratio - 1|.
-        of: None: total where ``rollout_logp`` is given, else staleness.
+        mismatch: the pair of policies; None: total where ``rollout_logp`` is given, else staleness.
     """
 
     bound: Number = 0.2
     mismatch: Mismatch | None = None
 
-    span: ClassVar[Any] = "geometric"
-    measure: ClassVar[Any] = staticmethod(distance_from_one)
-    rule: ClassVar[Any] = staticmethod(in_bounds_or_returning)
+    span = "geometric"
+    measure = staticmethod(distance_from_one)
+    rule = staticmethod(in_bounds_or_returning)
 
     def __post_init__(self) -> None:
         check_number(self, "bound", low=0)
-        self._check_of()
+        check_mismatch(self, optional=True)
 
     @property
     def params(self) -> Threshold:

@@ -1,19 +1,21 @@
 """Spans: how a per-token quantity is carried over a turn, a prefix or a sequence.
 
-Every span takes ``x`` [B, T], already 0 where the mask is, and a ``Rows``, and gives [B, T].  Masked tokens
-are skipped: they enter no sum, no extremum and no count.  What a span writes under the mask is of no consequence.
+Every span takes ``x`` [B, T], 0 under the mask, and a ``Rows``, and gives [B, T].  Masked tokens enter no sum, no
+extremum and no count.  The values that a span gives under the mask are never used.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from einops import repeat
-from torch import Tensor
 
 from offcorr.batch import Rows
 from offcorr.shapes import PerSequence, PerToken
+from offcorr.stages.checks import nearest
 
 
 def over_row(per_sequence: PerSequence, rows: Rows) -> PerToken:
@@ -92,19 +94,67 @@ def _minimum_before(x: PerToken, rows: Rows) -> PerToken:
     return torch.where(before.isinf(), 0, before)
 
 
-SPANS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
-    f.__name__: f
-    for f in (
-        token,
-        sequence,
-        geometric,
-        turn,
-        prefix,
-        prefix_geometric,
-        min_prefix,
-        bounded_min_prefix,
-        sequence_max,
-        sequence_min,
-        log_mean_exp,
-    )
-}
+SPANS: dict[str, Callable[..., PerToken]] = {}
+"""The torch function of each span, by name."""
+
+
+def register(name: str) -> Callable[[Any], Any]:
+    """Make a span known by ``name``, for a stage's ``span``.
+
+    Decorates a torch function ``(x, rows)`` or ``(x, rows, p)`` from [B, T] to [B, T]: ``x`` is the stage's measure, 0
+    under the mask; ``rows`` holds ``mask``, ``position`` and ``count``; ``p`` is the stage's ``params``.  A correction
+    with this span runs on the torch reference, and warns once, until a Triton twin is registered under the same name in
+    ``offcorr.kernels.spans``.
+
+    Raises:
+        TypeError: the function takes other arguments.
+        ValueError: the name exists already.
+
+    >>> import offcorr, torch
+    >>> @offcorr.spans.register("suffix")
+    ... def suffix(x, rows):
+    ...     return x.flip(1).cumsum(1).flip(1)
+    >>> suffix(torch.ones(1, 3), None)
+    tensor([[3., 2., 1.]])
+    >>> offcorr.spans.unregister("suffix")
+    """
+
+    def decorate(span: Callable[..., PerToken]) -> Callable[..., PerToken]:
+        asked = tuple(inspect.signature(span).parameters)
+        if asked not in (("x", "rows"), ("x", "rows", "p")):
+            raise TypeError(f"span {name!r} takes {asked}, expected (x, rows) or (x, rows, p)")
+        known = SPANS.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (span.__module__, span.__qualname__):
+            raise ValueError(f"a span named {name!r} exists already: {known.__module__}.{known.__qualname__}")
+        SPANS[name] = span
+        return span
+
+    return decorate
+
+
+def unregister(name: str) -> None:
+    """Forget a span."""
+    check(name, "offcorr.spans")
+    del SPANS[name]
+
+
+def check(name: str, owner: str) -> None:
+    """Raise ValueError, in the name of ``owner``, for a span that is not known."""
+    if name not in SPANS:
+        raise ValueError(f"{owner}: span is {name!r}{nearest(name, SPANS)}, expected one of {sorted(SPANS)}")
+
+
+for _span in (
+    token,
+    sequence,
+    geometric,
+    turn,
+    prefix,
+    prefix_geometric,
+    min_prefix,
+    bounded_min_prefix,
+    sequence_max,
+    sequence_min,
+    log_mean_exp,
+):
+    register(_span.__name__)(_span)

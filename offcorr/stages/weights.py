@@ -1,18 +1,24 @@
-"""Weights: what the engine's mismatch costs.  Detached, never part of the gradient's path."""
+"""Weights: importance weights that correct the trainer/engine mismatch.
+
+They are detached: a weight scales the gradient of a token and receives none.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from offcorr.batch import LOG_LIMIT, Batch, Tokens
-from offcorr.shapes import Mismatch, PerSequence, PerToken, TokenMask
+from offcorr.shapes import Mismatch, PerSequence
 from offcorr.stages import ops
-from offcorr.stages.base import Number, check_choice, check_number, check_order, check_pair
-from offcorr.stages.multipliers import Multiplier
+from offcorr.stages.base import Controller, Number, Pointwise, Stage, own, plain, register_form
+from offcorr.stages.checks import check_choice, check_mismatch, check_number, check_order
+from offcorr.stages.reference import weight_of
 
 Level = Literal["token", "turn", "prefix", "geometric", "sequence"]
 
@@ -22,56 +28,51 @@ class Bounds(NamedTuple):
     high: Number
 
 
-def clamp(value: Any, p: Any) -> Any:
-    return ops.minimum(ops.maximum(ops.exp(value), p.low), p.high), value == value
+def clamped(value: Any, p: Any) -> Any:
+    return ops.clamp(ops.exp(value), p.low, p.high), value == value
 
 
-def band(value: Any, p: Any) -> Any:
+def masked(value: Any, p: Any) -> Any:
     ratio = ops.exp(value)
     return ratio, (ratio >= p.low) & (ratio <= p.high)
 
 
-class Weight(Multiplier, kind="weight"):
-    """A detached factor on the token's gradient."""
+class Weight(Stage, kind="weight"):
+    """Base class.  ``rule`` gives (multiplier, kept): a detached factor, and whether the token is kept at all."""
 
-
-class _Bounded(Weight):
-    """A ratio at some level, bounded; every form of it is a ``Bound`` under another name."""
-
-    value_limit: ClassVar[float] = LOG_LIMIT
-    level: Level
-
-    @property
-    def bound(self) -> Bound:
-        raise TypeError(f"{type(self).__name__} says no bound")
+    PARTS: ClassVar[Mapping[str, int]] = {"measure": 1, "rule": 2}
+    mismatch = "engine"
+    counts_as: str = "truncated"
+    """"truncated": tokens kept with another multiplier than exp(value) count as such; "vetoed": dropped ones do."""
+    limit: float = LOG_LIMIT
+    """The span's value is clamped to +-``limit`` (nats) before the rule."""
 
     @property
-    def span(self) -> str:  # type: ignore[override]
-        return self.level
+    def measure(self) -> Pointwise:
+        """One number per token, carried over the span."""
+        return own
 
     @property
-    def rule(self) -> Any:  # type: ignore[override]
-        return clamp if self.bound.outside == "clamp" else band
+    def span(self) -> str:
+        """A name of ``offcorr.spans``."""
+        return "token"
 
     @property
-    def params(self) -> Bounds:
-        low, high = self.bound.low, self.bound.high
-        return Bounds(0.0 if low is None else low, ops.UNBOUNDED if high is None else high)
-
-    def truncated(self, weight: PerToken, kept: TokenMask, value: PerToken) -> TokenMask:
-        return kept & (weight != value.exp())
+    @abstractmethod
+    def rule(self) -> Pointwise:
+        """The function that gives (multiplier, kept)."""
 
 
-@dataclass(frozen=True)
-class Bound(_Bounded):
-    """The ratio, clamped to [low, high] or zeroed outside.
+@dataclass(frozen=True, repr=False)
+class Bound(Weight):
+    """The ratio, clamped to [low, high], or masked (0) outside.
 
     Args:
         low, high: absolute bounds on the ratio; None: no bound.
         outside: "clamp", or "mask", which drops the token.
-        level: token, sequence (product), geometric (its T-th root), turn (geometric over the turn) or
-            prefix (running product).
-        of: which two policies.
+        level: the span of the ratio: token, sequence (product), geometric (its T-th root), turn (geometric over the
+            turn) or prefix (running product).
+        mismatch: the pair of policies that is compared.
 
     Raises:
         ValueError: a bound below 0, low > high, or an unknown level or pair.
@@ -93,52 +94,81 @@ class Bound(_Bounded):
             check_order(self, "low", "high")
         check_choice(self, "outside", ("clamp", "mask"))
         check_choice(self, "level", get_args(Level))
-        check_pair(self)
+        check_mismatch(self)
 
     @property
-    def bound(self) -> Bound:
-        return self
-
-
-@dataclass(frozen=True)
-class Truncate(_Bounded):
-    """min(ratio, cap): truncated importance sampling.  ``cap`` None: the bare ratio.  Levels as in ``Bound``."""
-
-    cap: Number | None = 2.0
-    level: Level = "token"
-    mismatch: Mismatch = "engine"
-
-    def __post_init__(self) -> None:
-        check_number(self, "cap", low=0, optional=True)
-        self.bound  # noqa: B018  (checks level and of)
+    def span(self) -> str:
+        return self.level
 
     @property
-    def bound(self) -> Bound:
-        return Bound(high=self.cap, level=self.level, mismatch=self.mismatch)
-
-
-@dataclass(frozen=True)
-class Mask(_Bounded):
-    """The ratio where low <= ratio <= high, else 0: masked importance sampling.  Levels as in ``Bound``."""
-
-    low: Number | None = 0.5
-    high: Number | None = 5.0
-    level: Level = "token"
-    mismatch: Mismatch = "engine"
-
-    def __post_init__(self) -> None:
-        self.bound  # noqa: B018  (checks every field)
+    def rule(self) -> Pointwise:
+        return clamped if self.outside == "clamp" else masked
 
     @property
-    def bound(self) -> Bound:
-        return Bound(self.low, self.high, "mask", self.level, self.mismatch)
+    def params(self) -> Bounds:
+        return Bounds(0.0 if self.low is None else self.low, ops.UNBOUNDED if self.high is None else self.high)
+
+    @property
+    def _form(self) -> tuple[str, dict[str, Any]]:
+        """Its shortest name and options: ``Truncate`` or ``Mask`` where it is one."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.outside == "mask":
+            del options["outside"]
+            return "Mask", options
+        if self.low is None:
+            return "Truncate", {"cap": self.high, "level": self.level, "mismatch": self.mismatch}
+        return "Bound", options
+
+    def to_config(self) -> dict[str, Any]:
+        """Plain data that makes the same weight, under its shortest name."""
+        name, options = self._form
+        return {"name": name.lower()} | {option: plain(value) for option, value in options.items()}
+
+    def __repr__(self) -> str:
+        name, options = self._form
+        return f"{name}({', '.join(f'{option}={value!r}' for option, value in options.items())})"
+
+
+def Truncate(cap: Number | None = 2.0, level: Level = "token", mismatch: Mismatch = "engine") -> Bound:  # noqa: N802
+    """min(ratio, cap): the truncated importance weight, a ``Bound`` with an upper bound alone.
+
+    Args:
+        cap: absolute upper bound on the ratio; None: the bare ratio.
+        level, mismatch: as in ``Bound``.
+
+    >>> Truncate(2.0) == Bound(high=2.0)
+    True
+    """
+    return Bound(high=cap, level=level, mismatch=mismatch)
+
+
+def Mask(  # noqa: N802
+    low: Number | None = 0.5, high: Number | None = 5.0, level: Level = "token", mismatch: Mismatch = "engine"
+) -> Bound:
+    """The ratio where low <= ratio <= high, else 0: the masked importance weight, a ``Bound`` that masks.
+
+    Args:
+        low, high: absolute bounds on the ratio; None: no bound.
+        level, mismatch: as in ``Bound``.
+
+    >>> Mask(0.5, 5.0) == Bound(0.5, 5.0, outside="mask")
+    True
+    """
+    return Bound(low, high, "mask", level, mismatch)
+
+
+register_form("weight", "truncate", Truncate)
+register_form("weight", "mask", Mask)
+
+
+# -- self-normalised weights ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class GroupSums:
-    """What each sequence adds to the sum and the number of its group; merges by joining.
+    """The sum and the count that each sequence adds to its group; merges by joining.
 
-    One entry a sequence, however few groups there are: to count groups would be to wait for the device.
+    One entry per sequence rather than per group, because counting the groups would need a device synchronisation.
     """
 
     group: Tensor  # [S] ids
@@ -146,6 +176,7 @@ class GroupSums:
     count: PerSequence
 
     def merge(self, other: GroupSums) -> GroupSums:
+        """Both sets of sequences."""
         return GroupSums(
             torch.cat([self.group, other.group]),
             torch.cat([self.total, other.total]),
@@ -153,7 +184,7 @@ class GroupSums:
         )
 
     def mean(self, group: Tensor) -> PerSequence:
-        """[B], the mean of each ``group``; 0 for a group that nothing was counted in."""
+        """[B], the mean of each ``group``; 0 for a group in which nothing was counted."""
         if not len(self.group):
             return self.total.new_zeros(len(group))
         known = self.group.sort().values  # a group's entries are added up where its first one lies
@@ -168,69 +199,90 @@ class GroupSums:
 
 
 @dataclass(frozen=True)
-class SelfNormalise(Weight):
+class SelfNormalise(Controller):
     """``inner`` divided by its mean over the global batch, or over each prompt group, after bounding.
 
-    The mean is over valid tokens at token, turn and prefix level, over sequences that have a valid token at sequence
-    and geometric level; skipped where it is <= 1e-8.  A statistic of the whole batch: under accumulation or on several
-    ranks, merge ``loss_fn.statistics(batch)`` first.
+    The mean is over valid tokens at token, turn and prefix level, and over sequences that have a valid token at
+    sequence and geometric level; a mean <= 1e-8 divides nothing.  It is a statistic of the whole batch: under
+    accumulation or on several ranks, merge ``loss_fn.statistics(batch)`` first.
 
     Args:
-        inner: the weight to normalise.
-        over: "batch" or "group" (needs ``Batch.group_ids``).
+        inner: the weight to normalise, a ``Bound``.
+        over: "batch", or "group" (needs ``Batch.group_ids``).
+
+    Raises:
+        ValueError: ``inner`` is no ``Bound``, or ``over`` is unknown.
     """
 
-    inner: Any = Truncate()
+    inner: Bound = Bound(high=2.0)
     over: Literal["batch", "group"] = "batch"
 
-    POINTWISE: ClassVar[tuple[str, ...]] = ()
+    becomes: ClassVar[str] = "weight"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, _Bounded):
+        if not isinstance(self.inner, Bound):
             raise ValueError(f"SelfNormalise: inner is {self.inner!r}, expected a weight such as Truncate(2.0)")
         check_choice(self, "over", ("batch", "group"))
 
     @property
-    def mismatch(self) -> Mismatch:  # type: ignore[override]
-        return self.inner.mismatch  # type: ignore[no-any-return]
+    def mismatch(self) -> Mismatch:
+        return self.inner.mismatch
 
     @property
-    def asks_for(self) -> frozenset[str]:
+    def couples(self) -> str:
+        return self.over
+
+    @property
+    def needs(self) -> frozenset[str]:
         return frozenset({"group_ids"} if self.over == "group" else ())
 
     def statistics(self, tokens: Tokens) -> GroupSums:
-        weight = self.inner(tokens).weight
+        """The sums of the weights that each sequence adds."""
+        weight = weight_of(self.inner, tokens).weight
         if self.inner.level in ("sequence", "geometric"):
-            present = tokens.rows.count > 0
-            last = torch.where(tokens.rows.position == tokens.rows.count[:, None], tokens.mask, False)
-            total, count = torch.where(last, weight, 0).sum(1), present.to(weight.dtype)
+            last = (tokens.rows.position == tokens.rows.count[:, None]) & tokens.mask
+            total, count = torch.where(last, weight, 0).sum(1), (tokens.rows.count > 0).to(weight.dtype)
         else:
             total, count = weight.sum(1), tokens.rows.count
-        return GroupSums(self.group(tokens.batch), total, count)
+        return GroupSums(groups_of(self.over, tokens.batch), total, count)
 
-    def resolve(self, statistics: GroupSums) -> Multiplier:
-        """The same weight with the mean known."""
-        return _Normalised(self, statistics)
-
-    def group(self, batch: Batch) -> Tensor:
-        """[B], whose mean it is."""
-        if self.over == "batch":
-            return torch.zeros(batch.sequences, dtype=torch.long, device=batch.mask.device)
-        assert batch.group_ids is not None  # asks_for said so
-        return batch.group_ids
+    def resolve(self, statistics: GroupSums) -> Weight:
+        """The same weight with the means known."""
+        return _Normalised(self.inner, self.over, statistics)
 
 
-class _Normalised(_Bounded):
-    """A SelfNormalise whose mean is known: its inner weight, times a factor of each sequence."""
+@dataclass(frozen=True, eq=False)
+class _Normalised(Weight):
+    """A bounded weight whose mean is known: each sequence is divided by the mean of its group."""
 
-    def __init__(self, weight: SelfNormalise, sums: GroupSums) -> None:
-        self.weight, self.sums = weight, sums
-        self.mismatch, self.level = weight.mismatch, weight.inner.level
+    inner: Bound
+    over: str
+    sums: GroupSums
 
     @property
-    def bound(self) -> Bound:
-        return self.weight.inner.bound  # type: ignore[no-any-return]
+    def span(self) -> str:
+        return self.inner.span
 
-    def row_factor(self, batch: Batch) -> PerSequence:
-        mean = self.sums.mean(self.weight.group(batch))
-        return torch.where(mean > 1e-8, 1 / mean.clamp(min=1e-8), 1)
+    @property
+    def rule(self) -> Pointwise:
+        return self.inner.rule
+
+    @property
+    def params(self) -> Bounds:
+        return self.inner.params
+
+    @property
+    def mismatch(self) -> Mismatch:
+        return self.inner.mismatch
+
+    def prepare(self, batch: Batch) -> Batch:
+        mean = self.sums.mean(groups_of(self.over, batch))
+        return batch.weighted(torch.where(mean > 1e-8, 1 / mean.clamp(min=1e-8), 1))
+
+
+def groups_of(over: str, batch: Batch) -> Tensor:
+    """[B], the group of each sequence; one for all where the mean is over the batch."""
+    if over == "batch":
+        return torch.zeros(batch.sequences, dtype=torch.long, device=batch.mask.device)
+    assert batch.group_ids is not None  # ``needs`` asks for them
+    return batch.group_ids

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from offcorr.batch import Batch
 from offcorr.correction import Correction
-from offcorr.stages.base import nearest
+from offcorr.stages.checks import nearest
 from offcorr.training.replica import Replica
 from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights
 
@@ -137,7 +137,7 @@ class Rollout(Anchor):
 
     def check(self, correction: Correction) -> None:
         for stage in correction.stages.values():
-            if getattr(stage, "mismatch", None) == "engine":
+            if stage.mismatch == "engine":
                 raise ValueError(
                     f"loss {correction.method!r}: the anchor {self!r} puts rollout_logp in the place of old_logp, so "
                     f"the mismatch that {stage!r} looks at is in the staleness ratio already, and would count twice or "

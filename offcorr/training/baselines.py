@@ -13,10 +13,11 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from offcorr.batch import Batch, Tokens
+from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.shapes import PerToken
 from offcorr.stages import gates
+from offcorr.stages.reference import weight_of
 from offcorr.stages.weights import Truncate, Weight
 
 
@@ -165,13 +166,13 @@ def token_baseline(
             "trainer agree, or weight=None"
         )
     assert returns is not None
-    tokens = Tokens(dataclasses.replace(batch, advantages=returns))
+    tokens = dataclasses.replace(batch, advantages=returns).tokens
     padded, mask, returns = tokens.batch, tokens.trainable, tokens.advantages
     assert padded.sum_sq_probs is not None and padded.group_ids is not None
 
     score = 1 - 2 * tokens.logp.exp() + padded.sum_sq_probs.to(tokens.dtype)
     if weight is not None:
-        score = score * weight(tokens).weight.square()
+        score = score * weight_of(weight, tokens).weight.square()
     squared = torch.where(mask, score.clamp(min=0), 0).cumsum(1)
 
     # One slot for each prompt and position, which holds at most one token of each trajectory.

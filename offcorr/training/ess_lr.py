@@ -6,25 +6,21 @@ that works with any loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch, Tokens
-from offcorr.metrics import LogSumExp
-
-Gather = Callable[[Tensor], Tensor]
-"""[K] of this rank to [ranks, K]: ``lambda vector: accelerator.gather(vector[None])``."""
+from offcorr.batch import Batch
+from offcorr.metrics import Gather, LogSumExp
 
 RULES = {"sqrt": 0.5, "linear": 1.0}
 """The exponent of ess / base."""
 
 AUTO = "auto"
-
-_TRAJECTORIES = LogSumExp()
 
 
 class ESSLearningRate:
@@ -84,7 +80,7 @@ class ESSLearningRate:
         self.lr_scale = 1.0
         """The factor of the current or else of the last step, to be logged."""
         self._calibrations = 0
-        self._seen: Tensor | None = None
+        self._seen: LogSumExp | None = None
         self._on_policy: Tensor | None = None
         self._in_force = False
         self._own_rates: list[tuple[dict[str, Any], Any]] = []
@@ -110,10 +106,10 @@ class ESSLearningRate:
                 "rollout_logp and old_logp are None, so there is no policy to compare logp with: pass rollout_logp, "
                 "what the engine reported"
             )
-        tokens = Tokens(batch)
+        tokens = batch.tokens
         log_weight = tokens.log_ratio("total").raw.double().sum(1)
-        seen = LogSumExp.of(log_weight, tokens.rows.count > 0)
-        self._seen = seen if self._seen is None else _TRAJECTORIES.merge(self._seen, seen)
+        seen = LogSumExp(LogSumExp.of(log_weight, tokens.rows.count > 0))
+        self._seen = seen if self._seen is None else self._seen.merge(seen)
         if self.auto:
             fresh = is_on_policy(batch) if on_policy is None else on_policy
             self._on_policy = fresh if self._on_policy is None else self._on_policy & fresh
@@ -126,10 +122,9 @@ class ESSLearningRate:
         """
         if self._seen is None:
             raise ValueError("no batch was added since the last step: call add(batch) on every micro-batch")
-        merged, *others = gather(self._seen) if gather else [self._seen]
-        for other in others:
-            merged = _TRAJECTORIES.merge(merged, other)
-        return (_TRAJECTORIES.read(merged.tolist()) or {"ess": 1.0})["ess"]
+        ranks = gather(self._seen.vector) if gather else self._seen.vector[None]
+        moments = reduce(LogSumExp.merge, map(LogSumExp, ranks)).read()
+        return moments[2] if moments else 1.0
 
     def scale(self, gather: Gather | None = None) -> float:
         """min(1, ess / base), to the power of the rule."""

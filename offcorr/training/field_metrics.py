@@ -8,28 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
-from offcorr import metrics
 from offcorr.batch import Batch
-from offcorr.metrics import Max, Mean, Metric, Metrics
+from offcorr.metrics import Accumulator, Max, Mean, Metrics
 
 ENGINE, STALENESS, FIELD = "offcorr/engine/", "offcorr/staleness/", "field/"
-
-_MORE = (
-    Metric("entropy", "mean entropy of the trainer's next-token distribution (nats)", Mean()),
-    Metric(STALENESS + "lag", "mean number of optimizer steps since the sampling weights", Mean()),
-    Metric(STALENESS + "lag_max", "largest number of optimizer steps since the sampling weights", Max()),
-    Metric(FIELD + "k2", "mean d^2 / 2", Mean()),
-    Metric(FIELD + "mult_error", "mean e^|d|", Mean()),
-    Metric(FIELD + "log_ppl_diff", "mean over sequences of mean -d", Mean()),
-    Metric(FIELD + "ratio_max", "max e^d", Max()),
-    Metric(FIELD + "inverse_max", "max e^-d", Max()),
-)
-for _metric in _MORE:
-    metrics.KINDS.setdefault(_metric.name, _metric)
 
 ALIASES: dict[str, str | Callable[[Mapping[str, float]], float]] = {
     # verl
@@ -66,19 +51,19 @@ ALIASES: dict[str, str | Callable[[Mapping[str, float]], float]] = {
 
 @torch.no_grad()
 def field_metrics(batch: Batch, *, contains_rollout: bool) -> Metrics:
-    """Entropy, lag, and the accumulators of ``ALIASES``, of a padded batch.
+    """Entropy, lag, and the accumulators that ``ALIASES`` needs beside the core's, of a padded batch.
 
     Args:
         contains_rollout: ``old_logp`` comes from the engine, so d is taken from ``logp`` instead.
     """
     mask = batch.mask.bool()
-    data: dict[str, Any] = {}
+    data: dict[str, Accumulator] = {}
     if batch.entropy is not None:
-        data["entropy"] = Mean.of(batch.entropy, mask)
+        data["entropy"] = Mean(Mean.of(batch.entropy, mask))  # nats
     if batch.rollout_version is not None and batch.trainer_version is not None:
-        lag = (batch.trainer_version - batch.rollout_version).double()
-        data[STALENESS + "lag"] = Mean.of(lag, mask)
-        data[STALENESS + "lag_max"] = Max.of(lag, mask)
+        lag = (batch.trainer_version - batch.rollout_version).double()  # optimizer steps
+        data[STALENESS + "lag"] = Mean(Mean.of(lag, mask))
+        data[STALENESS + "lag_max"] = Max(Max.of(lag, mask))
     if batch.rollout_logp is not None:
         ours = batch.logp if contains_rollout or batch.old_logp is None else batch.old_logp
         d = ours.double() - batch.rollout_logp
@@ -86,11 +71,11 @@ def field_metrics(batch: Batch, *, contains_rollout: bool) -> Metrics:
         d = torch.where(seen, d, 0).clamp(-700, 700)
         count = seen.sum(1)
         data |= {
-            FIELD + "k2": Mean.of(d.square() / 2, seen),
-            FIELD + "mult_error": Mean.of(d.abs().exp(), seen),
-            FIELD + "log_ppl_diff": Mean.of(-d.sum(1) / count.clamp(min=1), count > 0),
-            FIELD + "ratio_max": Max.of(d.exp(), seen),
-            FIELD + "inverse_max": Max.of((-d).exp(), seen),
+            FIELD + "k2": Mean(Mean.of(d.square() / 2, seen)),
+            FIELD + "mult_error": Mean(Mean.of(d.abs().exp(), seen)),
+            FIELD + "log_ppl_diff": Mean(Mean.of(-d.sum(1) / count.clamp(min=1), count > 0)),
+            FIELD + "ratio_max": Max(Max.of(d.exp(), seen)),
+            FIELD + "inverse_max": Max(Max.of((-d).exp(), seen)),
         }
     return Metrics(data)
 

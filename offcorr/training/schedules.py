@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offcorr.correction import Correction
-from offcorr.stages.base import check_number
+from offcorr.stages.checks import check_number
 
 
 @dataclass(frozen=True)

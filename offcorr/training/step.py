@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch, Tokens
+from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
-from offcorr.metrics import Mean, Metrics, measure
+from offcorr.metrics import Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.training.anchors import Anchor, Rollout, Score, default_anchor
-from offcorr.training.ess_lr import ESSLearningRate, Gather
+from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import field_metrics, with_aliases
 from offcorr.training.schedules import Annealed
 
@@ -95,7 +95,7 @@ class Step:
         """A step of training has begun, and its last micro-batch is still to come."""
         self._train = True
         self._placed: Anchor | None = None
-        self._active: Tensor | None = None
+        self._active: Mean | None = None
         self._measured: dict[bool, Metrics] = {True: Metrics(), False: Metrics()}
         self._values: dict[bool, dict[str, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
         if self._anchor is not None and self._correction is not None:
@@ -258,8 +258,8 @@ class Step:
             return
         share = None
         if self.anchor.wants_active and self._active is not None:
-            active, of = self._gather(self._active).sum(0).tolist()
-            share, self._active = active / of if of else 1.0, None
+            (share,) = Mean(self._gather(self._active.vector).sum(0)).read() or (1.0,)
+            self._active = None
         self.anchor.step(version, share)
         if share is not None:
             self._values[True] |= {"offcorr/anchor/active": [share], "offcorr/anchor/resets": [self.anchor.resets]}
@@ -280,7 +280,7 @@ class Step:
         """With the field's metrics.  Where the anchor contains the engine's log-probs, the mismatch of the engine is
         the staleness series: the engine series would be 0 by construction, and look like good news.
         """
-        padded = batch.padded()
+        padded = batch.tokens.batch
         placed = self._placed
         contains_rollout = placed is not None and placed.contains_rollout
         data = dict(metrics.data)
@@ -295,9 +295,9 @@ class Step:
         could = batch.mask.bool()
         if self.correction.gate.scales_with_advantage:
             # A prompt whose samples all have the same reward has no gradient, wherever the anchor is.
-            could = could & (batch.repack(Tokens(batch).advantages) != 0)
-        active = Mean.of(coefficient != 0, could)
-        self._active = active if self._active is None else self._active + active
+            could = could & (batch.repack(batch.tokens.advantages) != 0)
+        active = Mean(Mean.of(coefficient != 0, could))
+        self._active = active if self._active is None else self._active.merge(active)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

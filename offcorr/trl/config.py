@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ import trl
 
 import offcorr
 from offcorr.methods.registry import Method, find
-from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.training.anchors import ANCHORS
 from offcorr.training.ess_lr import AUTO, RULES
 from offcorr.training.schedules import Annealed
@@ -215,7 +213,7 @@ def given(loss: Any, args: Any) -> Annealed:
     """
     if not isinstance(loss, offcorr.Correction):
         raise TypeError(f"loss is a {type(loss).__name__}, expected an offcorr.Correction")
-    return Annealed(lambda: dataclasses.replace(loss, **_length(loss, args)))
+    return Annealed(lambda: _with_length(loss, args))
 
 
 def named(name: str, args: Any) -> Annealed:
@@ -227,20 +225,14 @@ def named(name: str, args: Any) -> Annealed:
     found = find(name)
     own = found.schedules if isinstance(found, Method) else {}
 
-    def build(**options: Any) -> offcorr.Correction:
-        length = _length(offcorr.resolve(name, **options), args)
-        return offcorr.resolve(name, **options, **length)
-
-    return Annealed(build, {**own, **(getattr(args, "loss_kwargs", None) or {})})
+    options = getattr(args, "loss_kwargs", None) or {}
+    return Annealed(lambda **in_force: _with_length(offcorr.resolve(name, **in_force), args), {**own, **options})
 
 
-def _length(correction: offcorr.Correction, args: Any) -> dict[str, Any]:
-    """The longest completion as ``max_length``, for an aggregation that needs a length and has none, as in TRL's
-    dr_grpo.
-    """
-    if not AGGREGATIONS[correction.aggregate].constant_length or correction.max_length is not None:
-        return {}
-    return {"max_length": getattr(args, "max_completion_length", None)}
+def _with_length(correction: offcorr.Correction, args: Any) -> offcorr.Correction:
+    """With the longest completion as the constant length where it needs one and has none, as TRL's dr_grpo."""
+    length = getattr(args, "max_completion_length", None)
+    return correction if length is None else correction.with_max_length(length)
 
 
 def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:

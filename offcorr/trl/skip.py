@@ -9,7 +9,7 @@ from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 import offcorr
-from offcorr.batch import Tokens
+from offcorr.stages.reference import weight_of
 
 
 def dead_sequences(correction: offcorr.Correction, batch: offcorr.Batch) -> Tensor:
@@ -21,14 +21,14 @@ def dead_sequences(correction: offcorr.Correction, batch: offcorr.Batch) -> Tens
     Args:
         batch: ``logp`` is a placeholder and is not looked at.
     """
-    tokens = Tokens(batch)
+    tokens = batch.tokens
     alive = tokens.mask
     if correction.gate.scales_with_advantage:
         alive = alive & (tokens.advantages != 0)
     if batch.old_logp is not None and batch.rollout_logp is not None:
         for place, stage in correction.stages.items():
-            if place.startswith(("weight", "reject")) and getattr(stage, "mismatch", None) == "engine":
-                alive = alive & stage(tokens).kept
+            if place.startswith(("weight", "reject")) and stage.mismatch == "engine":
+                alive = alive & weight_of(stage, tokens).kept
     return ~alive.any(1)
 
 

@@ -18,6 +18,7 @@ import trl
 from torch import Tensor
 
 import offcorr
+from offcorr.metrics import Mean
 from offcorr.rollout.off_policy import give_fused_head, in_mixed_precision
 from offcorr.training.ess_lr import AUTO
 from offcorr.training.replica import base_of
@@ -159,7 +160,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         batch = self._batch(inputs, Forward(placeholder.nan_to_num(), torch.zeros_like(placeholder)))
         rows = rows_kept(dead_sequences(self.correction_step.correction, batch))
         skipped = rows.new_tensor([len(inputs["advantages"]) - len(rows)] * 2, dtype=torch.float64)
-        self.correction_step.add(offcorr.Metrics({"offcorr/loss/skipped": skipped}))
+        self.correction_step.add(offcorr.Metrics({"offcorr/loss/skipped": Mean(skipped)}))
         return only(inputs, rows)
 
     def _forward(self, model: Any, inputs: dict[str, Any], compute_entropy: bool = True) -> Forward:

@@ -161,7 +161,7 @@ def test_bapo_stops_part_of_the_way():
 
 def test_bapo_raising_the_lower_bound_never_helps_the_balance():
     """As said in its docstring: a token clipped at c_low still counts, with c_low |A|."""
-    blame = BalancedClip().statistics(offcorr.batch.Tokens(batch_of())).blame
+    blame = BalancedClip().statistics(offcorr.batch.Tokens(batch_of())).negative
     assert (blame.diff() > 0).all()
 
 

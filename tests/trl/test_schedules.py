@@ -73,8 +73,7 @@ def test_a_registered_schedule_of_ones_own(make_trainer, replay, series, tmp_pat
     file = tmp_path / "my_loss.py"
     file.write_text(
         "import offcorr\n"
-        "from offcorr.training.schedules import Linear\n"
-        "@offcorr.register('narrowing', multiplier='as ppo', schedules={'eps': Linear(0.3, 0.1)})\n"
+        "@offcorr.register('narrowing', multiplier='as ppo', schedules={'eps': {'start': 0.3, 'end': 0.1}})\n"
         "def narrowing(eps: float = 0.2) -> offcorr.Correction:\n"
         "    return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))\n"
     )

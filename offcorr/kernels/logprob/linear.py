@@ -210,22 +210,22 @@ class _Plan:
 
 
 def _tiles_for(device: torch.device, dtype: torch.dtype, chunk: int | None) -> dict[str, Any]:
-    from offcorr.kernels.correction import chosen
+    from offcorr.kernels.dispatch import chosen
 
     on_gpu = device.type == "cuda"
     fused = chosen() == "triton" or (chosen() == "auto" and on_gpu)
     sums = torch.promote_types(dtype, torch.float32)
-    module: Any = tiles
+    tiles: Any = tiles
     if fused and sums == torch.float32 and importlib.util.find_spec("triton") is not None:
         from offcorr.kernels.logprob import fold
 
-        module = fold
-    as_on_gpu = on_gpu or module is not tiles
+        tiles = fold
+    as_on_gpu = on_gpu or tiles is not tiles
     # A CPU multiplies half precision slowly and rounds the result to it.
     factors = dtype if as_on_gpu else sums
     chunk, columns, step = (chunk or 4096, 16384, 256) if as_on_gpu else (chunk or 512, 8192, 1)
     return dict(
-        tiles=module,
+        tiles=tiles,
         inputs=dtype,
         factors=factors,
         sums=sums,

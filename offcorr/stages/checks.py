@@ -1,0 +1,66 @@
+"""Checks for ``__post_init__`` of a stage: each error names the class, the field, what came and what was wanted."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import Any, get_args
+
+from torch import Tensor
+
+from offcorr.shapes import Mismatch
+
+
+def nearest(word: str, words: Any) -> str:
+    """ ", did you mean ...?" for an error message; empty where nothing is near."""
+    close = difflib.get_close_matches(str(word), [str(known) for known in words], n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def check_number(
+    owner: Any, field: str, *, low: float = -math.inf, above: bool = False, optional: bool = False
+) -> None:
+    """``owner.field`` is a finite number >= ``low`` (> ``low`` with ``above``); None passes if ``optional``.
+
+    The value of a 0-dim tensor is not looked at, since reading it would synchronise with the device.
+    """
+    value = getattr(owner, field)
+    if optional and value is None:
+        return
+    wanted = "a finite number" + ("" if low == -math.inf else f" {'>' if above else '>='} {low:g}")
+    wanted += " or None" if optional else ""
+    if isinstance(value, Tensor):
+        if value.ndim:
+            raise ValueError(
+                f"{type(owner).__name__}: {field} has shape {tuple(value.shape)}, expected {wanted}, or a 0-dim tensor"
+            )
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < low or (above and value == low):
+        raise ValueError(f"{type(owner).__name__}: {field} is {value!r}, expected {wanted}")
+
+
+def check_order(owner: Any, low: str, high: str) -> None:
+    """``owner.low`` <= ``owner.high``; the values of tensors are not looked at."""
+    if any(isinstance(getattr(owner, field), Tensor) for field in (low, high)):
+        return
+    if getattr(owner, low) > getattr(owner, high):
+        raise ValueError(
+            f"{type(owner).__name__}: {low} = {getattr(owner, low)!r} is above {high} = {getattr(owner, high)!r}, "
+            f"expected {low} <= {high}"
+        )
+
+
+def check_choice(owner: Any, field: str, choices: Any) -> None:
+    """``owner.field`` is one of ``choices``."""
+    value = getattr(owner, field)
+    if value not in tuple(choices):
+        raise ValueError(
+            f"{type(owner).__name__}: {field} is {value!r}{nearest(value, choices)}, expected one of {list(choices)}"
+        )
+
+
+def check_mismatch(owner: Any, *, optional: bool = False) -> None:
+    """``owner.mismatch`` names a pair of policies; None passes if ``optional``."""
+    if not (optional and owner.mismatch is None):
+        check_choice(owner, "mismatch", get_args(Mismatch))

@@ -1,0 +1,164 @@
+"""Checks of a stage's class when it is defined: every mistake is named then, not in the middle of a run."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from functools import cache
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from offcorr.stages.checks import nearest
+
+INPUTS = {
+    "log_ratio": "log-ratio of the stage's two policies at this token (nats), clamped to +-20",
+    "raw_log_ratio": "the same, not clamped",
+    "value": "the measure carried over the span; for a gate, the ratio's logarithm as a constant",
+    "logp": "log-prob under the first policy of the pair; for a gate always under the policy being trained",
+    "anchor_logp": "log-prob under the second policy of the pair",
+    "advantage": "advantage of the token",
+    "position": "1-based count of valid tokens",
+    "reward": "reward of the sequence",
+}
+"""The inputs of a pointwise function, chosen by the names of its arguments; ``p`` is the stage's ``params``."""
+
+_NOT_CALLED = ("__call__", "spec", "inputs", "truncated", "kept")
+
+
+def check(cls: Any) -> None:
+    """Raise TypeError where a stage's class cannot work; the message names the class and the attribute."""
+    name = cls.__name__
+    for method in _NOT_CALLED:
+        if method in vars(cls):
+            raise TypeError(
+                f"{name} defines {method}, which nothing calls: a stage states what it does in "
+                f"{_listed(cls.PARTS) or 'statistics and resolve'}"
+            )
+    if hasattr(cls, "resolve"):
+        _check_controller(cls)
+        return
+    for part, values in cls.PARTS.items():
+        given = inspect.getattr_static(cls, part, None)
+        if getattr(given, "__isabstractmethod__", False):
+            wanted = "two values" if values == 2 else "one value"
+            raise TypeError(f"{name} has no {part}, expected staticmethod(a function that returns {wanted})")
+        if isinstance(given, property):
+            continue  # it depends on the fields, and is checked when a correction is built
+        if isinstance(given, types.FunctionType):
+            raise TypeError(
+                f"{name}.{part} is a plain function, which Python would make a method of {name}: "
+                f"expected staticmethod({given.__name__})"
+            )
+        if not isinstance(given, staticmethod):
+            raise TypeError(f"{name}.{part} is {given!r}, expected staticmethod(a function)")
+        check_pointwise(f"{name}.{part}", given.__func__, values)
+        has_params = any("params" in vars(base) for base in cls.__mro__ if base.__name__ != "Stage")
+        if "p" in inspect.signature(given.__func__).parameters and not has_params:
+            raise TypeError(
+                f"{name}.{part} asks for p, but {name} has no params: expected a property params that gives a "
+                "NamedTuple of numbers"
+            )
+
+
+def _check_controller(cls: Any) -> None:
+    if cls.KIND not in _BECOMES:
+        raise TypeError(f"{cls.__name__}.becomes is {getattr(cls, 'becomes', None)!r}, expected one of {_BECOMES}")
+    for method, signature in _SIGNATURES.items():
+        if getattr(cls, method).__qualname__ == f"Controller.{method}":
+            raise TypeError(f"{cls.__name__} has no {method}, expected a method {signature}")
+
+
+def check_pointwise(label: str, function: Any, values: int) -> None:
+    """``function`` can be called by the names of its arguments and returns ``values`` values, as far as is visible."""
+    if not callable(function):
+        raise TypeError(f"{label} is {function!r}, expected a function")
+    asked = list(inspect.signature(function).parameters)
+    known = [*INPUTS, "p"]
+    for argument in asked:
+        if argument not in known:
+            raise TypeError(f"{label} asks for {argument!r}{nearest(argument, known)}; it may ask for {known}")
+    returned = _values_returned(function)
+    if returned is not None and returned != values:
+        wanted = "a tuple of two values" if values == 2 else "one value"
+        raise TypeError(f"{label} returns {returned} value{'s' if returned > 1 else ''}, expected {wanted}")
+
+
+@cache
+def check_dataclass(cls: Any) -> None:
+    """Raise TypeError for a class that declares fields but is not a frozen dataclass."""
+    annotations = vars(cls).get("__annotations__", {})
+    declared = [name for name, annotation in annotations.items() if "ClassVar" not in str(annotation)]
+    is_dataclass = "__dataclass_params__" in vars(cls)
+    if declared and not is_dataclass:
+        raise TypeError(
+            f"{cls.__name__} declares {_listed(declared)} but is no dataclass: put @dataclass(frozen=True) above it"
+        )
+    if is_dataclass and not cls.__dataclass_params__.frozen:
+        raise TypeError(f"{cls.__name__} is a dataclass that can change, expected @dataclass(frozen=True)")
+
+
+def checked_params(stage: Any) -> tuple[Any, ...]:
+    """``stage.params``, a NamedTuple of numbers or ().
+
+    Raises:
+        TypeError: it is something else.
+    """
+    params = stage.params
+    if params == ():
+        return ()
+    if not isinstance(params, tuple) or not hasattr(params, "_fields"):
+        raise TypeError(f"{type(stage).__name__}.params is {params!r}, expected a NamedTuple of numbers")
+    for name, value in zip(params._fields, params, strict=True):
+        if isinstance(value, Tensor):
+            if value.ndim:
+                raise TypeError(
+                    f"{type(stage).__name__}.params.{name} has shape {tuple(value.shape)}, expected a 0-dim tensor"
+                )
+        elif not isinstance(value, Real):
+            raise TypeError(f"{type(stage).__name__}.params.{name} is {value!r}, expected a number")
+    return params
+
+
+_BECOMES = ["gate", "weight", "rejection"]
+_SIGNATURES = {"statistics": "statistics(self, tokens)", "resolve": "resolve(self, statistics)"}
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(names)
+
+
+def _values_returned(function: Any) -> int | None:
+    """How many values a function returns, read from its source; None where that does not tell."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    (written, *others) = tree.body
+    if others or not isinstance(written, ast.FunctionDef):
+        return None
+    assigned = {
+        target.id: node.value
+        for node in ast.walk(written)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    counts = {_values_of(node.value, assigned) for node in ast.walk(written) if isinstance(node, ast.Return)}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _values_of(expression: ast.expr | None, assigned: dict[str, ast.expr]) -> int | None:
+    if isinstance(expression, ast.Name) and expression.id in assigned:
+        others = {name: value for name, value in assigned.items() if name != expression.id}
+        return _values_of(assigned[expression.id], others)
+    if isinstance(expression, ast.Tuple):
+        return len(expression.elts)
+    if isinstance(expression, ast.BinOp | ast.UnaryOp | ast.Compare | ast.Constant):
+        return 1
+    called = expression.func if isinstance(expression, ast.Call) else None
+    over_ops = isinstance(called, ast.Attribute) and getattr(called.value, "id", "") == "ops"
+    return 1 if over_ops else None

@@ -1,0 +1,204 @@
+"""A user's own stage: every mistake is named when its class is defined, or, where that is too early, once it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import offcorr
+from offcorr import gates, ops, ratios, rejections, weights
+from offcorr.stages import base
+
+
+class Width(NamedTuple):
+    eps: float
+
+
+def clipped(log_ratio, advantage, p):
+    ratio = ops.clamp(ops.exp(log_ratio), 1 - p.eps, 1 + p.eps)
+    return ratio * advantage, ratio * advantage
+
+
+def without_params(log_ratio, advantage):
+    surrogate = ops.exp(log_ratio) * advantage
+    return surrogate, surrogate
+
+
+def one_value(log_ratio, advantage):
+    return ops.exp(log_ratio) * advantage
+
+
+def one_value_by_name(log_ratio, advantage):
+    surrogate = ops.exp(log_ratio) * advantage
+    return surrogate
+
+
+def three_values(log_ratio, advantage):
+    return log_ratio, advantage, log_ratio
+
+
+def misspelt(log_ratio, advantages):
+    return log_ratio, log_ratio
+
+
+def define(base_class: type, name: str = "Mine", **attributes: Any) -> type:
+    return type(name, (base_class,), {"__module__": __name__, **attributes})
+
+
+@pytest.mark.parametrize(
+    "base_class, attributes, message",
+    [
+        (gates.Gate, {}, r"Mine has no surrogate, expected staticmethod\(a function that returns two values\)"),
+        (
+            gates.Gate,
+            {"surrogate": without_params},
+            r"Mine.surrogate is a plain.*staticmethod\(without",
+        ),
+        (gates.Gate, {"surrogate": 3}, r"Mine.surrogate is 3, expected staticmethod\(a function\)"),
+        (gates.Gate, {"surrogate": staticmethod(one_value)}, "Mine.surrogate returns 1 value, expected a tuple of two"),
+        (gates.Gate, {"surrogate": staticmethod(one_value_by_name)}, "Mine.surrogate returns 1 value, expected"),
+        (gates.Gate, {"surrogate": staticmethod(three_values)}, "Mine.surrogate returns 3 values, expected"),
+        (gates.Gate, {"surrogate": staticmethod(misspelt)}, "asks for 'advantages', did you mean 'advantage'"),
+        (gates.Gate, {"surrogate": staticmethod(clipped)}, "Mine.surrogate asks for p, but Mine has no params"),
+        (gates.Gate, {"surrogate": staticmethod(without_params), "__call__": print}, "Mine defines __call__, which"),
+        (rejections.Rejection, {}, "Mine has no rule, expected"),
+        (weights.Weight, {"measure": staticmethod(three_values), "rule": staticmethod(three_values)}, "Mine.measure"),
+        (ratios.Ratio, {"rule": staticmethod(one_value)}, "Mine.rule returns 1 value"),
+        (offcorr.controllers.Controller, {"resolve": print}, "Mine.becomes is None, expected one of"),
+        (offcorr.controllers.Controller, {"becomes": "gate", "resolve": print}, "Mine has no statistics, expected"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_the_class_is_defined(base_class, attributes, message):
+    with pytest.raises(TypeError, match=message):
+        define(base_class, **attributes)
+
+
+def test_a_class_with_fields_is_a_frozen_dataclass():
+    class NoDataclass(gates.Gate):
+        eps: float = 0.2
+        surrogate = staticmethod(without_params)
+
+    with pytest.raises(TypeError, match=r"NoDataclass declares eps but is no dataclass: put @dataclass\(frozen=True\)"):
+        NoDataclass()
+
+    @dataclass
+    class CanChange(gates.Gate):
+        eps: float = 0.2
+        surrogate = staticmethod(without_params)
+
+    with pytest.raises(TypeError, match=r"CanChange is a dataclass that can change, expected @data"):
+        CanChange()
+
+
+def test_two_values_are_checked_where_the_source_does_not_tell():
+    def helper(log_ratio):
+        return log_ratio
+
+    def hidden(log_ratio):
+        return helper(log_ratio)
+
+    gate = define(gates.Gate, "Hidden", surrogate=staticmethod(hidden))()
+    with pytest.raises(TypeError, match="hidden returned a Tensor, expected a tuple of two values"):
+        offcorr.Correction(gate=gate)(offcorr.testing.example())
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        ((0.2,), r"Mine.params is \(0.2,\), expected a NamedTuple of numbers"),
+        (Width("wide"), "Mine.params.eps is 'wide', expected a number"),
+        (Width(torch.zeros(2)), r"Mine.params.eps has shape \(2,\), expected a 0-dim tensor"),
+    ],
+)
+def test_params_are_numbers_by_name(params, message):
+    gate = define(gates.Gate, surrogate=staticmethod(clipped), params=property(lambda self: params))()
+    with pytest.raises(TypeError, match=message):
+        offcorr.Correction(gate=gate)(offcorr.testing.example())
+
+
+def test_a_stage_with_an_unknown_span():
+    rule = staticmethod(lambda value: (value, value == value))
+    stage = define(rejections.Rejection, rule=rule, span="prefx")()
+    with pytest.raises(ValueError, match="Mine: span is 'prefx', did you mean 'prefix'"):
+        offcorr.Correction(reject=stage)(offcorr.testing.example())
+
+
+def test_two_classes_of_one_name_may_exist():
+    """The library's own keeps the short name; a user's is known by its module and name."""
+    theirs = define(gates.Gate, "Clip", surrogate=staticmethod(without_params), __qualname__="Clip")
+    assert gates.Clip().to_config()["name"] == "clip"
+    config = offcorr.Correction(gate=theirs()).to_config()
+    assert config["gate"]["name"] == f"{__name__}:Clip"
+    assert type(offcorr.from_config(config).gate) is theirs
+    with pytest.raises(ValueError, match="module 'nowhere' cannot be imported"):
+        base.form("gate", "nowhere:Clip")
+
+
+# -- configurations that say what is there ---------------------------------------------------------------------
+
+
+def test_a_replaced_field_makes_a_custom_correction():
+    named = offcorr.get("ppo", eps_high=0.3)
+    assert named.method == "ppo" and named.to_config()["method"] == "ppo"
+    changed = dataclasses.replace(named, gate=gates.SoftClip())
+    assert changed.method == "custom" and changed.to_config()["method"] == "custom"
+    assert offcorr.from_config(changed.to_config()) == changed != named
+    assert dataclasses.replace(changed, gate=named.gate).method == "ppo"
+
+
+def test_a_configuration_spells_out_the_defaults():
+    """A saved configuration keeps its meaning when a later version has other defaults."""
+    assert offcorr.get("ppo").to_config() == {"method": "ppo", "eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
+
+
+def test_a_methods_function_is_the_named_method():
+    from offcorr.methods.icepop import icepop
+    from offcorr.methods.ppo import ppo
+
+    assert ppo(0.1, eps_high=0.3) == offcorr.get("ppo", eps_low=0.1, eps_high=0.3)
+    assert ppo(0.1).to_config() == offcorr.get("ppo", eps_low=0.1).to_config()
+    assert icepop(high=3.0, aggregate="sum").method == "icepop"
+    with pytest.raises(ValueError, match="ppo has no option 'eps'"):
+        ppo(eps=0.1)
+
+
+def test_named_forms_of_a_bound():
+    assert weights.Truncate(3.0, level="turn") == weights.Bound(high=3.0, level="turn")
+    assert weights.Mask(0.5, 2.0, mismatch="total") == weights.Bound(0.5, 2.0, "mask", mismatch="total")
+    assert offcorr.from_config({"method": "ppo", "weight": "truncate"}).weight == weights.Truncate()
+    assert weights.Truncate(3.0).to_config() == {"name": "truncate", "cap": 3.0, "level": "token", "mismatch": "engine"}
+    assert weights.Mask().to_config()["name"] == "mask" and weights.Bound(0.5).to_config()["name"] == "bound"
+    for weight in (weights.Truncate(3.0), weights.Mask(0.1, 9.0), weights.Bound(0.5, 2.0)):
+        assert (
+            eval(repr(weight), {"Truncate": weights.Truncate, "Mask": weights.Mask, "Bound": weights.Bound}) == weight
+        )
+        assert base.stage_from_config("weight", weight.to_config()) == weight
+
+
+@pytest.mark.parametrize(
+    "spec, options, message",
+    [
+        ("minpro?eps_hi=0.3", {}, "minpro has no option 'eps_hi', did you mean 'eps_high'"),
+        ("minpro?eps_high", {}, "holds 'eps_high', expected name=value once for each option"),
+        ("minpro?eps_high=1&eps_high=2", {}, "holds 'eps_high=2', expected name=value once"),
+        ("minpro?eps_high=0.3", {"eps_high": 0.3}, "eps_high is 0.3, but 'minpro.eps_high=0.3' holds it too"),
+        (None, {}, "method is None, expected a name"),
+    ],
+)
+def test_spec_strings_that_are_refused(spec, options, message):
+    with pytest.raises(ValueError, match=message):
+        offcorr.get(spec, **options)
+
+
+def test_spec_strings():
+    spec = "minpro?eps_high=0.28&aggregate=seq-mean-token-mean&reject=None&weight=truncate"
+    wanted = offcorr.get(
+        "minpro", eps_high=0.28, aggregate="seq-mean-token-mean", reject=None, weight=weights.Truncate()
+    )
+    assert offcorr.get(spec) == offcorr.resolve("offcorr:" + spec) == wanted
+    assert offcorr.from_config({"method": spec}) == wanted
+    assert offcorr.get("icepop?high=3", low=0.1) == offcorr.get("icepop", low=0.1, high=3)

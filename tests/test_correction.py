@@ -1,0 +1,149 @@
+"""``Correction`` beside its methods: external weights, sums without a denominator, statistics over ranks, couplings."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import reduce
+
+import pytest
+import torch
+
+import offcorr
+from offcorr import Batch, Statistics, testing, weights
+from offcorr.methods.registry import catalogue
+
+METHODS = [method.name for method in catalogue()]
+
+
+def with_length(name, **options):
+    return offcorr.get(name, **options).with_max_length(32)
+
+
+# -- Batch.weight ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_weight_multiplies_the_loss_term(name):
+    """Not the advantage: for gates that are not proportional to it that would be another gradient."""
+    batch, loss_fn = testing.example(), with_length(name)
+    plain = loss_fn(batch)
+    draw = torch.Generator().manual_seed(1)
+    per_sequence, per_token = torch.rand(7, generator=draw).double(), torch.rand(7, 12, generator=draw).double()
+    for weight, spread in ((per_sequence, per_sequence[:, None]), (per_token, per_token)):
+        weighted = loss_fn(dataclasses.replace(batch, weight=weight))
+        torch.testing.assert_close(weighted.coefficient, plain.coefficient * spread)
+    junk = torch.where(batch.mask, per_token, math.nan)
+    torch.testing.assert_close(
+        loss_fn(dataclasses.replace(batch, weight=junk)).coefficient, plain.coefficient * per_token
+    )
+
+
+def test_a_weight_of_a_packed_batch():
+    batch, loss_fn = testing.example(), with_length("tis")
+    keep = torch.ones_like(batch.mask)
+    per_token = {name: getattr(batch, name)[keep] for name in ("logp", "old_logp", "rollout_logp", "mask")}
+    ends = torch.arange(8) * 12
+    packed = Batch.packed(cu_seqlens=ends, advantages=batch.advantages, **per_token)
+    weight = torch.rand(7, 12, generator=torch.Generator().manual_seed(0)).double()
+    for ours, theirs in ((weight, weight.flatten()), (weight[:, 0], weight[:, 0])):
+        wanted = loss_fn(dataclasses.replace(batch, weight=ours)).coefficient
+        got = loss_fn(dataclasses.replace(packed, weight=theirs)).coefficient
+        torch.testing.assert_close(got.view(7, 12), wanted)
+    factor = torch.rand(7, generator=torch.Generator().manual_seed(1)).double()
+    both = dataclasses.replace(packed, weight=weight.flatten()).weighted(factor)
+    torch.testing.assert_close(both.weight.view(7, 12), weight * factor[:, None])
+
+
+def test_a_weight_that_is_no_number_is_counted():
+    batch = testing.example()
+    weight = torch.ones_like(batch.logp)
+    weight[0, 0] = math.nan
+    out = offcorr.get("ppo")(dataclasses.replace(batch, weight=weight))
+    assert out.coefficient[0, 0] == 0 and out.coefficient.isfinite().all()
+    with pytest.warns(RuntimeWarning, match="1 valid tokens gave no finite number"):
+        assert out.metrics.compute()["offcorr/loss/nonfinite"] == 1
+
+
+def test_a_weight_of_the_wrong_shape():
+    with pytest.raises(ValueError, match=r"weight has shape \(3,\), expected \(7,\) or \(7, 12\) to go with logp"):
+        dataclasses.replace(testing.example(), weight=torch.ones(3))
+
+
+# -- aggregate="sum" -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_sum_has_no_denominator(name):
+    batch, loss_fn = testing.example(), offcorr.get(name, aggregate="sum")
+    mean = offcorr.get(name, aggregate="seq-mean-token-sum")(batch, denominator=1.0)
+    torch.testing.assert_close(loss_fn(batch).coefficient, mean.coefficient)
+    torch.testing.assert_close(loss_fn(batch).loss, mean.loss)
+    with pytest.raises(ValueError, match="denominator is 8, expected None: aggregate 'sum' divides by nothing"):
+        loss_fn(batch, denominator=8)
+    assert offcorr.from_config(loss_fn.to_config()) == loss_fn
+
+
+# -- statistics over ranks -------------------------------------------------------------------------------------
+
+
+def coupled():
+    yield "bapo", offcorr.get("bapo")
+    yield "m2po", offcorr.get("m2po", tau=0.01)
+    yield "asymre", offcorr.get("asymre")
+    yield "self-normalised", offcorr.get("ppo", weight=weights.SelfNormalise(weights.Truncate(1.5), over="group"))
+
+
+def _tensors(statistics):
+    for part in statistics.parts.values():
+        for field in dataclasses.fields(part):
+            yield getattr(part, field.name).reshape(-1)
+
+
+@pytest.mark.parametrize("name, loss_fn", coupled(), ids=lambda value: value if isinstance(value, str) else "")
+def test_statistics_travel_as_tensors(name, loss_fn):
+    """Ranks with different numbers of sequences; only tensors of one length for all are gathered."""
+    batch = testing.example()
+    parts = [loss_fn.statistics(batch.rows(rows)) for rows in (slice(0, 1), slice(1, 4), slice(4, 7))]
+    calls = []
+
+    def gather(vector):
+        """As a collective: every rank's tensor of this call."""
+        number = len(calls)
+        calls.append(vector.dtype)
+        columns = [list(_tensors(part))[number // 2] for part in parts]
+        if number % 2 == 0:
+            assert vector.dtype == torch.int64 and vector.shape == (1,)
+            return torch.tensor([[len(column)] for column in columns])
+        longest = max(map(len, columns))
+        assert vector.shape == (longest,) and vector.dtype == columns[0].dtype
+        return torch.stack([torch.nn.functional.pad(column, (0, longest - len(column))) for column in columns])
+
+    everywhere = parts[1].all_reduce(gather)
+    alone = reduce(Statistics.merge, parts)
+    for part in (batch, batch.rows(slice(2, 5))):
+        torch.testing.assert_close(
+            loss_fn(part, statistics=everywhere).coefficient, loss_fn(part, statistics=alone).coefficient
+        )
+    assert not any(dtype == torch.uint8 for dtype in calls)
+
+
+def test_statistics_that_are_no_tensors_are_refused():
+    with pytest.raises(TypeError, match="statistics is a list, expected a frozen dataclass of tensors"):
+        Statistics({"gate": [1.0]}).all_reduce(lambda vector: vector[None])
+
+
+def test_couplings():
+    assert offcorr.get("bapo").couples == offcorr.get("m2po").couples == {"batch"}
+    assert offcorr.get("asymre").couples == {"group"}
+    both = offcorr.get("bapo", weight=weights.SelfNormalise(weights.Truncate(2.0), over="group"))
+    assert both.couples == {"batch", "group"}
+    plain = [name for name in METHODS if not offcorr.get(name).couples]
+    assert len(plain) == len(METHODS) - 3
+
+
+def test_a_constant_length_keeps_the_name():
+    loss_fn = offcorr.get("ppo", aggregate="seq-mean-token-sum-norm")
+    assert loss_fn.with_max_length(64).to_config() == {**loss_fn.to_config(), "max_length": 64}
+    assert loss_fn.with_max_length(64).with_max_length(32).max_length == 64
+    assert offcorr.get("ppo").with_max_length(64) == offcorr.get("ppo")
