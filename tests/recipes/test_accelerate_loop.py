@@ -110,7 +110,7 @@ def test_log_probs_are_the_models_own():
 
 
 def attention_by_cu_seqlens(module, query, key, value, mask, *, cu_seq_lens_q, cu_seq_lens_k, scaling=None, **kwargs):
-    """What a variable-length kernel does with what it is given, one sequence after another; it sees no positions."""
+    """Variable-length attention, one sequence after another, that sees no positions."""
     assert mask is None and torch.equal(cu_seq_lens_q, cu_seq_lens_k) and cu_seq_lens_q.dtype == torch.int32
     ends = cu_seq_lens_q.tolist()
     assert kwargs["max_length_q"] == kwargs["max_length_k"] == max(b - a for a, b in pairwise(ends))

@@ -54,7 +54,7 @@ class Recording(OffPolicy):
 
 @torch.no_grad()
 def trainers_own_logp(trainer, out):
-    """What TRL computes for these sequences, by the very call its loss makes."""
+    """The log-probs that TRL computes for these sequences, by the call of its loss."""
     width, longest = max(map(len, out["prompt_ids"])), max(map(len, out["completion_ids"]))
     pairs = list(zip(out["prompt_ids"], out["completion_ids"], strict=True))
     ids = [[0] * (width - len(p)) + p + c + [0] * (longest - len(c)) for p, c in pairs]

@@ -77,7 +77,7 @@ def some_samples(seed=0, old_logp=True, version=3):
 
 
 def through_trl(samples, processes=1):
-    """What reaches compute_loss, on each rank: the reader, the batcher and the collator in turn."""
+    """The inputs of compute_loss on each rank, through reader, batcher and collator."""
     buffer = queue.Queue()
     for sample in samples:
         buffer.put(sample)
@@ -394,7 +394,7 @@ class Weights(TrainerCallback):
 
 
 class Rates(TrainerCallback):
-    """What the optimizer reads inside its steps, from the second on: by then the first step's hooks stand before."""
+    """The rates that the optimizer reads inside its steps, from the second on, by a hook after all others."""
 
     def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
         if state.global_step == 1:
@@ -521,7 +521,7 @@ def test_options_that_run_over_training(folder, tmp_path):
     given = trainer_of(folder, tmp_path, preloaded(3), loss_kwargs=asked, **options)
     given.train()
     assert logged(given, "offcorr/schedule/power") == pytest.approx([1.0, 2.0, 3.0])
-    assert (given.in_force[-1].ratio.power, given.in_force[-1].weight[0].cap) == (3.0, 2.0)
+    assert (given.in_force[-1].ratio.power, given.in_force[-1].weight[0].high) == (3.0, 2.0)
     held = trainer_of(folder, tmp_path, preloaded(3), loss_kwargs={"power": 2.0}, **options)
     held.train()
     assert {loss.ratio.power for loss in held.in_force} == {2.0} and not logged(held, "offcorr/schedule/power")

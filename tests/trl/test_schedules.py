@@ -66,7 +66,7 @@ def test_any_numeric_option_of_any_method(make_trainer, replay, series):
     assert series(trainer, "offcorr/schedule/eps_high") == pytest.approx([0.4, 0.35, 0.3, 0.25])
     assert series(trainer, "offcorr/schedule/weight.0.cap") == pytest.approx([3.0, 2.5, 2.0, 1.5])
     last = trainer.in_force[-1]
-    assert (last.gate.eps_high, last.weight[0].cap) == pytest.approx((0.25, 1.5))
+    assert (last.gate.eps_high, last.weight[0].high) == pytest.approx((0.25, 1.5))
 
 
 def test_a_registered_schedule_of_ones_own(make_trainer, replay, series, tmp_path):
