@@ -1,4 +1,4 @@
-"""``Batch``: the one place where shapes are checked; ``Tokens``: the clean, padded view that stages see."""
+"""``Batch``: the tokens of an update, with their shapes checked; ``Tokens``: the padded view that stages work on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _INTEGER = ("group_ids", "rollout_version", "turn_ids", "cu_seqlens")
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Log-probs of sampled tokens under up to three policies, and what goes with them.
+    """Log-probs of sampled tokens under up to three policies, with their advantages and their mask.
 
     Padded: B sequences, T positions.  ``Batch.packed`` takes N tokens of S sequences end to end instead.
     Everything but ``logp`` is treated as a constant.
@@ -42,10 +42,10 @@ class Batch:
     Args:
         logp: [B, T] log-probs (nats) under the weights being trained; carries the gradient.
         advantages: [B] or [B, T] (packed: [S] or [N]; where S = N, per sequence).
-        mask: [B, T] bool or 0/1; the valid tokens. What lies elsewhere, NaN included, is never looked at.
+        mask: [B, T] bool or 0/1; the valid tokens. Values elsewhere, NaN included, are never used.
         old_logp: [B, T] log-probs under the weights that sampled, in the trainer's precision.
             None: ``logp`` detached, every staleness ratio is 1.
-        rollout_logp: [B, T] what the engine reported; NaN on a valid token: the engine could not score it.
+        rollout_logp: [B, T] log-probs that the engine reported; NaN on a valid token: the engine could not score it.
         weight: [B] or [B, T] (packed: [S] or [N]), a detached weight from outside that multiplies each loss term.
         rewards: [B], for methods that look at the reward.
         group_ids: [B] int, the prompt each sequence belongs to.
@@ -57,8 +57,8 @@ class Batch:
     Raises:
         TypeError: a field is not a tensor, or of the wrong kind of dtype.
         ValueError: a shape, device or mask value does not fit, or ``cu_seqlens`` does not rise from 0 to N; the message
-            says what came and what was wanted.  On a GPU values are not looked at, as that costs a synchronisation:
-            a mask is taken at its word, and a wrong ``cu_seqlens`` ends in a device-side assertion, as a wrong index
+            says what came and what was wanted.  On a GPU values are not checked, as that costs a synchronisation:
+            a mask is not looked at, and a wrong ``cu_seqlens`` ends in a device-side assertion, as a wrong index
             does in torch.
 
     >>> import torch
@@ -147,14 +147,13 @@ class Batch:
 
     @property
     def tokens(self) -> Tokens:
-        """The batch as the stages see it, detached; made once."""
-        try:
-            return self._tokens
-        except AttributeError:
+        """The padded, detached view that the stages work on; built once."""
+        tokens: Tokens | None = getattr(self, "_tokens", None)
+        if tokens is None:
             with torch.no_grad():
                 tokens = Tokens(self)
             object.__setattr__(self, "_tokens", tokens)
-            return tokens
+        return tokens
 
     def weighted(self, factor: PerSequence) -> Batch:
         """The batch with ``weight`` multiplied by a factor of each sequence, [B]."""
@@ -240,7 +239,7 @@ def rises_to(tokens: int, ends: Tensor) -> Scalar:
 
 
 def _unseen(values: Tensor) -> bool:
-    """Whether values are not looked at: on a GPU that is a synchronisation, on "meta" there are none."""
+    """Whether values are not checked: on a GPU reading them synchronises, on "meta" there are none."""
     return values.is_cuda or values.is_meta
 
 
@@ -283,9 +282,9 @@ class LogRatio(NamedTuple):
     """Two policies compared, token by token (nats); 0 where there is nothing to compare."""
 
     clamped: PerToken
-    raw: PerToken  # unclamped: what a veto and an effective sample size look at
-    logp: PerToken  # the policy compared
-    anchor_logp: PerToken  # the policy compared against
+    raw: PerToken  # unclamped, for vetoes and effective sample sizes
+    logp: PerToken  # of the first policy of the pair
+    anchor_logp: PerToken  # of the second
     compared: TokenMask  # both log-probs are numbers
 
 
@@ -293,7 +292,7 @@ _OF_PAIR = {"log_ratio": "clamped", "raw_log_ratio": "raw", "logp": "logp", "anc
 
 
 class Tokens:
-    """A batch as the stages see it: padded, in float32 or float64, selected before any arithmetic.
+    """The view of a batch that the stages work on: padded, float32 or float64, selected before any arithmetic.
 
     Where a token is masked, or has a log-prob or advantage that is not finite, every log-ratio is 0 and the
     advantage is 0, so garbage reaches neither a value nor a gradient.

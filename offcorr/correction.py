@@ -18,7 +18,7 @@ from offcorr.metrics import CONTROL, Gather, Mean, Metrics
 from offcorr.shapes import Scalar
 from offcorr.stages import pointwise, reference
 from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, check_denominator, own_total, row_constant
-from offcorr.stages.base import Controller, Plan, Stage, plain
+from offcorr.stages.base import Controller, Number, Plan, Stage, plain
 from offcorr.stages.gates import Clip, Gate
 from offcorr.stages.ratios import Ratio, Token
 from offcorr.stages.rejections import Rejection
@@ -193,15 +193,20 @@ class Correction:
         """The same correction with every controller replaced by the stage that ``statistics`` make of it."""
         if statistics is None:
             return self
-        known = dict(self.stages)
+        known: dict[str, Any] = dict(self.stages)
         for place, controller in self.controllers.items():
             known[place] = controller.resolve(statistics.parts[place])
-        slots: dict[str, Any] = {slot: _in_slot(known, slot) for slot in ("weight", "reject")}
+        slots: dict[str, Any] = {}
+        for slot in ("weight", "reject"):
+            slots[slot] = tuple(stage for place, stage in known.items() if place.startswith(slot))
         return dataclasses.replace(self, ratio=known.get("ratio"), gate=known["gate"], **slots)
 
     def plan(self, batch: Batch) -> Plan:
         """What it does with this batch, as data; its controllers must be resolved."""
-        return self._plans(batch.rollout_logp is not None)
+        engine_known = batch.rollout_logp is not None
+        if engine_known not in self._plans:
+            self._plans[engine_known] = Plan.of(self, engine_known)
+        return self._plans[engine_known]
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch with the fields that resolved controllers replace (rewards, weight)."""
@@ -238,8 +243,8 @@ class Correction:
         return [stage.prepare for stage in self.stages.values() if stage.prepare is not None]
 
     @functools.cached_property
-    def _plans(self) -> Any:
-        return functools.cache(lambda engine_known: Plan.of(self, engine_known))
+    def _plans(self) -> dict[bool, Plan]:
+        return {}
 
     def _check(self, batch: Batch, denominator: float | Tensor | None) -> None:
         for name in self.needs:
@@ -264,7 +269,7 @@ class Correction:
 
     def _found(self, resolved: Correction, device: torch.device) -> dict[str, Mean]:
         """The ``offcorr/control/`` series: numbers of the resolved controllers."""
-        numbers = {}
+        numbers: dict[str, Number] = {}
         for place, controller in self.controllers.items():
             numbers |= controller.found(resolved.stages[place])
         one = torch.ones((), dtype=torch.float64, device=device)  # a list would be copied from the host
@@ -383,10 +388,6 @@ def _as_tuple(stages: Any) -> tuple[Any, ...]:
     return tuple(stages) if isinstance(stages, tuple | list) else (stages,)
 
 
-def _in_slot(stages: Mapping[str, Any], slot: str) -> tuple[Any, ...]:
-    return tuple(stage for place, stage in stages.items() if place.startswith(slot))
-
-
 def _needed_by(stage: Any) -> set[str]:
     """The optional fields of ``Batch`` that a stage requires."""
     needs = {"rewards"} if "reward" in stage.asks_for else set()
@@ -398,11 +399,12 @@ def _needed_by(stage: Any) -> set[str]:
 
 def _all_reduced(part: Any, gather: Gather) -> Any:
     """A controller's statistics merged over ranks, by gathering each of its tensors."""
-    if not dataclasses.is_dataclass(part):
-        raise TypeError(f"statistics is a {type(part).__name__}, expected a frozen dataclass of tensors")
+    make: Any = type(part)
+    if not hasattr(make, "__dataclass_fields__"):
+        raise TypeError(f"statistics is a {make.__name__}, expected a frozen dataclass of tensors")
     columns = {f.name: _gathered(getattr(part, f.name), f.name, gather) for f in dataclasses.fields(part)}
     ranks = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return functools.reduce(lambda a, b: a.merge(b), (type(part)(**row) for row in ranks))  # type: ignore[arg-type]
+    return functools.reduce(lambda a, b: a.merge(b), (make(**row) for row in ranks))
 
 
 def _gathered(values: Any, name: str, gather: Gather) -> list[Tensor]:

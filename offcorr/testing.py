@@ -1,7 +1,7 @@
-"""What every correction must hold, as runnable checks.
+"""The contract of a correction, as checks that can be run on any method.
 
     offcorr.testing.check("minpro")        # a name
-    offcorr.testing.check(my_method)       # what @offcorr.register decorated, or any callable giving a Correction
+    offcorr.testing.check(my_method)       # a registered function, or any callable that gives a Correction
     offcorr.testing.check(my_correction)   # a finished Correction
 
 The test suite runs every check on every discovered method; a new method file is covered by being there.
@@ -30,11 +30,11 @@ RTOL, ATOL = 1e-9, 1e-12
 
 
 def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
-    """Run every check on a method; gives the names of the checks it passed.
+    """Run every check on a method; returns the names of the checks that it passed.
 
     Args:
         method: a name, a registered function or class, any callable from options to a Correction, or a Correction.
-        on_policy: whether its on-policy gradient is REINFORCE's; None: what it was registered with, else True.
+        on_policy: whether its on-policy gradient is REINFORCE's; None: as it was registered, else True.
 
     Raises:
         AssertionError: names the check that failed and how.
@@ -160,7 +160,7 @@ def config_round_trip(loss_fn: Correction) -> None:
 
 
 def coefficient_is_the_gradient(loss_fn: Correction) -> None:
-    """The coefficient is what backward hands to ``logp``, and what autograd makes of the surrogate."""
+    """The coefficient is the gradient of the loss in ``logp``, and the derivative of the surrogate by autograd."""
     for batch in (example(), _per_token_advantages(example(seed=1))):
         logp = batch.logp.clone().requires_grad_()
         batch = dataclasses.replace(batch, logp=logp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 from functools import reduce
 
 import pytest
@@ -147,3 +148,13 @@ def test_a_constant_length_keeps_the_name():
     assert loss_fn.with_max_length(64).to_config() == {**loss_fn.to_config(), "max_length": 64}
     assert loss_fn.with_max_length(64).with_max_length(32).max_length == 64
     assert offcorr.get("ppo").with_max_length(64) == offcorr.get("ppo")
+
+
+@pytest.mark.parametrize("name", ["tis", "bapo", "asymre"])
+def test_a_correction_is_pickled_after_use(name):
+    """Data loaders, launchers and caches pickle what a trainer holds."""
+    loss_fn, batch = offcorr.get(name), testing.example()
+    out = loss_fn(batch)
+    again = pickle.loads(pickle.dumps(loss_fn))
+    assert again == loss_fn and again.to_config() == loss_fn.to_config() and again.method == name
+    torch.testing.assert_close(again(batch).coefficient, out.coefficient)

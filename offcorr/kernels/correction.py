@@ -1,562 +1,646 @@
-"""A correction in one launch: a composed kernel over the rows, whose last program merges what all of them metered.
+"""The correction kernel: every stage, the metrics and dL/dlogp of a row in one pass over its tokens.
 
-A few long rows are split, so that they fill a GPU; each part has to know what came before it, which is a launch more.
-So is dividing by what was kept (``count_rejected=False``), which is known when all rows have been read.
-
-``run`` gives what ``Correction`` needs of a batch, or None where the reference has to do it; ``backend`` says which it
-is and why.  The torch reference stays the definition; float64 always runs there.
+One source for all corrections.  ``PLAN``, a ``composition.Composition``, is a compile-time constant that holds the
+stages' own functions (rebound to Triton by ``rebind.for_triton``) and the Triton twins of their spans; the stages'
+numbers are run-time arguments.  A program reads one row: first, where its tokens need any, for its reductions
+(``first_pass``), then for everything else (``correction``).  A few long rows are split:
+several programs share a row, and ``summary`` is a launch of its own that does the first pass for every part.  The
+programs leave their metrics as entries, which the last one to end merges (``metrics.merge``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import functools
-import hashlib
-import importlib.util
-import math
-import os
-import tempfile
-import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import triton
+import triton.language as tl
 
-from offcorr.batch import Batch
-from offcorr.kernels.compose import Composition, NotFused, compose, numbers
+from offcorr.batch import LOG_LIMIT as _LOG_LIMIT
+from offcorr.kernels import metrics, ops, spans
 from offcorr.kernels.rebind import for_triton
-from offcorr.metrics import KINDS, LOSS, MISMATCH, Histogram
-from offcorr.stages.aggregate import AGGREGATIONS, constant_length
-from offcorr.stages.gates import Gate
-from offcorr.stages.multipliers import Multiplier
+from offcorr.stages import pointwise
 
-if TYPE_CHECKING:
-    from offcorr.correction import Correction
+LOG_LIMIT: tl.constexpr = tl.constexpr(_LOG_LIMIT)
+SIZES = ["tokens", "rows", "parts", "part_length", "group"]
+"""Run-time integers that change from batch to batch; none of them is worth compiling anew for."""
 
-Choice = Literal["auto", "reference", "triton"]
-BLOCK, WARPS = 512, 4
-"""Tokens a program looks at together (fewer where the rows are shorter), and the warps that do."""
-REGISTERS, CROWDED = 168, 4
-"""What a thread may have: left alone, the assembler spills some.  With more stages than CROWDED it may have all."""
-FILL, PART = 512, 4096
-"""Rows of more than two parts are split, a part is PART tokens or more, until there are FILL programs."""
-ALONE = 256
-"""Up to so many rows the last program merges them all; of more it merges groups, each merged by its own last."""
-
-_choice: contextvars.ContextVar[Choice] = contextvars.ContextVar("offcorr_backend", default="auto")
+trainable = for_triton(pointwise.trainable)
+finite = for_triton(pointwise.finite)
+clamped = for_triton(pointwise.clamped)
+dropped_to_zero = for_triton(pointwise.dropped_to_zero)
+truncated_by = for_triton(pointwise.truncated)
+held_back_by = for_triton(pointwise.held_back)
+row_weight_of = for_triton(pointwise.row_weight)
 
 
-_refused: dict[Composition, str] = {}
-"""What Triton cannot run and why, so that it is asked once only."""
+class Fields(NamedTuple):
+    """Pointers to the batch; None where it lacks a field."""
+
+    logp: Any
+    old_logp: Any
+    rollout_logp: Any
+    advantages: Any  # of each token or of each row, as ``PLAN.token_advantages`` says
+    weight: Any  # the same, ``PLAN.token_weight``
+    rewards: Any
+    mask: Any
+    turn_ids: Any
+    cu_seqlens: Any
 
 
-class Fused(NamedTuple):
-    """What the kernel gives: a scalar, dL/dlogp in the layout of ``logp``, the metrics' accumulators."""
+class Scratch(NamedTuple):
+    """Pointers to what the kernel writes for itself; None where nothing is needed."""
 
-    loss: Tensor
-    coefficient: Tensor
-    metrics: dict[str, Tensor]
-
-
-@contextlib.contextmanager
-def use(choice: Choice) -> Iterator[None]:
-    """Which implementation corrections run on: "auto" (Triton on CUDA and ROCm tensors), "reference" or "triton".
-
-    On a CPU ``torch.compile`` of the reference takes .73 of its 35 ms for 64 x 2048 tokens, after seconds of compiling
-    for each width (benchmarks/results/cpu_correction.md); a model's step takes far longer, so "auto" leaves it alone.
-
-    >>> with use("reference"):
-    ...     chosen()
-    'reference'
-    """
-    if choice not in get_args(Choice):
-        raise ValueError(f"backend is {choice!r}, expected one of {list(get_args(Choice))}")
-    token = _choice.set(choice)
-    try:
-        yield
-    finally:
-        _choice.reset(token)
-
-
-def chosen() -> Choice:
-    return _choice.get()
-
-
-def backend(loss_fn: Correction, batch: Batch) -> str:
-    """ "triton", or "reference: " and why, for this correction on a batch like this one."""
-    why = _why_reference(batch)
-    if why is None:
-        try:
-            _prepare(loss_fn.resolve(loss_fn.statistics(batch)), batch, None)
-            return "triton"
-        except NotFused as reason:
-            why = str(reason)
-    return f"reference: {why}"
-
-
-def run(loss_fn: Correction, batch: Batch, denominator: float | Tensor | None) -> Fused | None:
-    """A resolved correction by the kernel, no host synchronisation; None: the reference has to run."""
-    if _why_reference(batch) is not None:
-        return None
-    try:
-        fused = _prepare(loss_fn, batch, denominator)()
-    except NotFused as reason:
-        _say_once(f"{loss_fn.method!r} runs on the torch reference: {reason}")
-        return None
-    if loss_fn.strict and fused.metrics["offcorr/loss/nonfinite"].item():
-        return None  # the reference says where
-    return fused
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
-
-
-def _why_reference(batch: Batch) -> str | None:
-    """Why this batch is none for the kernel, whatever the correction."""
-    if chosen() == "reference":
-        return "it was asked for"
-    if chosen() == "auto" and not batch.logp.is_cuda:
-        return f"logp is on {batch.logp.device}"
-    if torch.promote_types(batch.logp.dtype, torch.float32) != torch.float32:
-        return f"logp is {batch.logp.dtype}"
-    if not batch.logp.numel():
-        return "the batch is empty"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    return None
-
-
-# -- one call ------------------------------------------------------------------------------------------------
-
-
-def _prepare(loss_fn: Correction, batch: Batch, denominator: float | Tensor | None) -> _Call:
-    rewards, row_factor = _rewards(loss_fn.gate, batch), _row_factor(loss_fn, batch)
-    z = _denominator(loss_fn, batch, denominator)
-    composition = compose(
-        loss_fn,
-        batch,
-        z_on_device=isinstance(z, Tensor),
-        row_factor=row_factor is not None,
-        split=_parts(batch) > 1,
-    )
-    if composition in _refused:
-        raise NotFused(_refused[composition])
-    return _Call(loss_fn, batch, composition, kernels_of(composition), z, rewards, row_factor)
-
-
-def _parts(batch: Batch) -> int:
-    """How many programs should share a row, by the mean row."""
-    rows, tokens = batch.sequences, batch.logp.numel()
-    if tokens <= 2 * PART * rows:
-        return 1
-    longest = _longest(batch)
-    most = min(-(-FILL // rows), _power_of_two(longest, BLOCK))  # a program looks at all the parts of its row at once
-    return min(most, -(-longest // PART))
-
-
-def _longest(batch: Batch) -> int:
-    """No row is longer; what a packed batch may have at most, where it does not say."""
-    if batch.cu_seqlens is None:
-        return batch.logp.shape[1]
-    return batch.logp.numel() if batch.max_seqlen is None else batch.max_seqlen
-
-
-def _row_factor(loss_fn: Correction, batch: Batch) -> Tensor | None:
-    """[S], the product of what weights multiply whole sequences with; None: 1."""
-    factors = [s.row_factor(batch) for s in loss_fn.stages.values() if isinstance(s, Multiplier)]
-    return functools.reduce(_product, factors, None)
-
-
-def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a if b is None else b if a is None else a * b
-
-
-def _rewards(gate: Gate, batch: Batch) -> Tensor | None:
-    """[S] rewards, as a gate sees them that knows something of the global batch (``Gate.inputs``)."""
-    if type(gate).inputs is Gate.inputs:
-        return batch.rewards
-    given = {} if batch.rewards is None else {"reward": batch.rewards.detach().float()[:, None]}
-    try:
-        seen = gate.inputs(_Given(batch), dict(given))  # type: ignore[arg-type]
-    except (AttributeError, KeyError) as missing:
-        raise NotFused(f"{type(gate).__name__}.inputs looks at {missing}, which is per token") from None
-    changed = {name for name in seen if seen[name] is not given.get(name)}
-    if changed - {"reward"} or (changed and seen["reward"].shape != given["reward"].shape):
-        raise NotFused(f"{type(gate).__name__}.inputs gives {sorted(changed)} token by token")
-    return seen["reward"][:, 0] if given else None
-
-
-class _Given(NamedTuple):
-    """The part of ``Tokens`` that is there without any work."""
-
-    batch: Batch
-
-
-def _denominator(loss_fn: Correction, batch: Batch, denominator: float | Tensor | None) -> float | Tensor:
-    """Z where it is known before the kernel runs, else 1."""
-    if not loss_fn.count_rejected:
-        return 1.0
-    if denominator is not None:
-        device = denominator.device if isinstance(denominator, Tensor) else torch.device("cpu")
-        if device.type != "cpu" and device != batch.logp.device:
-            raise ValueError(f"denominator is on {device}, expected {batch.logp.device}, where logp is, or the CPU")
-        return float(denominator) if device.type == "cpu" else denominator
-    if AGGREGATIONS[loss_fn.aggregate].unit == "sequences":
-        return float(max(batch.sequences, 1))
-    return batch.mask.sum()
+    run_ids: Any  # [tokens], see ``spans.turn_means``
+    run_totals: Any  # [turn stages, tokens]
+    run_counts: Any  # [tokens]
+    turn_means: Any  # [turn stages, tokens]
+    summary: Any  # [PLAN.summary_size, entries]
 
 
 class Outputs(NamedTuple):
-    """What the kernel writes, in the order of its arguments."""
+    """Pointers to the results."""
 
-    coefficient: Tensor
-    partials: Tensor  # an entry of every program, then one of every group
-    merged: Tensor  # float64, the metrics
-    loss: Tensor
-    found_z: Tensor | None  # where the kernel has to find it
-    tickets: Tensor
+    coefficient: Any  # like ``logp``
+    partials: Any  # an entry of every program, then one of every group
+    merged: Any  # float64, the metrics
+    loss: Any
+    found_z: Any  # where the kernel has to find Z
+    tickets: Any  # see ``metrics.merge``
 
 
-class _Call(NamedTuple):
-    """Everything that a launch needs; calling it launches."""
+class Tables(NamedTuple):
+    """Pointers to constants of the metrics."""
 
-    loss_fn: Correction
-    batch: Batch
-    composition: Composition
-    kernels: Kernels
-    z: float | Tensor
-    rewards: Tensor | None
-    row_factor: Tensor | None = None
+    edges: Any  # of the histogram's bins
+    places: Any  # see ``launch.Layout``
 
-    def __call__(self) -> Fused:
-        layout, outputs = self.layout, self.outputs()
-        with _on(self.batch.logp.device):
-            self.launch(outputs)
-            if self.composition.unit:
-                self.divide_by_kept(outputs)
-        sizes = [KINDS[name].kind.size for name in layout.names]
-        metrics = dict(zip(layout.names, outputs.merged.split(sizes), strict=True))
-        return Fused(outputs.loss, outputs.coefficient, metrics)
 
-    def launch(self, outputs: Outputs) -> None:
-        from triton.errors import TritonError
+class Row(NamedTuple):
+    """The part of a row that a program reads, and the values that its tokens share."""
 
-        arguments = (*self.arguments(outputs), *numbers(self.loss_fn, self.batch.logp.device))
-        try:
-            for kernel in self.kernels.launches:
-                kernel[self.entries,](*arguments, BLOCK=self.block, **self.options)
-        except BaseException as error:
-            _tickets.cache_clear()  # the interpreter may have stopped half-way
-            if not isinstance(error, TritonError):
-                raise
-            raise _refuse(self.composition, f"Triton cannot compile it: {_first_cause(error)}") from error
+    start: Any  # position of the row's first token in the batch
+    length: Any
+    begin: Any  # first position of this program within the row
+    end: Any  # one past its last
+    advantage: Any
+    weight: Any
+    reward: Any
 
-    def divide_by_kept(self, outputs: Outputs) -> None:
-        from offcorr.kernels.metrics import divide_by_kept
 
-        divide_by_kept[self.entries,](
-            outputs.coefficient,
-            outputs.partials,
-            outputs.found_z,
-            self.cu_seqlens,
-            self.width,
-            self.parts,
-            self.part_length,
-            SERIES=len(self.composition.series),
-            DIVIDES=self.composition.divides_by == "kept",
-            BLOCK=self.block,
+class Block(NamedTuple):
+    """Tokens that a program looks at together, selected as ``batch.Tokens`` does; each [BLOCK]."""
+
+    index: Any  # position within the row
+    inside: Any  # before ``row.end``
+    mask: Any
+    trainable: Any
+    scored: Any
+    policies: Any  # log-probs: (logp, old_logp, rollout_logp)
+    advantage: Any
+    reward: Any
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def read_row(fields, width, number, part, part_length, PLAN: tl.constexpr):
+    start, length, begin, end = spans.stretch(fields.cu_seqlens, width, number, part, part_length)
+    advantage = 0.0
+    weight = 1.0
+    reward = 0.0
+    if not PLAN.token_advantages:
+        advantage = tl.load(fields.advantages + number).to(tl.float32)
+    if fields.weight is not None and not PLAN.token_weight:
+        weight = tl.load(fields.weight + number).to(tl.float32)
+    if PLAN.asks_reward:
+        reward = tl.load(fields.rewards + number).to(tl.float32)
+    return Row(start, length, begin, end, advantage, weight, reward)
+
+
+@triton.jit
+def read_block(fields, row, index, inside, PLAN: tl.constexpr):
+    """All of a block is read: a load that skips masked tokens one by one is not read four at a time."""
+    place = row.start + index
+    mask = tl.load(fields.mask + place, mask=inside, other=0) != 0
+    logp = tl.load(fields.logp + place, mask=inside, other=0.0).to(tl.float32)
+    advantage = tl.zeros_like(logp) + row.advantage
+    if PLAN.token_advantages:
+        advantage = tl.load(fields.advantages + place, mask=inside, other=0.0).to(tl.float32)
+    old_logp = logp
+    if fields.old_logp is not None:
+        old_logp = tl.load(fields.old_logp + place, mask=inside, other=0.0).to(tl.float32)
+    train = trainable(mask, logp, old_logp, advantage)
+    logp = tl.where(train, logp, 0.0)
+    old_logp = tl.where(train, old_logp, 0.0)
+    advantage = tl.where(train, advantage, 0.0)
+    scored = index < 0
+    rollout_logp = old_logp
+    if fields.rollout_logp is not None:
+        reported = tl.load(fields.rollout_logp + place, mask=inside, other=0.0).to(tl.float32)
+        scored = train & finite(reported)
+        rollout_logp = tl.where(scored, reported, old_logp)
+    reward = tl.zeros_like(logp) + row.reward
+    return Block(index, inside, mask, train, scored, (logp, old_logp, rollout_logp), advantage, reward)
+
+
+@triton.jit
+def read_number(number, ON_DEVICE: tl.constexpr):
+    if ON_DEVICE:
+        return tl.load(number).to(tl.float32)
+    else:
+        return number
+
+
+@triton.jit
+def read_params(STAGE: tl.constexpr, params):
+    """The numbers of a stage, those on the device loaded: a plain tuple, since triton 3.6 drops the names of a
+    NamedTuple that is added to a tuple (``call`` gives them back)."""
+    numbers = ()
+    for k in tl.static_range(len(STAGE.on_device)):
+        numbers = numbers + (read_number(params[k], STAGE.on_device[k]),)
+    return numbers
+
+
+@triton.jit
+def read_all_params(params, PLAN: tl.constexpr):
+    """The numbers of every stage, then those of the gate."""
+    numbers = ()
+    for k in tl.static_range(len(PLAN.stages)):
+        numbers = numbers + (read_params(PLAN.stages[k], params[k]),)
+    return numbers + (read_params(PLAN.gate, params[len(PLAN.stages)]),)
+
+
+# -- one stage -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def put(items, K: tl.constexpr, item):
+    """A tuple with its ``K``-th item replaced."""
+    return items[:K] + (item,) + items[K + 1 :]
+
+
+@triton.jit
+def call(PART: tl.constexpr, inputs, STAGE: tl.constexpr, numbers):
+    """Calls a pointwise function with the inputs that its arguments name."""
+    before = ()
+    for k in tl.static_range(len(PART.before)):
+        before = before + (inputs[PART.before[k]],)
+    if PART.takes_p:
+        after = ()
+        for k in tl.static_range(len(PART.after)):
+            after = after + (inputs[PART.after[k]],)
+        return PART.function(*before, STAGE.params(*numbers), *after)
+    else:
+        return PART.function(*before)
+
+
+@triton.jit
+def inputs_of(STAGE: tl.constexpr, block, position, value):
+    """The inputs of a stage's functions, in the order of ``composition.INPUTS``."""
+    logp = block.policies[STAGE.first]
+    anchor_logp = block.policies[STAGE.second]
+    raw = logp - anchor_logp
+    return clamped(raw, LOG_LIMIT), raw, value, logp, anchor_logp, block.advantage, position, block.reward
+
+
+@triton.jit
+def measure(STAGE: tl.constexpr, block, position, numbers):
+    """The number of each token that the span carries, 0 under the mask."""
+    measured = call(STAGE.measure, inputs_of(STAGE, block, position, block.advantage), STAGE, numbers)
+    return tl.where(block.mask, measured, 0.0)
+
+
+@triton.jit
+def carried(STAGE: tl.constexpr, block, position, of_row, carry, means_ptr, numbers):
+    """(the measure carried over the span, the carry after this block).
+
+    ``of_row`` is the value of a span over the whole row, ``means_ptr`` points to the mean of each token's turn.
+    """
+    value = tl.zeros_like(block.advantage) + of_row
+    if STAGE.kind == "turn":
+        value = tl.load(means_ptr, mask=block.mask, other=0.0)
+    if STAGE.kind == "token":
+        value = measure(STAGE, block, position, numbers)
+    if STAGE.kind == "running":
+        x = measure(STAGE, block, position, numbers)
+        value, carry = STAGE.twin.step(x, block.mask, position, carry, STAGE.params(*numbers))
+    if STAGE.limited:
+        value = clamped(value, STAGE.limit)
+    return value, carry
+
+
+@triton.jit
+def log_ratio_of(block, PLAN: tl.constexpr, K: tl.constexpr):
+    """(unclamped log-ratio, where both log-probs are numbers) of the ``K``-th mismatch that is metered."""
+    d = block.policies[PLAN.series[K][0]] - block.policies[PLAN.series[K][1]]
+    if PLAN.series[K][0] == 0:
+        return d, block.trainable
+    else:
+        return d, block.scored
+
+
+# -- the first pass ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def empty_state(STAGE: tl.constexpr, BLOCK: tl.constexpr):
+    state = ()
+    for k in tl.static_range(len(STAGE.reduction.first)):
+        state = state + (tl.full([BLOCK], STAGE.reduction.first[k], tl.float32),)
+    return state
+
+
+@triton.jit
+def find_runs(fields, row, index, inside, mask, runs):
+    """(where a run of one turn's tokens starts, the run that each token is in, the runs up to the block's end).
+
+    A program counts its runs from 0: one ends where the next turn starts, or where the part of the row does.
+    """
+    if fields.turn_ids is None:
+        preceded = tl.load(fields.mask + row.start + index - 1, mask=inside & (index > 0), other=0) != 0
+        starts = inside & ((index == row.begin) | (mask & ~preceded))
+    else:
+        turn_id = tl.load(fields.turn_ids + row.start + index, mask=inside, other=0)
+        id_before = tl.load(fields.turn_ids + row.start + index - 1, mask=inside & (index > row.begin), other=0)
+        starts = inside & ((index == row.begin) | (turn_id != id_before))
+    ones = tl.where(starts, 1, 0)
+    return starts, runs + tl.cumsum(ones, 0) - 1, runs + tl.sum(ones, 0)
+
+
+@triton.jit
+def find_turns(fields, row, index, inside, mask, turns):
+    """(the id of each token's turn, where a run ends, the turns that have started up to the block's end)."""
+    if fields.turn_ids is None:
+        preceded = tl.load(fields.mask + row.start + index - 1, mask=inside & (index > 0), other=0) != 0
+        followed = tl.load(fields.mask + row.start + index + 1, mask=index + 1 < row.end, other=0) != 0
+        ones = tl.where(mask & ~preceded, 1, 0)
+        ends = inside & ((index + 1 == row.end) | (followed & ~mask))
+        return turns + tl.cumsum(ones, 0), ends, turns + tl.sum(ones, 0)
+    else:
+        turn_id = tl.load(fields.turn_ids + row.start + index, mask=inside, other=0).to(tl.int64)
+        id_after = tl.load(fields.turn_ids + row.start + index + 1, mask=index + 1 < row.end, other=0)
+        return turn_id, inside & ((index + 1 == row.end) | (turn_id != id_after)), turns
+
+
+@triton.jit
+def store_runs(STAGE: tl.constexpr, scratch, tokens, x, mask, starts, ends, place, going_on, PLAN: tl.constexpr):
+    """Stores the runs that end in this block; (sum, count) of the run that goes on after it."""
+    total, count = spans.run_totals(x, mask, starts, going_on[0], going_on[1])
+    skip = STAGE.turn * tokens.to(tl.int64)
+    if PLAN.joins_runs:
+        tl.store(scratch.run_totals + skip + place, total, mask=ends)
+        tl.store(scratch.run_counts + place, count, mask=ends)
+    else:
+        tl.store(scratch.turn_means + skip + place, total / tl.maximum(count, 1.0), mask=ends)
+    last = tl.arange(0, x.shape[0]) == x.shape[0] - 1
+    return tl.sum(tl.where(last, total, 0.0), 0), tl.sum(tl.where(last, count, 0.0), 0)
+
+
+@triton.jit
+def first_pass(fields, scratch, row, tokens, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Reads this program's tokens for what their row's first token needs to know already.
+
+    Returns the number of valid tokens, the folded numbers of every stage that has a reduction, the number of runs and
+    the number of turns that start here.
+    """
+    lanes = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], tl.float32)
+    runs = row.begin * 0
+    turns = row.start * 0
+    states = ()
+    going_on = ()
+    for k in tl.static_range(len(PLAN.stages)):
+        states = states + (empty_state(PLAN.stages[k], BLOCK),)
+        going_on = going_on + ((tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)),)
+    for first in range(row.begin, row.end, BLOCK):
+        index = first + lanes
+        inside = index < row.end
+        block = read_block(fields, row, index, inside, PLAN)
+        count += tl.where(block.mask, 1.0, 0.0)
+        if len(PLAN.turns) > 0:
+            starts, run, runs = find_runs(fields, row, index, inside, block.mask, runs)
+            turn_id, ends, turns = find_turns(fields, row, index, inside, block.mask, turns)
+            place = row.start + row.begin + run
+            if PLAN.joins_runs:
+                tl.store(scratch.run_ids + place, turn_id, mask=ends)
+        for k in tl.static_range(len(PLAN.stages)):
+            if len(PLAN.stages[k].reduction.first) > 0:
+                x = measure(PLAN.stages[k], block, 0.0, numbers[k])
+                state = PLAN.stages[k].reduction.step(states[k], x, block.mask, PLAN.stages[k].params(*numbers[k]))
+                states = put(states, k, state)
+            if PLAN.stages[k].kind == "turn":
+                x = measure(PLAN.stages[k], block, 0.0, numbers[k])
+                left = store_runs(
+                    PLAN.stages[k], scratch, tokens, x, block.mask, starts, ends, place, going_on[k], PLAN
+                )
+                going_on = put(going_on, k, left)
+    folded = ()
+    for k in tl.static_range(len(PLAN.stages)):
+        folded = folded + (fold(PLAN.stages[k], states[k], numbers[k]),)
+    return tl.sum(count, 0), folded, runs, turns
+
+
+@triton.jit
+def fold(STAGE: tl.constexpr, state, numbers):
+    if len(STAGE.reduction.first) > 0:
+        return STAGE.reduction.fold(state, STAGE.params(*numbers))
+    else:
+        return state
+
+
+@triton.jit
+def of_row(STAGE: tl.constexpr, folded, count, numbers):
+    """The value of a reduction, 0 for other spans."""
+    if STAGE.kind == "reduction":
+        return STAGE.reduction.end(folded, count, STAGE.params(*numbers))
+    else:
+        return tl.full([], 0.0, tl.float32)
+
+
+@triton.jit
+def first_carry(STAGE: tl.constexpr):
+    """The carry of a running span before the row's first token, 0 for other spans."""
+    if STAGE.kind == "running":
+        return tl.full([], STAGE.twin.first, tl.float32)
+    else:
+        return tl.full([], 0.0, tl.float32)
+
+
+# -- rows that several programs share ------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=SIZES)
+def summary(
+    fields,
+    scratch,
+    outputs,
+    tables,
+    params,
+    row_weight,
+    z,
+    width,
+    tokens,
+    rows,
+    parts,
+    part_length,
+    group,
+    PLAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The launch before ``correction`` where rows are split: the first pass of every part of a row.
+
+    [PLAN.summary_size, entries] numbers: the count, every stage's folded numbers, runs and turns.
+    """
+    entry = tl.program_id(0)
+    stride = (rows * parts).to(tl.int64)
+    row = read_row(fields, width, entry // parts, entry % parts, part_length, PLAN)
+    numbers = read_all_params(params, PLAN)
+    count, folded, runs, turns = first_pass(fields, scratch, row, tokens, numbers, PLAN, BLOCK)
+    own_ptr = scratch.summary + entry
+    tl.store(own_ptr, count)
+    for k in tl.static_range(len(PLAN.stages)):
+        for number in tl.static_range(len(PLAN.stages[k].reduction.first)):
+            tl.store(own_ptr + (PLAN.stages[k].slot + number) * stride, folded[k][number])
+    if len(PLAN.turns) > 0:
+        tl.store(own_ptr + PLAN.runs_slot * stride, runs.to(tl.float32))
+        tl.store(own_ptr + (PLAN.runs_slot + 1) * stride, turns.to(tl.float32))
+
+
+@triton.jit
+def load_state(STAGE: tl.constexpr, parts_ptr, stride, which):
+    """The numbers of a row's parts, as the lanes of a reduction's state."""
+    state = ()
+    for k in tl.static_range(len(STAGE.reduction.first)):
+        at = parts_ptr + (STAGE.slot + k) * stride
+        state = state + (tl.load(at, mask=which, other=STAGE.reduction.first[k]),)
+    return state
+
+
+@triton.jit
+def part_of_row(scratch, parts_ptr, stride, entry, number, parts, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
+    """The same as ``whole_row`` for one of a row's parts, from the summary."""
+    lanes = tl.arange(0, BLOCK)
+    there = lanes < parts
+    earlier = lanes < number
+    counts = tl.load(parts_ptr + lanes, mask=there, other=0.0)
+    count = tl.sum(counts, 0)
+    values = ()
+    carries = ()
+    for k in tl.static_range(len(PLAN.stages)):
+        # A reduction is over all the parts, the carry of a running span over the earlier ones.
+        which = earlier if PLAN.stages[k].kind == "running" else there
+        folded = fold(PLAN.stages[k], load_state(PLAN.stages[k], parts_ptr + lanes, stride, which), numbers[k])
+        values = values + (of_row(PLAN.stages[k], folded, count, numbers[k]),)
+        carries = carries + (folded[0] if PLAN.stages[k].kind == "running" else first_carry(PLAN.stages[k]),)
+    runs = number * 0
+    turns_before = entry.to(tl.int64) * 0
+    if len(PLAN.turns) > 0:
+        runs = tl.load(scratch.summary + PLAN.runs_slot * stride + entry).to(tl.int32)
+        turns = tl.load(parts_ptr + (PLAN.runs_slot + 1) * stride + lanes, mask=earlier, other=0.0)
+        turns_before = tl.sum(turns.to(tl.int64), 0)
+    return count, tl.sum(tl.where(earlier, counts, 0.0), 0), values, carries, runs, turns_before
+
+
+@triton.jit
+def whole_row(fields, scratch, row, tokens, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
+    """What the tokens of a program need of the rest of their row.
+
+    Returns the row's number of valid tokens and how many come before this program's, every stage's value of the row
+    and first carry, the number of this program's runs, and the turns that start before it.
+    """
+    zero = tl.full([], 0.0, tl.float32)
+    values = ()
+    carries = ()
+    for k in tl.static_range(len(PLAN.stages)):
+        carries = carries + (first_carry(PLAN.stages[k]),)
+    if PLAN.reads_first:
+        count, folded, runs, _ = first_pass(fields, scratch, row, tokens, numbers, PLAN, BLOCK)
+        for k in tl.static_range(len(PLAN.stages)):
+            values = values + (of_row(PLAN.stages[k], folded[k], count, numbers[k]),)
+        return count, zero, values, carries, runs, row.start * 0
+    else:
+        for k in tl.static_range(len(PLAN.stages)):
+            values = values + (zero,)
+        return zero, zero, values, carries, row.begin * 0, row.start * 0
+
+
+@triton.jit
+def join_runs(fields, scratch, row, tokens, runs, turns_before, parts, part_length, runs_ptr, entries, PLAN: tl.constexpr):
+    """The mean of each of this program's runs over its turn, which other runs may belong to."""
+    if PLAN.split:
+        turns_ptr = runs_ptr + entries if fields.turn_ids is None else None
+    else:
+        tl.debug_barrier()  # other threads read the runs
+        runs_ptr = None
+        turns_ptr = None
+    if fields.turn_ids is not None:
+        turns_before = turns_before * 0
+    if PLAN.joins_runs:
+        for k in tl.static_range(len(PLAN.turns)):
+            skip = k * tokens.to(tl.int64)
+            spans.turn_means(
+                scratch.run_ids,
+                scratch.run_totals + skip,
+                scratch.run_counts,
+                scratch.turn_means + skip,
+                row.start,
+                row.begin,
+                runs,
+                turns_before,
+                parts,
+                part_length,
+                runs_ptr,
+                turns_ptr,
+            )
+        tl.debug_barrier()  # other threads read the means
+
+
+# -- the correction ------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=SIZES)
+def correction(
+    fields,
+    scratch,
+    outputs,
+    tables,
+    params,
+    row_weight,
+    z,
+    width,
+    tokens,
+    rows,
+    parts,
+    part_length,
+    group,
+    PLAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dL/dlogp of every token, the loss and the metrics.
+
+    Args:
+        fields, scratch, outputs, tables: ``Fields``, ``Scratch``, ``Outputs``, ``Tables``.
+        params: the numbers of every stage, then of the gate, in their NamedTuples.
+        row_weight: the weight of a row's sum, but for any division by its count.
+        z: what the loss is divided by, a float or (``PLAN.z_on_device``) a pointer.
+        width: of a padded batch.
+        tokens, rows: how many there are.
+        parts, part_length: programs that share a row, and the tokens that each of them reads.
+        group: see ``metrics.merge``.
+    """
+    entry = tl.program_id(0)
+    entries = rows * parts
+    number = entry % parts
+    row = read_row(fields, width, entry // parts, number, part_length, PLAN)
+    numbers = read_all_params(params, PLAN)
+    if PLAN.split:
+        stride = entries.to(tl.int64)
+        parts_ptr = scratch.summary + (entry // parts).to(tl.int64) * parts
+        count, count_before, of_rows, carries, runs, turns_before = part_of_row(
+            scratch, parts_ptr, stride, entry, number, parts, numbers, PLAN, BLOCK
+        )
+        runs_ptr = parts_ptr + PLAN.runs_slot * stride
+    else:
+        runs_ptr = None
+        count, count_before, of_rows, carries, runs, turns_before = whole_row(
+            fields, scratch, row, tokens, numbers, PLAN, BLOCK
+        )
+    if len(PLAN.turns) > 0:
+        join_runs(fields, scratch, row, tokens, runs, turns_before, parts, part_length, runs_ptr, entries, PLAN)
+
+    scale = row_weight
+    if PLAN.divides_by == "valid":
+        scale = row_weight_of(count, row_weight, True)
+    total_weight = read_number(z, PLAN.z_on_device)
+    valid_before = count_before
+    runs = runs * 0
+    tally = metrics.loss_start(BLOCK)
+    before_end = tl.zeros([BLOCK // metrics.FOLD], tl.int32)
+    metered = ()
+    for k in tl.static_range(len(PLAN.series)):
+        metered = metered + (metrics.mismatch_start(BLOCK),)
+    for first in range(row.begin, row.end, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        inside = index < row.end
+        block = read_block(fields, row, index, inside, PLAN)
+        position = 0.0
+        if PLAN.asks_position:
+            ones = tl.where(block.mask, 1.0, 0.0)
+            position = valid_before + tl.cumsum(ones, 0)
+            valid_before += tl.sum(ones, 0)
+        means_ptr = None
+        if len(PLAN.turns) > 0:
+            _, run, runs = find_runs(fields, row, index, inside, block.mask, runs)
+            means_ptr = scratch.turn_means + row.start + row.begin + run
+
+        weight = tl.zeros([BLOCK], tl.float32) + row.weight
+        if PLAN.token_weight:
+            given = tl.load(fields.weight + row.start + index, mask=inside, other=0.0).to(tl.float32)
+            weight = tl.where(block.mask, given, 0.0)
+        log_ratio = tl.zeros([BLOCK], tl.float32)
+        slope = tl.zeros([BLOCK], tl.float32) + 1.0
+        kept = block.mask
+        truncated = index < 0
+        vetoed = index < 0
+        for k in tl.static_range(len(PLAN.stages)):
+            own_means_ptr = None
+            if PLAN.stages[k].kind == "turn":
+                own_means_ptr = means_ptr + PLAN.stages[k].turn * tokens.to(tl.int64)
+            value, carry = carried(
+                PLAN.stages[k], block, position, of_rows[k], carries[k], own_means_ptr, numbers[k]
+            )
+            carries = put(carries, k, carry)
+            inputs = inputs_of(PLAN.stages[k], block, position, value)
+            if PLAN.stages[k].counts_as == "ratio":
+                log_ratio, slope = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
+                log_ratio = ops.minimum(ops.maximum(log_ratio, -LOG_LIMIT), PLAN.gate.log_limit)
+            else:
+                multiplier, accepted = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
+                accepted = accepted & block.mask
+                kept = kept & accepted
+                weight *= dropped_to_zero(multiplier, accepted)
+                if PLAN.stages[k].counts_as == "truncated":
+                    truncated = truncated | truncated_by(multiplier, value, accepted)
+                if PLAN.stages[k].counts_as == "vetoed":
+                    vetoed = vetoed | (block.mask & ~accepted)
+
+        if PLAN.gate.detached:
+            slope = tl.zeros([BLOCK], tl.float32) + 1.0
+        anchor_logp = block.policies[PLAN.gate.second]
+        raw = block.policies[PLAN.gate.first] - anchor_logp
+        inputs = (log_ratio, raw, log_ratio, block.policies[0], anchor_logp, block.advantage, position, block.reward)
+        surrogate, derivative = call(PLAN.gate.surrogate, inputs, PLAN.gate, numbers[len(PLAN.stages)])
+        derivative = derivative * slope
+        held_back = held_back_by(derivative, log_ratio, slope, block.advantage)
+        of_token = scale * weight / total_weight
+        loss = -of_token * surrogate
+        coefficient = -of_token * derivative
+        good = block.trainable & finite(loss) & finite(coefficient)
+        loss = tl.where(good, loss, 0.0)
+        coefficient = tl.where(good, coefficient, 0.0)
+        tl.store(outputs.coefficient + row.start + index, coefficient, mask=inside)
+
+        before_end = metrics.later(before_end, tl.where(block.mask, row.length - index, 0))
+        for k in tl.static_range(len(PLAN.series)):
+            d, compared = log_ratio_of(block, PLAN, k)
+            metered = put(metered, k, metrics.mismatch_step(metered[k], d, compared, tables.edges))
+        unscored = index < 0
+        if fields.rollout_logp is not None:
+            unscored = block.trainable & ~block.scored
+        tally = metrics.loss_step(
+            tally, block.mask, loss, held_back, truncated, kept, vetoed, weight, coefficient, unscored, ~good
         )
 
-    @property
-    def layout(self) -> Layout:
-        return _layout(tuple(self.composition.series), self.batch.logp.device)
-
-    def outputs(self) -> Outputs:
-        """Buffers for what the kernel writes."""
-        device = self.batch.logp.device
-        slots = self.entries + (self.groups if self.group > 1 else 0)
-        return Outputs(
-            torch.empty(self.batch.logp.shape, dtype=torch.float32, device=device),
-            torch.empty(slots, self.layout.entry, dtype=torch.float32, device=device),
-            torch.empty(self.layout.size, dtype=torch.float64, device=device),
-            torch.empty((), dtype=torch.float32, device=device),
-            torch.empty((), dtype=torch.float32, device=device) if self.composition.unit else None,
-            _tickets_on(device, 1 + self.groups),
-        )
-
-    @property
-    def entries(self) -> int:
-        """Programs, each of which leaves an entry of numbers."""
-        return self.batch.sequences * self.parts
-
-    @property
-    def group(self) -> int:
-        """Entries that are merged before the last program merges what is left: a row's parts, or as many as groups."""
-        if self.composition.split:
-            return self.parts
-        return 1 if self.entries <= ALONE else 1 << (math.isqrt(self.entries - 1).bit_length())
-
-    @property
-    def groups(self) -> int:
-        return -(-self.entries // self.group)
-
-    @property
-    def width(self) -> int:
-        batch = self.batch
-        return batch.logp.shape[1] if batch.cu_seqlens is None else 0
-
-    @property
-    def block(self) -> int:
-        return _power_of_two(_longest(self.batch), BLOCK)
-
-    @property
-    def options(self) -> dict[str, int]:
-        """For the compiler."""
-        registers = REGISTERS if len(self.composition.carried) <= CROWDED else 255
-        return {"num_warps": WARPS} | ({} if torch.version.hip else {"maxnreg": registers})  # ROCm has no such option
-
-    @property
-    def parts(self) -> int:
-        """Programs that share a row."""
-        return _parts(self.batch) if self.composition.split else 1
-
-    @property
-    def part_length(self) -> int:
-        """Positions of a row that one of them looks at: whole blocks."""
-        return -(-_longest(self.batch) // (self.parts * self.block)) * self.block
-
-    @property
-    def cu_seqlens(self) -> Tensor | None:
-        ends = self.batch.cu_seqlens
-        return None if ends is None else ends.contiguous()
-
-    def arguments(self, outputs: Outputs) -> list[Any]:
-        """In the order of ``source.ARGUMENTS``."""
-        batch, tokens = self.batch, self.batch.logp.numel()
-        device, turns = batch.logp.device, self.kernels.turns
-        ids = totals = counts = means = summary = turn_ids = None
-        if turns:
-            means = torch.empty(turns, tokens, dtype=torch.float32, device=device)
-            turn_ids = None if batch.turn_ids is None else batch.turn_ids.contiguous()
-        if self.kernels.joins_runs:
-            ids = torch.empty(tokens, dtype=torch.int64, device=device)
-            totals = torch.empty(turns, tokens, dtype=torch.float32, device=device)
-            counts = torch.empty(tokens, dtype=torch.float32, device=device)
-        if self.composition.split:
-            summary = torch.empty(self.kernels.summary_size, self.entries, dtype=torch.float32, device=device)
-        fields = (batch.logp, batch.old_logp, batch.rollout_logp, batch.advantages)
-        mask = batch.mask if batch.mask.dtype == torch.bool else batch.mask.bool()
-        return [
-            *(None if x is None else x.detach().contiguous() for x in fields),
-            mask.contiguous().view(torch.uint8),
-            None if self.rewards is None else self.rewards.contiguous(),
-            turn_ids,
-            ids,
-            totals,
-            counts,
-            means,
-            self.cu_seqlens,
-            None if self.row_factor is None else self.row_factor.contiguous(),
-            summary,
-            _edges(device),
-            self.layout.places,
-            *outputs,
-            self.row_weight,
-            self.z,
-            tokens,
-            self.width,
-            batch.sequences,
-            self.parts,
-            self.part_length,
-            self.group,
-        ]
-
-    @property
-    def row_weight(self) -> float:
-        """The weight of a row with one token; the kernel divides by the count where the aggregation does."""
-        name = self.loss_fn.aggregate
-        return _weight_of_one(name, constant_length(name, self.loss_fn.max_length, self.longest))
-
-    @property
-    def longest(self) -> int:
-        """The padded width.  Packed, it is looked up on the device, but only where it is needed and not known."""
-        batch = self.batch
-        if batch.cu_seqlens is None or batch.max_seqlen is not None:
-            return _longest(batch)
-        needed = AGGREGATIONS[self.loss_fn.aggregate].constant_length and self.loss_fn.max_length is None
-        return int(batch.cu_seqlens.diff().max()) if needed else 1
-
-
-@functools.cache
-def _weight_of_one(aggregate: str, length: float) -> float:
-    return float(AGGREGATIONS[aggregate].row_weight(torch.ones(1), length))
-
-
-def _power_of_two(n: int, most: int) -> int:
-    return min(most, max(16, 1 << (n - 1).bit_length()))
-
-
-def _on(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-# -- tables --------------------------------------------------------------------------------------------------
-
-
-class Layout(NamedTuple):
-    """Where the numbers that programs leave belong in the vector of the metrics."""
-
-    places: Tensor  # int32, [WIDE, PLACES] of the loss, and two of every series: its numbers, and its bins
-    names: list[str]  # of the metrics, in their order in the vector
-    entry: int  # numbers of one
-    size: int
-
-
-@functools.cache
-def _layout(series: tuple[str, ...], device: torch.device) -> Layout:
-    from offcorr.kernels import kernel_metrics as metering
-
-    metrics = [(f"offcorr/{of}/", metric) for of in series for metric in MISMATCH]
-    metrics += [("offcorr/loss/", metric) for metric in LOSS]
-    at, size = {}, 0
-    for prefix, metric in metrics:
-        at[prefix + metric.name] = size
-        size += metric.kind.size
-
-    def table(columns: tuple[str, ...], places: dict[str, list[int]]) -> list[list[int]]:
-        rows = [places.get(column, []) for column in columns]
-        rows += [[]] * (int(metering.WIDE) - len(rows))
-        return [[*row, *([-1] * (int(metering.PLACES) - len(row)))] for row in rows]
-
-    loss = {metric.name: at[f"offcorr/loss/{metric.name}"] for metric in LOSS}
-    places = {name: [loss[name]] for name in metering.LOSS_COLUMNS if name in loss}
-    places |= {"weight": [loss["weight_mean"]], "zero": [loss["coefficient_zero"]]}
-    places["valid"] = [loss[m.name] + 1 for m in LOSS if m.kind.size == 2 and m.name != "skipped"]
-    places |= {"none": [loss["skipped"]], "all": [loss["skipped"] + 1]}
-    tables = [table((*metering.LOSS_COLUMNS, "none", "all"), places)]
-    for of in series:
-        mismatch = {metric.name: at[f"offcorr/{of}/{metric.name}"] for metric in MISMATCH}
-        token, seq = mismatch["token"], mismatch["seq"]
-        places = {
-            "abs": [mismatch["abs_mean"]],
-            "seen": [*(mismatch[name] + 1 for name in ("abs_mean", "k1", "k3")), token + 3],
-            "k1": [mismatch["k1"]],
-            "k3": [mismatch["k3"]],
-            "first_token": [mismatch["first_token"]],
-            "first_seen": [mismatch["first_token"] + 1],
-            "rows": [seq + 3, mismatch["ppl_ratio"] + 1],
-            "max": [mismatch["abs_max"]],
-            **{name: [token + i] for i, name in enumerate(("top", "first", "second"))},
-            **{name: [seq + i] for i, name in enumerate(("seq_top", "seq_first", "seq_second"))},
-            "ppl_first": [mismatch["ppl_ratio"]],
-        }
-        tables.append(table(metering.MISMATCH_COLUMNS[:-1], places))
-        tables.append(table(("histogram",), {"histogram": [mismatch["abs_histogram"]]}))  # where its bins begin
-    table_of_all = torch.tensor(tables, dtype=torch.int32, device=device)
-    return Layout(table_of_all, list(at), metering.entry_size(len(series)), size)
-
-
-def _tickets_on(device: torch.device, count: int) -> Tensor:
-    """[count or more] zeros that the kernel leaves as zeros: which programs have come to an end.
-
-    A graph has its own, since it may run beside what its stream does later.
-    """
-    if device.type != "cuda":
-        return _tickets(device, 0, count)
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    return _tickets(device, torch.cuda.current_stream(device).cuda_stream, 1 << count.bit_length())
-
-
-@functools.cache
-def _tickets(device: torch.device, stream: int, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _edges(device: torch.device) -> Tensor:
-    """The histogram's edges, rounded down: a float32 lies above the exact edge where it lies above this one."""
-    exact = torch.tensor(Histogram.edges(), dtype=torch.float64)
-    edges = exact.float()
-    below = torch.nextafter(edges, torch.tensor(-math.inf))
-    return torch.where(edges.double() > exact, below, edges).to(device)
-
-
-# -- from source to kernel -----------------------------------------------------------------------------------
-
-
-class Kernels(NamedTuple):
-    """A composition's kernels, not yet compiled, and what their buffers depend on."""
-
-    launches: tuple[Any, ...]  # in their order, the correction itself last
-    turns: int  # stages that look at turns
-    joins_runs: bool  # of one turn
-    summary_size: int
-
-
-@functools.cache
-def kernels_of(composition: Composition) -> Kernels:
-    """The kernels of a composition, their source written.
-
-    Raises:
-        NotFused: a pointwise part cannot run in Triton, for instance for want of a source.
-    """
-    parts = {}
-    for name, part in composition.functions.items():
-        try:
-            parts[name] = for_triton(part)
-        except (OSError, AttributeError, SyntaxError, TypeError, ValueError) as error:
-            called = getattr(part, "__qualname__", part)
-            raise _refuse(composition, f"{called} cannot run in Triton ({error})") from None
-    writer = composition.writer
-    path = _write(writer.text())
-    spec = importlib.util.spec_from_file_location(f"offcorr_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    vars(module).update(parts | composition.kinds)
-    spec.loader.exec_module(module)
-    launches = (module.summary, module.correction) if composition.split else (module.correction,)
-    return Kernels(launches, len(writer.turns), writer.joins_runs, writer.summary_size)
-
-
-def _refuse(composition: Composition, why: str) -> NotFused:
-    _refused[composition] = why
-    return NotFused(why)
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """What an error of the innermost function says: those around it only say where they call it."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _write(source: str) -> Path:
-    """The file that holds ``source``; Triton reads a kernel from its file."""
-    name = f"correction_{hashlib.sha256(source.encode()).hexdigest()[:16]}.py"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offcorr"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        return _place(root / name, source)
-    except OSError:
-        return _place(Path(_private_folder()) / name, source)
-
-
-@functools.cache
-def _private_folder() -> str:
-    return tempfile.mkdtemp(prefix="offcorr_")
-
-
-def _place(path: Path, source: str) -> Path:
-    """Written whole or not at all: several processes may do this at once."""
-    if not path.is_file() or path.read_text() != source:
-        handle, written = tempfile.mkstemp(dir=path.parent, suffix=".py")
-        with os.fdopen(handle, "w") as file:
-            file.write(source)
-        os.replace(written, path)
-    return path
+    entry_ptr = outputs.partials + entry.to(tl.int64) * PLAN.entry_size
+    metrics.loss_store(tally, entry_ptr, PLAN.divides_by == "kept" and not PLAN.split)
+    if len(PLAN.series) > 0:
+        # The row's first valid token once more, in every lane.
+        index = tl.arange(0, BLOCK) * 0 + row.length - tl.max(before_end, 0)
+        block = read_block(fields, row, index, index < row.length, PLAN)
+        for k in tl.static_range(len(PLAN.series)):
+            d, compared = log_ratio_of(block, PLAN, k)
+            first_token = tl.max(tl.where(compared, tl.abs(d), -1.0), 0)
+            first_token = tl.where(count_before > 0, -1.0, first_token)
+            metrics.mismatch_store(metered[k], first_token, entry_ptr + metrics.WIDE + k * metrics.SERIES_SIZE)
+    metrics.merge(outputs, tables.places, entry, entries, group, rows, PLAN)

@@ -1,17 +1,56 @@
-"""The choice of backend (until the kernel is merged: the reference)."""
+"""Which implementation a correction runs on: the torch reference, which is the definition, or the Triton kernel.
+
+``run`` gives what ``Correction`` needs of a batch, or None where the reference has to do it; ``backend`` says which it
+is and why.  Nothing of Triton is imported before a batch is found to be one for the kernel; float64 never is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import importlib.util
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-_choice: contextvars.ContextVar[str] = contextvars.ContextVar("offcorr_backend", default="auto")
+import torch
+from torch import Tensor
+
+from offcorr.batch import Batch
+from offcorr.kernels.rebind import NotFused
+from offcorr.metrics import Accumulator
+from offcorr.stages.base import Plan
+
+if TYPE_CHECKING:
+    from offcorr.correction import Correction
+
+Choice = Literal["auto", "reference", "triton"]
+
+_choice: contextvars.ContextVar[Choice] = contextvars.ContextVar("offcorr_backend", default="auto")
+
+
+class Fused(NamedTuple):
+    """The results of the kernel: a scalar, dL/dlogp in the layout of ``logp``, the accumulators of the metrics."""
+
+    loss: Tensor
+    coefficient: Tensor
+    metrics: dict[str, Accumulator]
 
 
 @contextlib.contextmanager
-def use(choice: str) -> Iterator[None]:
+def use(choice: Choice) -> Iterator[None]:
+    """Which implementation corrections run on: "auto" (Triton on CUDA and ROCm tensors), "reference" or "triton".
+
+    On a CPU ``torch.compile`` of the reference takes .73 of its 35 ms for 64 x 2048 tokens, after seconds of compiling
+    for each width (benchmarks/results/cpu_correction.md); a model's step takes far longer, so "auto" leaves it alone.
+
+    >>> with use("reference"):
+    ...     chosen()
+    'reference'
+    """
+    if choice not in get_args(Choice):
+        raise ValueError(f"backend is {choice!r}, expected one of {list(get_args(Choice))}")
     token = _choice.set(choice)
     try:
         yield
@@ -19,13 +58,61 @@ def use(choice: str) -> Iterator[None]:
         _choice.reset(token)
 
 
-def chosen() -> str:
+def chosen() -> Choice:
+    """The choice that ``use`` has made."""
     return _choice.get()
 
 
-def backend(loss_fn: Any, batch: Any) -> str:
-    return "reference: not merged"
+def backend(loss_fn: Correction, batch: Batch) -> str:
+    """ "triton", or "reference: " and the reason, for a correction on a batch like this one."""
+    reason = _why_reference(batch)
+    if reason is None:
+        from offcorr.kernels import launch
+
+        resolved = loss_fn.resolve(loss_fn.statistics(batch))
+        batch = resolved.prepared(batch)
+        try:
+            launch.prepare(resolved.plan(batch), batch, None)
+        except NotFused as refused:
+            reason = str(refused)
+    return "triton" if reason is None else f"reference: {reason}"
 
 
-def run(plan: Any, batch: Any, denominator: Any) -> None:
-    return None
+def run(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Fused | None:
+    """A plan by the kernel, without host synchronisation; None: the reference has to run."""
+    if _why_reference(batch) is not None:
+        return None
+    from offcorr.kernels import launch
+
+    try:
+        fused = launch.prepare(plan, batch, denominator)()
+    except NotFused as reason:
+        _warn_once(f"{plan.method!r} runs on the torch reference: {reason}")
+        return None
+    if plan.strict and fused.metrics["offcorr/loss/nonfinite"].vector.item():
+        return None  # the reference says which token it is
+    return fused
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _why_reference(batch: Batch) -> str | None:
+    """Why this batch is none for the kernel, whatever the correction."""
+    choice = chosen()
+    if choice == "reference":
+        return "it was asked for"
+    if choice == "auto" and not batch.logp.is_cuda:
+        return f"logp is on {batch.logp.device}"
+    if torch.promote_types(batch.logp.dtype, torch.float32) != torch.float32:
+        return f"logp is {batch.logp.dtype}"
+    if not batch.logp.numel():
+        return "the batch is empty"
+    return None if _has_triton() else "triton is not installed"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -8,7 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from offcorr.kernels.rebind import for_triton
 from offcorr.kernels.spans import stretch
+from offcorr.stages import pointwise
+
+nonnegative_kl = for_triton(pointwise.nonnegative_kl)
 
 LOSS_COLUMNS = (
     "loss",
@@ -104,12 +108,6 @@ def mismatch_step(state, d, seen, edges_ptr):
 
     d = tl.where(seen, d, 0.0)
     size = tl.abs(d)
-    # e^d - 1 - d: its series near 0, where the difference would cancel; beyond d = 80 float32 ends
-    series = 1 + d * (1 / 6) * (1 + d * (1 / 7) * (1 + d * (1 / 8)))
-    series = d * d * 0.5 * (1 + d * (1 / 3) * (1 + d * (1 / 4) * (1 + d * (1 / 5) * series)))
-    limited = tl.minimum(d, 80.0)
-    excess = tl.where(size < 0.5, series, tl.exp(limited) - 1 - limited)
-
     new_top = tl.maximum(top, tl.max(tl.where(seen, d, _NOTHING), 0))
     shrink = tl.exp(top - new_top)
     scaled = tl.where(seen, tl.exp(d - new_top), 0.0)
@@ -118,7 +116,7 @@ def mismatch_step(state, d, seen, edges_ptr):
         count + _folded(tl.where(seen, 1.0, 0.0)),
         tl.maximum(largest, _folded_max(size)),
         k1 - _folded(d),
-        k3 + _folded(excess),
+        k3 + _folded(nonnegative_kl(d)),
         new_top,
         moment * shrink + _folded(scaled),
         second * shrink * shrink + _folded(scaled * scaled),
@@ -300,90 +298,69 @@ def _merged_series(series_ptr, count, SIZE: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def merge(
-    partials_ptr,
-    places_ptr,
-    merged_ptr,
-    loss_ptr,
-    found_z_ptr,
-    tickets_ptr,
-    entry,
-    entries,
-    group,
-    rows,
-    SERIES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIVIDES: tl.constexpr,
-):
+def merge(outputs, places_ptr, entry, entries, group, rows, PLAN: tl.constexpr):
     """The last program merges every entry: the metrics, the loss and, where it is not known before, Z.
 
     Where there are many entries, the last of each ``group`` has merged its own before; entries of groups follow those
-    of programs.  Where rows are split (``SPLIT``) a group is a row.
-
-    Args:
-        UNIT: the column that Z is the sum of, where Z is not known before (``count_rejected=False``); else None.
-        DIVIDES: together with that, the loss of a row is divided by how many of its tokens were kept.
+    of programs.  Where rows are split a group is a row.
     """
-    SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
-    from_ptr, count = partials_ptr, entries
+    SIZE: tl.constexpr = PLAN.entry_size
+    from_ptr, count = outputs.partials, entries
     last = entry >= 0
     if group > 1:
         number = entry // group
         members = tl.minimum(group, entries - number * group)
-        last = _arrive(tickets_ptr + 1 + number, members)
-        groups_ptr = partials_ptr + entries.to(tl.int64) * SIZE
+        last = _arrive(outputs.tickets + 1 + number, members)
+        groups_ptr = outputs.partials + entries.to(tl.int64) * SIZE
         if last:
-            own_ptr = partials_ptr + (number * group).to(tl.int64) * SIZE
-            _merge_group(own_ptr, groups_ptr + number.to(tl.int64) * SIZE, members, SERIES, SPLIT, DIVIDES)
+            own_ptr = outputs.partials + (number * group).to(tl.int64) * SIZE
+            _merge_group(own_ptr, groups_ptr + number.to(tl.int64) * SIZE, members, PLAN)
         from_ptr, count = groups_ptr, tl.cdiv(entries, group)
     if last:
-        if _arrive(tickets_ptr, count):
-            _publish(from_ptr, places_ptr, merged_ptr, loss_ptr, found_z_ptr, count, rows, SERIES, UNIT)
+        if _arrive(outputs.tickets, count):
+            _publish(outputs, from_ptr, places_ptr, count, rows, PLAN)
 
 
 @triton.jit
-def _merge_group(from_ptr, to_ptr, count, SERIES: tl.constexpr, SPLIT: tl.constexpr, DIVIDES: tl.constexpr):
+def _merge_group(from_ptr, to_ptr, count, PLAN: tl.constexpr):
     """Merge ``count`` entries into one."""
-    SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
+    SIZE: tl.constexpr = PLAN.entry_size
     column = tl.arange(0, WIDE)
     numbers = _merged_loss(from_ptr, count, SIZE)
-    if SPLIT:
-        numbers = _of_a_rows_loss(numbers, _one(numbers, KEPT), _one(numbers, VALID), DIVIDES)
+    if PLAN.split:
+        numbers = _of_a_rows_loss(numbers, _one(numbers, KEPT), _one(numbers, VALID), PLAN.divides_by == "kept")
     tl.store(to_ptr + column, numbers.to(tl.float32))
-    for series in range(SERIES):
+    for series in range(len(PLAN.series)):
         skip = WIDE + series * SERIES_SIZE
-        numbers, bins = _merged_series(from_ptr + skip, count, SIZE, SPLIT)
+        numbers, bins = _merged_series(from_ptr + skip, count, SIZE, PLAN.split)
         tl.store(to_ptr + skip + column, numbers.to(tl.float32))
         tl.store(to_ptr + skip + WIDE + tl.arange(0, BINS), bins.to(tl.float32))
 
 
 @triton.jit
-def _publish(
-    from_ptr, places_ptr, merged_ptr, loss_ptr, found_z_ptr, count, rows, SERIES: tl.constexpr, UNIT: tl.constexpr
-):
+def _publish(outputs, from_ptr, places_ptr, count, rows, PLAN: tl.constexpr):
     """Merge ``count`` entries into the vector of accumulators, float64, each number to its places."""
-    SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
+    SIZE: tl.constexpr = PLAN.entry_size
     column = tl.arange(0, WIDE)
     numbers = _merged_loss(from_ptr, count, SIZE)
     # "skipped": the two columns after the last, none of all rows
-    _place(tl.where(column == LOSS_SIZE + 1, rows, numbers), places_ptr, merged_ptr)
+    _place(tl.where(column == LOSS_SIZE + 1, rows, numbers), places_ptr, outputs.merged)
     loss = _one(numbers, LOSS)
-    if UNIT is not None:
-        z = tl.maximum(_one(numbers, UNIT), 1.0)
-        tl.store(found_z_ptr, z.to(tl.float32))
+    if PLAN.unit is not None:
+        z = tl.maximum(_one(numbers, KEPT if PLAN.unit == "tokens" else ROWS), 1.0)
+        tl.store(outputs.found_z, z.to(tl.float32))
         loss = loss / z
-    tl.store(loss_ptr, loss.to(tl.float32))
-    for series in range(SERIES):
+    tl.store(outputs.loss, loss.to(tl.float32))
+    for series in range(len(PLAN.series)):
         numbers, bins = _merged_series(from_ptr + WIDE + series * SERIES_SIZE, count, SIZE, False)
         perplexity = _one(numbers, PPL + 1) * tl.exp(_one(numbers, PPL))
         numbers = tl.where(column == PPL + 1, perplexity, numbers)
         # as an empty accumulator has it
         numbers = tl.where(((column == TOP) | (column == SEQ)) & (numbers <= _NOTHING), -1e300, numbers)
         places_of_ptr = places_ptr + (1 + series * 2) * WIDE * PLACES
-        _place(numbers, places_of_ptr, merged_ptr)
+        _place(numbers, places_of_ptr, outputs.merged)
         first_bin = tl.load(places_of_ptr + WIDE * PLACES)
-        tl.store(merged_ptr + first_bin + tl.arange(0, BINS), bins)
+        tl.store(outputs.merged + first_bin + tl.arange(0, BINS), bins)
 
 
 @triton.jit
@@ -403,7 +380,7 @@ def divide_by_kept(
     width,
     parts,
     part_length,
-    SERIES: tl.constexpr,
+    SIZE: tl.constexpr,
     DIVIDES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -413,7 +390,6 @@ def divide_by_kept(
     start, _, begin, end = stretch(cu_seqlens_ptr, width, row, entry % parts, part_length)
     scale = 1.0 / tl.load(found_z_ptr)
     if DIVIDES:
-        SIZE: tl.constexpr = WIDE + SERIES * SERIES_SIZE
         numbers = _merged_loss(partials_ptr + row.to(tl.int64) * parts * SIZE, parts, SIZE)
         scale = scale / tl.maximum(_one(numbers, KEPT).to(tl.float32), 1.0)
     lanes = tl.arange(0, BLOCK)

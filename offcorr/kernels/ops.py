@@ -12,7 +12,9 @@ import triton.language as tl
 
 from offcorr.stages import ops
 
-UNBOUNDED = tl.constexpr(ops.UNBOUNDED)
+UNBOUNDED: tl.constexpr = tl.constexpr(ops.UNBOUNDED)
+LARGEST_EXPONENT: tl.constexpr = tl.constexpr(80.0)
+"""exp of it is still a float32."""
 
 
 def __getattr__(name: str) -> Any:
@@ -31,5 +33,8 @@ def maximum(a, b):
 
 
 @triton.jit
-def clamp(x, low, high):
-    return minimum(maximum(x, low), high)
+def expm1_minus(x):
+    """e^x - 1 - x, by its series near 0, where the difference would cancel."""
+    series = 1 + x * (1 / 6) * (1 + x * (1 / 7) * (1 + x * (1 / 8)))
+    series = x * x * 0.5 * (1 + x * (1 / 3) * (1 + x * (1 / 4) * (1 + x * (1 / 5) * series)))
+    return tl.where(tl.abs(x) < 0.5, series, tl.exp(x) - 1 - x)

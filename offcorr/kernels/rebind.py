@@ -1,4 +1,4 @@
-"""A stage's pointwise part for Triton: the same code object, with ``ops`` bound to ``kernel_ops``."""
+"""A pointwise function for Triton: the same code object, with ``ops`` bound to ``offcorr.kernels.ops``."""
 
 from __future__ import annotations
 
@@ -13,20 +13,32 @@ from typing import Any
 from offcorr.stages import ops
 
 
-@functools.cache
+class NotFused(Exception):
+    """A correction that runs on the torch reference; the message says why."""
+
+
 def for_triton(pointwise: Callable[..., Any]) -> Any:
     """``pointwise`` as a Triton function.  Nothing is written twice: source, names and arithmetic are the reference's.
 
     Functions that it calls by name are rebound like it; numbers in CAPITALS are constants.
 
     Raises:
-        OSError: the function has no source file (Triton reads the source); it runs on the reference instead.
-        ValueError: its source is not what runs, or holds what Triton does not know.
+        NotFused: the function has no source file (Triton reads the source), its source is not what runs, or it holds
+            what Triton does not know.
     """
+    try:
+        return _rebound(pointwise)
+    except (OSError, AttributeError, SyntaxError, TypeError, ValueError) as error:
+        called = getattr(pointwise, "__qualname__", pointwise)
+        raise NotFused(f"{called} cannot run in Triton ({error})") from None
+
+
+@functools.cache
+def _rebound(pointwise: Callable[..., Any]) -> Any:
     import triton
     import triton.language as tl
 
-    from offcorr.kernels import kernel_ops
+    from offcorr.kernels import ops as triton_ops
 
     if not isinstance(pointwise, types.FunctionType):
         raise ValueError("it is no plain function")
@@ -34,14 +46,14 @@ def for_triton(pointwise: Callable[..., Any]) -> Any:
         raise ValueError(f"it takes {', '.join(pointwise.__code__.co_freevars)} from the function around it")
     written = _as_written(pointwise)
     scope = pointwise.__globals__ | dict.fromkeys(_annotations(written), tl.tensor)
-    scope |= {"ops": kernel_ops, "tl": tl}  # the interpreter looks for triton.language
+    scope |= {"ops": triton_ops, "tl": tl}  # the interpreter looks for triton.language
     names = {node.id for node in ast.walk(written) if isinstance(node, ast.Name)}
     for name in names.intersection(pointwise.__code__.co_names):  # no local ones, no attributes
         value = scope.get(name)
         if value is ops:
-            scope[name] = kernel_ops
+            scope[name] = triton_ops
         elif isinstance(value, types.FunctionType) and value is not pointwise:
-            scope[name] = for_triton(value)
+            scope[name] = _rebound(value)
         elif isinstance(value, int | float) and name.isupper():
             scope[name] = tl.constexpr(value)
     rebound = types.FunctionType(pointwise.__code__, scope, pointwise.__name__, pointwise.__defaults__)
@@ -49,10 +61,20 @@ def for_triton(pointwise: Callable[..., Any]) -> Any:
     rebound.__annotations__ = {}
     made = triton.jit(rebound)
     try:
-        getattr(made, "cache_key", None)  # looks up every name, which a launch would do too late
+        return named_by_source(made)  # looks up every name, which a launch would do too late
     except (RuntimeError, AssertionError) as error:
         raise ValueError(str(error)) from error
-    return made
+
+
+def named_by_source(function: Any) -> Any:
+    """Gives a Triton function a name that no other source has.
+
+    Triton tells the functions that a kernel is handed apart by their names alone, within a kernel and in its cache.
+    """
+    key = getattr(function, "cache_key", None)  # none under the interpreter, which caches nothing
+    if key is not None and not function.__qualname__.endswith(key[:12]):
+        function.__qualname__ = function.fn.__qualname__ = f"{function.__qualname__}_{key[:12]}"
+    return function
 
 
 def _as_written(pointwise: types.FunctionType) -> ast.FunctionDef:

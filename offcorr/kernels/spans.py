@@ -1,16 +1,8 @@
-"""The spans of ``kernels.scans`` for Triton, under the same names: a row block by block, with a carry.
+"""The spans of ``offcorr.spans`` for Triton: a row is read block by block, and what a span carries goes along.
 
-Every function sees one block of one row.  ``x`` is 0 under the mask.  A span is one of
-
-    a reduction      NAME_start(lanes) -> state, NAME_step(state, x, mask) per block, NAME(state, count) -> one number
-    a running span   NAME(x, mask, position, carry) -> (value, carry), blocks in order; the carry is a reduction of
-                     what came before
-    ``token``        the measure itself
-    ``turn``         a segmented mean: ``run_totals`` in the order of the tokens, ``turn_means`` over the runs with the
-                     same id, then a look-up by run
-
-A reduction's state is one vector a block wide for each quantity, so only the end of a row reduces over lanes.
-``NAME_fold(state)`` makes one number of each.  Where a row is split, its parts' folded states are the lanes of a state.
+``TWINS`` holds the Triton twin of each span under the name of its torch function, as data: a ``Reduction`` over the
+row, a ``Running`` span, ``TOKEN`` or ``TURN``.  ``register`` adds the twin of a span of one's own.  Every function of
+a twin takes the stage's parameters ``p`` last.  ``x``, the measure, is 0 under the mask.
 """
 
 from __future__ import annotations
@@ -19,6 +11,9 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+from offcorr.kernels.rebind import named_by_source
+from offcorr.stages.spans import SPANS
 
 
 @triton.jit
@@ -54,80 +49,71 @@ def stretch(cu_seqlens_ptr, width, row, number, part_length):
 # -- reductions ----------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def sequence_start(lanes):
-    return (tl.zeros_like(lanes).to(tl.float32),)
+class Reduction(NamedTuple):
+    """A span with one value for the whole row.
+
+    Its state is a tuple of vectors, one entry per lane, so that only the end of the row reduces over lanes.  Where
+    several programs share a row, the folded numbers of each are the lanes of a state that is folded again.
+    """
+
+    first: tuple[float, ...]
+    """What each vector of the state is filled with; a lane that still holds it changes no result."""
+    step: Any
+    """``(state, x, mask, p) -> state``, for each block."""
+    fold: Any
+    """``(state, p) -> numbers``: one number for each vector of the state."""
+    end: Any
+    """``(numbers, count, p) -> value``; ``count`` is the row's number of valid tokens."""
 
 
 @triton.jit
-def sequence_step(state, x, mask):
+def total_step(state, x, mask, p):
     return (state[0] + x,)
 
 
 @triton.jit
-def sequence_fold(state):
+def total_fold(state, p):
     return (tl.sum(state[0], 0),)
 
 
 @triton.jit
-def sequence(state, count):
-    return sequence_fold(state)[0]
+def total(numbers, count, p):
+    return numbers[0]
 
 
 @triton.jit
-def geometric(state, count):
-    return tl.sum(state[0], 0) / tl.maximum(count, 1.0)
+def mean(numbers, count, p):
+    return numbers[0] / tl.maximum(count, 1.0)
 
 
 @triton.jit
-def sequence_max_start(lanes):
-    return (tl.zeros_like(lanes).to(tl.float32) - float("inf"),)
-
-
-@triton.jit
-def sequence_max_step(state, x, mask):
+def largest_step(state, x, mask, p):
     return (tl.maximum(state[0], tl.where(mask, x, -float("inf"))),)
 
 
 @triton.jit
-def sequence_max_fold(state):
+def largest_fold(state, p):
     return (tl.max(state[0], 0),)
 
 
 @triton.jit
-def sequence_max(state, count):
-    return tl.where(count > 0, sequence_max_fold(state)[0], 0.0)
-
-
-@triton.jit
-def sequence_min_start(lanes):
-    return (tl.zeros_like(lanes).to(tl.float32) + float("inf"),)
-
-
-@triton.jit
-def sequence_min_step(state, x, mask):
+def smallest_step(state, x, mask, p):
     return (tl.minimum(state[0], tl.where(mask, x, float("inf"))),)
 
 
 @triton.jit
-def sequence_min_fold(state):
+def smallest_fold(state, p):
     return (tl.min(state[0], 0),)
 
 
 @triton.jit
-def sequence_min(state, count):
-    return tl.where(count > 0, sequence_min_fold(state)[0], 0.0)
+def extreme(numbers, count, p):
+    return tl.where(count > 0, numbers[0], 0.0)
 
 
 @triton.jit
-def log_mean_exp_start(lanes):
-    zeros = tl.zeros_like(lanes).to(tl.float32)
-    # the largest so far (any number where nothing was seen), sum of expm1(x - largest), how many
-    return zeros, zeros, zeros
-
-
-@triton.jit
-def log_mean_exp_step(state, x, mask):
+def log_mean_exp_step(state, x, mask, p):
+    """State: the largest so far (any number where nothing was seen), sum of expm1(x - largest), how many."""
     largest, below, seen = state
     top = tl.where(mask, tl.where(seen > 0, tl.maximum(largest, x), x), largest)
     drop = tl.where(seen > 0, largest - top, 0.0)
@@ -136,7 +122,7 @@ def log_mean_exp_step(state, x, mask):
 
 
 @triton.jit
-def log_mean_exp_fold(state):
+def log_mean_exp_fold(state, p):
     largest, below, seen = state
     count = tl.sum(seen, 0)
     top = tl.where(count > 0, tl.max(tl.where(seen > 0, largest, -float("inf")), 0), 0.0)
@@ -145,21 +131,34 @@ def log_mean_exp_fold(state):
 
 
 @triton.jit
-def log_mean_exp(state, count):
-    top, below, _ = log_mean_exp_fold(state)
-    return top + log1p(below / tl.maximum(count, 1.0))
+def log_mean_exp(numbers, count, p):
+    return numbers[0] + log1p(numbers[1] / tl.maximum(count, 1.0))
 
 
 # -- running spans -------------------------------------------------------------------------------------------
 
 
+class Running(NamedTuple):
+    """A span whose value depends on the tokens before, read in their order."""
+
+    step: Any
+    """``(x, mask, position, carry, p) -> (values, carry)``, for each block; ``position`` counts valid tokens from 1."""
+    first: float = 0.0
+    """The carry before the first token."""
+    carry: str | None = None
+    """The reduction whose folded number over the earlier tokens is the carry; None: a row is never shared by several
+    programs, since a later one could not know where to begin."""
+    needs_position: bool = True
+    """False spares the kernel the count where nothing else needs it; ``position`` is 0 then."""
+
+
 @triton.jit
-def prefix(x, mask, position, carry):
+def prefix(x, mask, position, carry, p):
     return carry + tl.cumsum(x, 0), carry + tl.sum(x, 0)
 
 
 @triton.jit
-def prefix_geometric(x, mask, position, carry):
+def prefix_geometric(x, mask, position, carry, p):
     return (carry + tl.cumsum(x, 0)) / tl.maximum(position, 1.0), carry + tl.sum(x, 0)
 
 
@@ -179,13 +178,13 @@ def _minimum_before(x, mask, carry):
 
 
 @triton.jit
-def min_prefix(x, mask, position, carry):
+def min_prefix(x, mask, position, carry, p):
     before, carry = _minimum_before(x, mask, carry)
     return before + x, carry
 
 
 @triton.jit
-def bounded_min_prefix(x, mask, position, carry):
+def bounded_min_prefix(x, mask, position, carry, p):
     before, carry = _minimum_before(x, mask, carry)
     return tl.minimum(before, 0.0) + x, carry
 
@@ -264,37 +263,50 @@ def turn_means(
         tl.store(means_ptr + own, total / tl.maximum(count, 1.0), mask=first + lanes < runs)
 
 
-class Reduction(NamedTuple):
-    """A reduction's functions, and how many quantities its state has."""
+# -- by name -------------------------------------------------------------------------------------------------
 
-    start: Any
-    step: Any
-    fold: Any
-    end: Any
-    size: int = 1
+TOKEN, TURN = "token", "turn"
+"""The twins that are no functions: the measure itself, and the mean over the turn (``run_totals``, ``turn_means``)."""
 
+_INFINITY = float("inf")
 
-class Running(NamedTuple):
-    """A running span, its first carry, and the reduction over a row's earlier parts that its carry is."""
-
-    span: Any
-    first: str
-    carry: str
-
-
-REDUCTIONS = {
-    "sequence": Reduction(sequence_start, sequence_step, sequence_fold, sequence),
-    "geometric": Reduction(sequence_start, sequence_step, sequence_fold, geometric),
-    "sequence_max": Reduction(sequence_max_start, sequence_max_step, sequence_max_fold, sequence_max),
-    "sequence_min": Reduction(sequence_min_start, sequence_min_step, sequence_min_fold, sequence_min),
-    "log_mean_exp": Reduction(log_mean_exp_start, log_mean_exp_step, log_mean_exp_fold, log_mean_exp, size=3),
+TWINS: dict[str, Reduction | Running | str] = {
+    "token": TOKEN,
+    "turn": TURN,
+    "sequence": Reduction((0.0,), total_step, total_fold, total),
+    "geometric": Reduction((0.0,), total_step, total_fold, mean),
+    "sequence_max": Reduction((-_INFINITY,), largest_step, largest_fold, extreme),
+    "sequence_min": Reduction((_INFINITY,), smallest_step, smallest_fold, extreme),
+    "log_mean_exp": Reduction((0.0, 0.0, 0.0), log_mean_exp_step, log_mean_exp_fold, log_mean_exp),
+    "prefix": Running(prefix, carry="sequence", needs_position=False),
+    "prefix_geometric": Running(prefix_geometric, carry="sequence"),
+    "min_prefix": Running(min_prefix, _INFINITY, "sequence_min", needs_position=False),
+    "bounded_min_prefix": Running(bounded_min_prefix, _INFINITY, "sequence_min", needs_position=False),
 }
 
-RUNNING = {
-    "prefix": Running(prefix, "0.0", "sequence"),
-    "prefix_geometric": Running(prefix_geometric, "0.0", "sequence"),
-    "min_prefix": Running(min_prefix, 'float("inf")', "sequence_min"),
-    "bounded_min_prefix": Running(bounded_min_prefix, 'float("inf")', "sequence_min"),
+_ARGUMENTS = {
+    Reduction: {"step": "state, x, mask, p", "fold": "state, p", "end": "numbers, count, p"},
+    Running: {"step": "x, mask, position, carry, p"},
 }
 
-SPANS = frozenset({"token", "turn", *REDUCTIONS, *RUNNING})
+
+def register(name: str, twin: Reduction | Running) -> None:
+    """The Triton twin of a span that ``offcorr.spans.register`` knows; corrections over it then run fused.
+
+    Raises:
+        ValueError: there is no such span, it has a twin already, or a function of the twin takes other arguments.
+    """
+    if name not in SPANS:
+        raise ValueError(f"there is no span {name!r}: register its torch function with offcorr.spans.register first")
+    if name in TWINS:
+        raise ValueError(f"the span {name!r} has a Triton twin already")
+    if not isinstance(twin, Reduction | Running):
+        raise ValueError(f"the twin of {name!r} is {twin!r}, expected a Reduction or a Running")
+    if isinstance(twin, Running) and twin.carry is not None and not isinstance(TWINS.get(twin.carry), Reduction):
+        raise ValueError(f"the carry of {name!r} is {twin.carry!r}, expected the name of a Reduction or None")
+    for part, wanted in _ARGUMENTS[type(twin)].items():
+        got = ", ".join(getattr(getattr(twin, part), "arg_names", ["no @triton.jit function"]))
+        if got != wanted:
+            raise ValueError(f"{part} of the twin of {name!r} takes ({got}), expected ({wanted})")
+        named_by_source(getattr(twin, part))
+    TWINS[name] = twin

@@ -70,9 +70,6 @@ class Stage:
     KIND: ClassVar[str] = ""
     PARTS: ClassVar[Mapping[str, int]] = {}
 
-    mismatch: shapes.Mismatch | None
-    """The pair of policies it compares; None: "total" where ``rollout_logp`` is given, else "staleness"."""
-
     prepare: Callable[[Batch], Batch] | None = None
     """For what a controller resolves to: replaces fields of the batch (rewards, weight) before the pipeline runs."""
 
@@ -86,7 +83,7 @@ class Stage:
             register_form(cls.KIND, snake_case(cls.__name__), cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        definition.check_dataclass(cls)
+        definition.check_dataclass(cls)  # type: ignore[arg-type]
         return super().__new__(cls)
 
     @classmethod
@@ -94,6 +91,11 @@ class Stage:
         """The name that stands for the class in configurations."""
         short = snake_case(cls.__name__)
         return short if _FORMS.get((cls.KIND, short)) is cls else f"{cls.__module__}:{cls.__qualname__}"
+
+    @property
+    def mismatch(self) -> shapes.Mismatch | None:
+        """The pair of policies it compares; None: "total" where ``rollout_logp`` is given, else "staleness"."""
+        return None
 
     @property
     def params(self) -> tuple[Any, ...]:
@@ -233,10 +235,6 @@ class Controller(Stage, kind="controller"):
     """
 
     becomes: ClassVar[str]
-    couples: str
-    mismatch: shapes.Mismatch | None = None
-    needs: frozenset[str] = frozenset()
-    """The optional fields of ``Batch`` that its statistics look at."""
     uses_ratio: bool = True
     scales_with_advantage: bool = True
     """As in ``Gate``, for a controller that becomes one."""
@@ -246,6 +244,16 @@ class Controller(Stage, kind="controller"):
         if kind is not None:
             cls.KIND = kind
         super().__init_subclass__(**kwargs)
+
+    @property
+    def couples(self) -> str:
+        """The sequences whose statistics it joins: "batch" or "group"."""
+        return "batch"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The optional fields of ``Batch`` that its statistics look at."""
+        return frozenset()
 
     def statistics(self, tokens: Tokens) -> Any:
         """What it needs of a micro-batch: a frozen dataclass of tensors with a method ``merge(other)``."""

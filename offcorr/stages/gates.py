@@ -23,7 +23,6 @@ class Gate(Stage, kind="gate"):
     """Base class: a frozen dataclass with a pointwise ``surrogate``."""
 
     PARTS: ClassVar[Mapping[str, int]] = {"surrogate": 2}
-    mismatch = None
 
     @property
     @abstractmethod

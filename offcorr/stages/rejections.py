@@ -32,11 +32,15 @@ class Rejection(Stage, kind="rejection"):
     """Base class.  ``rule`` gives (1, kept)."""
 
     PARTS: ClassVar[Mapping[str, int]] = {"measure": 1, "rule": 2}
-    mismatch = "engine"
     counts_as: str = ""
     """"vetoed": the tokens it drops count as vetoed too."""
     limit: float = math.inf
     """The span's value is clamped to +-``limit`` (nats) before the rule."""
+
+    @property
+    def mismatch(self) -> Mismatch | None:
+        """The pair of policies that is compared."""
+        return "engine"
 
     @property
     def measure(self) -> Pointwise:
@@ -235,7 +239,12 @@ def raw(raw_log_ratio: Any) -> Any:
 
 @dataclass(frozen=True)
 class Veto(Rejection):
-    """Drop a sequence that has a valid token whose unclamped ratio is below ``threshold`` (slime, verl)."""
+    """Drop a sequence that has a valid token whose unclamped ratio is below ``threshold`` (slime, verl).
+
+    Args:
+        threshold: absolute bound on the ratio.
+        mismatch: the pair of policies that is compared.
+    """
 
     threshold: Number = 1e-4
     mismatch: Mismatch = "engine"
@@ -284,7 +293,7 @@ class OPSM(Rejection):
 
 def both_bernoulli_kls(value: Any, logp: Any, anchor_logp: Any, p: Any) -> Any:
     ours, theirs = ops.exp(logp), ops.exp(anchor_logp)
-    # A floor keeps the logarithm of the other side where a probability is 1.
+    # The floor keeps the logarithm finite where a probability is 1.
     our_rest, their_rest = ops.maximum(1 - ours, 1e-12), ops.maximum(1 - theirs, 1e-12)
     gap, rest_gap = logp - anchor_logp, ops.log(our_rest) - ops.log(their_rest)
     forward = ours * gap + our_rest * rest_gap
@@ -294,7 +303,14 @@ def both_bernoulli_kls(value: Any, logp: Any, anchor_logp: Any, p: Any) -> Any:
 
 @dataclass(frozen=True)
 class BinaryKL(Rejection):
-    """Keep tokens whose Bernoulli KLs (this token or another), both ways round, are <= ``bound`` (AReaL's KPop)."""
+    """Keep tokens whose two Bernoulli KL divergences are both <= ``bound`` (AReaL's KPop).
+
+    The Bernoulli distribution is that of sampling this token or another; the divergence is taken in both directions.
+
+    Args:
+        bound: nats.
+        mismatch: the pair of policies that is compared.
+    """
 
     bound: Number
     mismatch: Mismatch = "engine"
@@ -333,7 +349,7 @@ def bernoulli_kl_outward(value: Any, logp: Any, anchor_logp: Any, advantage: Any
 
 @dataclass(frozen=True)
 class DPPO(Rejection):
-    """Drop tokens whose probability moved too far in the direction the advantage pushes (2602.04879).
+    """Drop tokens whose probability moved too far in the direction that the advantage pushes (2602.04879).
 
     Args:
         divergence: "tv": p - mu above ``high`` for A > 0, below ``-low`` for A <= 0; "kl": Bernoulli KL(mu, p) above
@@ -368,14 +384,14 @@ def distance_from_one(log_ratio: Any) -> Any:
     return ops.abs(ops.exp(log_ratio) - 1)
 
 
-def in_bounds_or_returning(value: Any, log_ratio: Any, advantage: Any, p: Any) -> Any:
+def within_or_inward(value: Any, log_ratio: Any, advantage: Any, p: Any) -> Any:
     outward = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
     return ops.zeros_like(value) + 1, (value <= p.bound) | ~outward
 
 
 @dataclass(frozen=True)
 class VACO(Rejection):
-    """Drop tokens moving on (A * log ratio > 0) in sequences whose mean |ratio - 1| is above ``bound`` (2603.01365).
+    """Drop outward tokens (A * log ratio > 0) of sequences whose mean |ratio - 1| is above ``bound`` (2603.01365).
 
     Args:
         bound: on the sequence's mean |ratio - 1|.
@@ -387,7 +403,7 @@ class VACO(Rejection):
 
     span = "geometric"
     measure = staticmethod(distance_from_one)
-    rule = staticmethod(in_bounds_or_returning)
+    rule = staticmethod(within_or_inward)
 
     def __post_init__(self) -> None:
         check_number(self, "bound", low=0)

@@ -23,7 +23,7 @@ def over_row(per_sequence: PerSequence, rows: Rows) -> PerToken:
 
 
 def token(x: PerToken, rows: Rows) -> PerToken:
-    """The token's own."""
+    """The measure itself."""
     return x
 
 

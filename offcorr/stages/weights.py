@@ -41,11 +41,15 @@ class Weight(Stage, kind="weight"):
     """Base class.  ``rule`` gives (multiplier, kept): a detached factor, and whether the token is kept at all."""
 
     PARTS: ClassVar[Mapping[str, int]] = {"measure": 1, "rule": 2}
-    mismatch = "engine"
     counts_as: str = "truncated"
     """"truncated": tokens kept with another multiplier than exp(value) count as such; "vetoed": dropped ones do."""
     limit: float = LOG_LIMIT
     """The span's value is clamped to +-``limit`` (nats) before the rule."""
+
+    @property
+    def mismatch(self) -> Mismatch | None:
+        """The pair of policies that is compared."""
+        return "engine"
 
     @property
     def measure(self) -> Pointwise:

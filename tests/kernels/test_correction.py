@@ -1,4 +1,4 @@
-"""The composed kernel against the float64 reference, within the budget of ``kernel_cases``.
+"""The correction kernel against the float64 reference, within the budget of ``cases``.
 
 Every buffer that it writes to starts as NaN.
 """
@@ -18,30 +18,30 @@ import torch
 import offcorr
 from offcorr import Batch, gates, ops, ratios, rejections, weights
 from offcorr import ops as vocabulary
-from offcorr.kernels import compose, scans
-from offcorr.kernels import correction as fused
+from offcorr.kernels import dispatch, launch
+from offcorr.kernels import spans as twins
+from offcorr.stages import spans
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.testing import _with_length
-from tests.kernels.cases import INTERPRETED, METHODS, cast, packed, padded, run, within_budget
+from tests.kernels.cases import INTERPRETED, METHODS, cast, packed, padded, prepared, run, within_budget
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks_and_poisoned_buffers(monkeypatch):
-    monkeypatch.setattr(fused, "BLOCK", 64)
+    monkeypatch.setattr(launch, "BLOCK", 64)
     empty = torch.empty
 
     def poisoned(*size, dtype=None, **options):
         made = empty(*size, dtype=dtype, **options)
         return made.fill_(math.nan if made.is_floating_point() else -(2**30))
 
-    monkeypatch.setattr(fused.torch, "empty", poisoned)
+    monkeypatch.setattr(launch.torch, "empty", poisoned)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_padded_and_packed(name):
-    loss_fn = _with_length(offcorr.get(name))
+    loss_fn = offcorr.get(name).with_max_length(32)
     batch = padded()
     within_budget(loss_fn, batch)
     within_budget(loss_fn, packed(batch, [1, 0, 63]))
@@ -69,7 +69,7 @@ def test_many_blocks_a_row():
 
 
 def test_more_rows_than_one_program_merges(monkeypatch):
-    monkeypatch.setattr(fused, "ALONE", 5)
+    monkeypatch.setattr(launch, "ALONE", 5)
     within_budget(offcorr.get("reinforce"), padded(rows=20, width=3, seed=3))
 
 
@@ -87,18 +87,14 @@ class _Spanned(ratios.Ratio):
         return self.over
 
 
-@pytest.mark.parametrize("span", scans.SPANS)
+@pytest.mark.parametrize("span", spans.SPANS)
 def test_every_span_over_many_blocks(span, monkeypatch):
-    monkeypatch.setattr(fused, "BLOCK", 16)
+    monkeypatch.setattr(launch, "BLOCK", 16)
     within_budget(offcorr.Correction(_Spanned(over=span), gates.Unclipped()), padded(rows=3, width=70, spread=0.1))
 
 
 def test_the_same_spans_on_both_sides():
-    from offcorr.kernels import kernel_spans
-
-    assert kernel_spans.SPANS == scans.SPANS.keys()
-    for name, reduction in kernel_spans.REDUCTIONS.items():
-        assert reduction.end.__name__ == name
+    assert twins.TWINS.keys() == spans.SPANS.keys()
 
 
 # -- rows that several programs share ------------------------------------------------------------------------
@@ -108,23 +104,22 @@ def test_the_same_spans_on_both_sides():
 def split_rows(monkeypatch):
     """Every row longer than 32 tokens is split, in parts of 16 or more."""
     for name, value in {"BLOCK": 16, "PART": 16, "FILL": 12}.items():
-        monkeypatch.setattr(fused, name, value)
+        monkeypatch.setattr(launch, name, value)
 
 
 def is_split(loss_fn: offcorr.Correction, batch: Batch) -> bool:
-    with fused.use("triton"):
-        return fused._prepare(loss_fn.resolve(loss_fn.statistics(batch)), batch, None).parts > 1
+    return prepared(loss_fn, batch).parts > 1
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_on_split_rows(name, split_rows):
-    loss_fn = _with_length(offcorr.get(name))
+    loss_fn = offcorr.get(name).with_max_length(32)
     batch = padded(spread=0.1)
     assert is_split(loss_fn, batch)
     within_budget(loss_fn, batch)
 
 
-@pytest.mark.parametrize("span", scans.SPANS)
+@pytest.mark.parametrize("span", spans.SPANS)
 def test_every_span_on_split_rows(span, split_rows):
     loss_fn = offcorr.Correction(_Spanned(over=span), gates.Unclipped(), aggregate="seq-mean-token-mean")
     late = padded(rows=3, width=70, spread=0.1)
@@ -148,11 +143,11 @@ def test_split_rows_and_their_options(split_rows):
 
 
 def test_short_rows_are_not_split():
-    with fused.use("triton"):
+    with dispatch.use("triton"):
         for rows, width, parts in ((64, 2048, 1), (1, 8192, 1), (1, 8193, 3), (4, 2**17, 32), (64, 2**17, 8)):
             like = torch.zeros(()).expand(rows, width)
             batch = Batch(logp=like, advantages=torch.zeros(rows), mask=like == 0)
-            assert fused._parts(batch) == parts, (rows, width)
+            assert launch._parts(batch) == parts, (rows, width)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -200,8 +195,8 @@ def test_power_near_zero_and_far():
 def test_compositions_at_random(seed, monkeypatch):
     pick = random.Random(seed).choice
     for name, values in {"BLOCK": (16, 32), "PART": (16, 16, 4096), "FILL": (5, 40), "ALONE": (1, 4, 300)}.items():
-        monkeypatch.setattr(fused, name, pick(values))
-    levels, spans = ("token", "turn", "prefix", "geometric", "sequence"), sorted(scans.SPANS)
+        monkeypatch.setattr(launch, name, pick(values))
+    levels, spans = ("token", "turn", "prefix", "geometric", "sequence"), sorted(spans.SPANS)
     number = pick((torch.tensor, float))
     loss_fn = offcorr.Correction(
         _Spanned(over=pick(spans)),
@@ -209,7 +204,7 @@ def test_compositions_at_random(seed, monkeypatch):
         pick((None, weights.Truncate(number(1.2), level=pick(levels)), weights.SelfNormalise(over="group"))),
         (
             rejections.K3(number(0.2), level=pick(("token", "seq-sum", "seq-mean", "seq-max")), mismatch="total"),
-            rejections.Veto(0.3, of=pick(("engine", "staleness"))),
+            rejections.Veto(0.3, mismatch=pick(("engine", "staleness"))),
         ),
         aggregate=pick(("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
         count_rejected=pick((True, False)),
@@ -235,8 +230,8 @@ def test_low_precision_inputs(dtype):
 
 def test_float64_runs_on_the_reference():
     batch = cast(padded(), torch.float64)
-    with fused.use("triton"):
-        assert fused.backend(offcorr.get("ppo"), batch) == "reference: logp is torch.float64"
+    with dispatch.use("triton"):
+        assert dispatch.backend(offcorr.get("ppo"), batch) == "reference: logp is torch.float64"
         assert offcorr.get("ppo")(batch).coefficient.dtype == torch.float64
 
 
@@ -279,8 +274,8 @@ def test_nothing_valid():
 
 def test_empty_batch_runs_on_the_reference():
     batch = padded().rows(slice(0, 0))
-    with fused.use("triton"):
-        assert fused.backend(offcorr.get("ppo"), batch) == "reference: the batch is empty"
+    with dispatch.use("triton"):
+        assert dispatch.backend(offcorr.get("ppo"), batch) == "reference: the batch is empty"
         assert offcorr.get("ppo")(batch).loss == 0
 
 
@@ -341,7 +336,7 @@ def test_strict_says_where():
     batch = padded()
     logp = torch.where(batch.mask, batch.logp, 0.0)
     logp[0, 0] = math.nan
-    with fused.use("triton"), pytest.raises(ValueError, match="the first at sequence 0, position 0"):
+    with dispatch.use("triton"), pytest.raises(ValueError, match="the first at sequence 0, position 0"):
         offcorr.get("ppo", strict=True)(dataclasses.replace(batch, logp=logp))
 
 
@@ -390,7 +385,7 @@ def test_a_gate_of_ones_own_runs_fused_and_its_numbers_recompile_nothing():
 
 
 def falls_back(loss_fn, batch, match):
-    fused._say_once.cache_clear()
+    dispatch._warn_once.cache_clear()
     expected, _ = run(loss_fn, batch, "reference")
     with pytest.warns(RuntimeWarning, match=match):
         out, _ = run(loss_fn, batch, "triton")
@@ -515,7 +510,7 @@ def test_parameters_that_are_no_numbers_run_on_the_reference(params, match):
 def test_every_pair_of_policies(rejection, of):
     """A stage sees the two policies that it compares, whatever the ratio compares."""
     batch = padded(rows=6, width=17, seed=2)
-    kept = within_budget(offcorr.get("ppo", reject=rejection(of=of)), batch).metrics.compute()["offcorr/loss/kept"]
+    kept = within_budget(offcorr.get("ppo", reject=rejection(mismatch=of)), batch).metrics.compute()["offcorr/loss/kept"]
     assert 0 < kept < 1
 
 
@@ -555,10 +550,10 @@ def test_a_gate_that_changes_tokens_runs_on_the_reference():
 
 def test_the_choice():
     batch = padded()
-    assert fused.backend(offcorr.get("ppo"), batch) == "reference: logp is on cpu"
-    with fused.use("reference"):
-        assert fused.backend(offcorr.get("ppo"), batch) == "reference: it was asked for"
-    with pytest.raises(ValueError, match="backend is 'cuda', expected one of"), fused.use("cuda"):
+    assert dispatch.backend(offcorr.get("ppo"), batch) == "reference: logp is on cpu"
+    with dispatch.use("reference"):
+        assert dispatch.backend(offcorr.get("ppo"), batch) == "reference: it was asked for"
+    with pytest.raises(ValueError, match="backend is 'cuda', expected one of"), dispatch.use("cuda"):
         pass
 
 

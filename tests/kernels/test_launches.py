@@ -12,9 +12,8 @@ import triton.language as tl
 
 import offcorr
 from offcorr import rejections
-from offcorr.kernels import correction as fused
-from offcorr.testing import _with_length
-from tests.kernels.cases import INTERPRETED, METHODS, packed, padded, run, within_budget
+from offcorr.kernels import dispatch, launch
+from tests.kernels.cases import INTERPRETED, METHODS, packed, padded, prepared, run, within_budget
 from tests.waits import Waits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -51,7 +50,7 @@ def watch(monkeypatch):
 
     @contextlib.contextmanager
     def watching() -> Iterator[Seen]:
-        with fused.use("triton"), Seen() as seen:
+        with dispatch.use("triton"), Seen() as seen:
             now.append(seen)
             yield seen
             now.remove(seen)
@@ -61,7 +60,7 @@ def watch(monkeypatch):
 
 def known(name: str, batch: offcorr.Batch) -> offcorr.Correction:
     """A method that needs nothing more of the batch."""
-    loss_fn = _with_length(offcorr.get(name))
+    loss_fn = offcorr.get(name).with_max_length(32)
     loss_fn = loss_fn.resolve(loss_fn.statistics(batch))
     fill_caches(loss_fn, batch)
     return loss_fn
@@ -69,9 +68,8 @@ def known(name: str, batch: offcorr.Batch) -> offcorr.Correction:
 
 def fill_caches(loss_fn: offcorr.Correction, batch: offcorr.Batch) -> None:
     """What a first call makes on the device and keeps."""
-    with fused.use("triton"):
-        call = fused._prepare(loss_fn, batch, 7.0)
-        call.arguments(call.outputs())
+    call = prepared(loss_fn, batch, 7.0)
+    call.arguments(call.outputs())
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -112,7 +110,7 @@ def test_controllers_wait_for_nothing(name, watch):
 @pytest.mark.parametrize("name", ["dapo", "minpro", "gspo", "turn_ppo"])
 def test_two_launches_where_rows_are_split(name, watch, monkeypatch):
     for constant, value in {"BLOCK": 16, "PART": 16, "FILL": 12}.items():
-        monkeypatch.setattr(fused, constant, value)
+        monkeypatch.setattr(launch, constant, value)
     batch = padded(width=70, spread=0.1)
     loss_fn = known(name, batch)
     with watch() as seen:
@@ -155,7 +153,7 @@ def backwards(monkeypatch):
 def test_whichever_comes_last(split, count_rejected, request, monkeypatch):
     constants = {"ALONE": 5} | ({"BLOCK": 16, "PART": 16, "FILL": 30} if split else {})
     for constant, value in constants.items():
-        monkeypatch.setattr(fused, constant, value)
+        monkeypatch.setattr(launch, constant, value)
     reject = rejections.K3(0.05, level="token")
     loss_fn = offcorr.get("minpro", reject=reject, aggregate="seq-mean-token-mean", count_rejected=count_rejected)
     batch = padded(rows=11, width=50 if split else 9, spread=0.2)
@@ -168,35 +166,32 @@ def test_whichever_comes_last(split, count_rejected, request, monkeypatch):
 
 
 @pytest.mark.parametrize("entries, group", [(1, 1), (256, 1), (257, 17), (1024, 32), (8192, 91)])
-def test_groups_are_about_as_many_as_their_members(entries, group, monkeypatch):
-    batch = padded(rows=1, width=3)
-    with fused.use("triton"):
-        call = fused._prepare(offcorr.get("ppo"), batch, None)
-    monkeypatch.setattr(type(call), "entries", entries)
+def test_groups_are_about_as_many_as_their_members(entries, group):
+    call = prepared(offcorr.get("ppo"), padded(rows=1, width=3))
+    call.entries = entries
     assert entries <= call.group * call.groups < entries + call.group
-    assert max(call.group, call.groups) <= (fused.ALONE if call.group == 1 else 2 * entries**0.5)
+    assert max(call.group, call.groups) <= (launch.ALONE if call.group == 1 else 2 * entries**0.5)
 
 
 def test_the_kernel_leaves_its_tickets_as_it_found_them():
-    fused._tickets.cache_clear()
+    launch._tickets.cache_clear()
     for rows in (3, 20, 7):
         run(offcorr.get("ppo"), padded(rows=rows, width=5), "triton")
     count = 1 + 20
-    with fused.use("triton"):
-        assert not fused._tickets_on(padded().logp.device, count).any()
+    with dispatch.use("triton"):
+        assert not launch._tickets_on(padded().logp.device, count).any()
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_packed_batch_may_say_how_long_its_longest_row_is(split, monkeypatch):
     if split:
         for constant, value in {"BLOCK": 16, "PART": 16, "FILL": 12}.items():
-            monkeypatch.setattr(fused, constant, value)
+            monkeypatch.setattr(launch, constant, value)
     batch = packed(padded(width=70, spread=0.1), [70, 0, 63])
     loss_fn = offcorr.get("minpro")
     for longest, block, part in ((None, 256, 48), (70, 128, 32), (100, 128, 32)):
         given = dataclasses.replace(batch, max_seqlen=longest)
-        with fused.use("triton"):
-            call = fused._prepare(loss_fn, given, None)
+        call = prepared(loss_fn, given)
         assert (call.parts > 1) == split
         assert call.part_length == part if split else call.block == block
         within_budget(loss_fn, given)
@@ -206,7 +201,7 @@ def test_a_penalty_may_be_added_to_the_loss_in_place():
     batch = padded(rows=2, width=5)
     logp = torch.where(batch.mask, batch.logp, 0.0).requires_grad_()
     for backend in ("reference", "triton"):
-        with fused.use(backend):
+        with dispatch.use(backend):
             out = offcorr.get("ppo")(dataclasses.replace(batch, logp=logp))
         loss = out.loss
         loss += logp.sum()

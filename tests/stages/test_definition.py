@@ -1,4 +1,4 @@
-"""A user's own stage: every mistake is named when its class is defined, or, where that is too early, once it is made."""
+"""A user's own stage: every mistake is named when its class is defined, or else once it is made."""
 
 from __future__ import annotations
 

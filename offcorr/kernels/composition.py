@@ -1,0 +1,291 @@
+"""``Composition``: the compile-time constant of the correction kernel.
+
+It holds a plan's functions, spans, pairs of policies and which fields a batch has, never a number; a kernel is compiled
+for each.  Triton passes it around as it is: its own attributes are read when the kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.language.core import constexpr_type
+
+from offcorr.batch import Batch
+from offcorr.kernels import spans
+from offcorr.kernels.metrics import entry_size
+from offcorr.kernels.rebind import NotFused, for_triton
+from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.stages.base import Plan, arguments
+
+INPUTS = ("log_ratio", "raw_log_ratio", "value", "logp", "anchor_logp", "advantage", "position", "reward")
+"""The inputs of pointwise functions, in the order of ``correction.inputs_of``."""
+
+_POLICIES = {"staleness": (0, 1), "engine": (1, 2), "total": (0, 2)}
+"""Which of (logp, old_logp, rollout_logp) a mismatch compares."""
+
+MISMATCHES = {pair: name for name, pair in _POLICIES.items()}
+
+_NONE = spans.Reduction((), None, None, None)
+
+
+class Constant:
+    """An object that a kernel is compiled for.
+
+    Its ``repr`` is a digest of all that it holds, the source of functions included: Triton tells compiled kernels apart
+    by it, and would take two functions with the same name for the same.
+    """
+
+    def __post_init__(self) -> None:
+        held = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        digest = hashlib.sha256(_text(held).encode()).hexdigest()[:16]
+        object.__setattr__(self, "_repr", f"{type(self).__name__}_{digest}")
+
+    def __repr__(self) -> str:
+        return self._repr  # type: ignore[attr-defined, no-any-return]
+
+    # triton 3.6 takes what has these two for a constant that may be handed to a function.
+    @property
+    def type(self) -> Any:
+        return constexpr_type(self)
+
+    def _flatten_ir(self, handles: Any) -> None:
+        pass
+
+
+def _text(value: Any) -> str:
+    """A description that differs where what it describes does."""
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}{getattr(value, '_fields', '')}"
+    return str(getattr(value, "cache_key", None) or repr(value))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Part(Constant):
+    """A pointwise function, and which of ``INPUTS`` its arguments are, before and after ``p``."""
+
+    function: Any
+    before: tuple[int, ...]
+    takes_p: bool
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Stage(Constant):
+    """A ratio, weight or rejection (``base.Spec``)."""
+
+    measure: Part
+    rule: Part
+    kind: str  # "token", "turn", "reduction" or "running"
+    twin: Any
+    reduction: spans.Reduction  # what the first pass reads: the span itself, or, of a split row, a running span's carry
+    slot: int  # of its first number in the summary
+    turn: int  # its place among the stages that look at turns
+    first: int  # the policy compared
+    second: int  # the policy compared against
+    limit: float
+    limited: bool
+    counts_as: str  # as in ``Spec``, and "ratio"
+    params: type[Any]
+    on_device: tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Gate(Constant):
+    """A gate (``base.GateSpec``), and the policies that the ratio compares."""
+
+    surrogate: Part
+    first: int
+    second: int
+    log_limit: float
+    detached: bool
+    params: type[Any]
+    on_device: tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Composition(Constant):
+    """Everything that the kernel is compiled for."""
+
+    stages: tuple[Stage, ...]  # the ratio first
+    gate: Gate
+    divides_by: Literal["", "valid", "kept"]  # the tokens whose number in a row its sum is divided by
+    unit: Literal["tokens", "sequences"] | None  # what Z counts, where the kernel has to find it
+    series: tuple[tuple[int, int], ...]  # the policies whose mismatch is metered, in the order of the metrics
+    split: bool  # whether several programs share a row
+    turns: tuple[int, ...]  # one entry per stage that looks at turns
+    joins_runs: bool  # whether a turn may be several runs; else the mean of a run is that of its turn
+    runs_slot: int  # of the number of runs in the summary
+    asks_position: bool
+    asks_reward: bool
+    token_advantages: bool
+    token_weight: bool
+    z_on_device: bool
+
+    @property
+    def summary_size(self) -> int:
+        """How many numbers the first launch leaves of each part of a row."""
+        return self.runs_slot + (2 if self.turns else 0)
+
+    @property
+    def entry_size(self) -> int:
+        return entry_size(len(self.series))
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether a row's tokens need the row's reductions, turns or count."""
+        reduced = any(stage.kind == "reduction" for stage in self.stages)
+        return reduced or bool(self.turns) or self.divides_by == "valid"
+
+
+class Given(NamedTuple):
+    """What the kernel depends on beside the plan."""
+
+    old_logp: bool
+    rollout_logp: bool
+    turn_ids: bool
+    token_advantages: bool
+    token_weight: bool
+    z_on_device: bool
+    split: bool
+
+
+_known: dict[Any, Composition | str] = {}
+"""Each composition, or why Triton cannot run it, so that this is found out once."""
+
+
+def composition(plan: Plan, batch: Batch, *, z_on_device: bool, split: bool) -> Composition:
+    """The composition of a plan for batches like this one; ``split`` asks for several programs per row.
+
+    Raises:
+        NotFused: it cannot run in Triton.
+    """
+    device, per_sequence = batch.logp.device, (batch.sequences,)
+    specs = plan.multipliers if plan.ratio is None else (plan.ratio, *plan.multipliers)
+    given = Given(
+        batch.old_logp is not None,
+        batch.rollout_logp is not None,
+        batch.turn_ids is not None,
+        batch.advantages.shape != per_sequence,  # as ``Batch`` reads them: where S = N, they are per sequence
+        batch.weight is not None and batch.weight.shape != per_sequence,
+        z_on_device,
+        split and all(_may_be_split(spec.span) for spec in specs),
+    )
+    key = (
+        tuple([_without_numbers(spec, device) for spec in (plan.gate, *specs)]),
+        plan.ratio is not None,
+        plan.aggregate,
+        plan.count_rejected,
+        given,
+    )
+    known = _known.get(key)
+    if known is None:
+        for spec in specs:
+            if spec.span not in spans.TWINS:  # not remembered, since it may be registered later
+                raise NotFused(f"the span {spec.span!r} has no Triton twin")
+        try:
+            known = _compose(*key)
+        except NotFused as reason:
+            known = str(reason)
+        _known[key] = known
+    if isinstance(known, str):
+        raise NotFused(known)
+    return known
+
+
+def refuse(composition: Composition, why: str) -> NotFused:
+    """Remembers that Triton cannot run a composition."""
+    _known.update({key: why for key, known in _known.items() if known is composition})
+    return NotFused(why)
+
+
+def numbers(params: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """A stage's numbers as the kernel takes them: floats, since Triton would compile anew for an int."""
+    if not params:
+        return ()
+    return type(params)(*[number if _on(device, number) else float(number) for number in params])
+
+
+def _on(device: torch.device, number: Any) -> bool:
+    """Whether the kernel reads a number there, so that the host need not wait for it."""
+    return isinstance(number, Tensor) and number.device == device
+
+
+def _without_numbers(spec: Any, device: torch.device) -> Any:
+    """A spec with the type of its params, and which of them are on the device, in their place."""
+    return spec._replace(params=(type(spec.params), tuple([_on(device, number) for number in spec.params])))
+
+
+def _may_be_split(span: str) -> bool:
+    twin = spans.TWINS.get(span)
+    return not isinstance(twin, spans.Running) or twin.carry is not None
+
+
+def _compose(
+    specs: tuple[Any, ...], has_ratio: bool, aggregate: str, count_rejected: bool, given: Given
+) -> Composition:
+    gate, *others = specs
+    aggregation = AGGREGATIONS[aggregate]
+    stages: list[Stage] = []
+    slot, turns = 1, 0
+    for place, spec in enumerate(others):
+        stage = _stage(spec, slot, turns, given.split, "ratio" if has_ratio and place == 0 else spec.counts_as)
+        slot, turns = slot + len(stage.reduction.first), turns + (stage.kind == "turn")
+        stages.append(stage)
+    functions = [gate.surrogate] + [part for spec in others for part in (spec.measure, spec.rule)]
+    asked = {name for function in functions for name in arguments(function)}
+    counted = any(isinstance(stage.twin, spans.Running) and stage.twin.needs_position for stage in stages)
+    divided_by: Literal["valid", "kept"] = "valid" if count_rejected else "kept"
+    return Composition(
+        stages=tuple(stages),
+        gate=Gate(_part(gate.surrogate), *_POLICIES[gate.mismatch], float(gate.log_limit), gate.detached, *gate.params),
+        divides_by=divided_by if aggregation.divides_by_count else "",
+        unit=None if count_rejected or aggregation.unit == "none" else aggregation.unit,
+        series=(_POLICIES["engine"],) * given.rollout_logp + (_POLICIES["staleness"],) * given.old_logp,
+        split=given.split,
+        turns=(0,) * turns,
+        joins_runs=bool(turns) and (given.split or given.turn_ids),
+        runs_slot=slot,
+        asks_position=counted or "position" in asked,
+        asks_reward="reward" in asked,
+        token_advantages=given.token_advantages,
+        token_weight=given.token_weight,
+        z_on_device=given.z_on_device,
+    )
+
+
+def _stage(spec: Any, slot: int, turn: int, split: bool, counts_as: str) -> Stage:
+    twin = spans.TWINS[spec.span]
+    kind = twin if isinstance(twin, str) else type(twin).__name__.lower()
+    reduction = twin if isinstance(twin, spans.Reduction) else _NONE
+    if split and isinstance(twin, spans.Running):
+        reduction = spans.TWINS[twin.carry]  # type: ignore[assignment, index]
+    if (reduction.first or kind == "turn") and "position" in arguments(spec.measure):
+        raise NotFused("a measure asks for a token's position before its row has been read")
+    return Stage(
+        _part(spec.measure),
+        _part(spec.rule),
+        kind,
+        twin,
+        reduction,
+        slot,
+        turn,
+        *_POLICIES[spec.mismatch],
+        float(spec.limit),
+        math.isfinite(spec.limit),
+        counts_as,
+        *spec.params,
+    )
+
+
+def _part(function: Any) -> Part:
+    names = arguments(function)
+    at = names.index("p") if "p" in names else len(names)
+    before, after = (tuple(INPUTS.index(name) for name in some) for some in (names[:at], names[at + 1 :]))
+    return Part(for_triton(function), before, "p" in names, after)
