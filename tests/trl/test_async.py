@@ -345,7 +345,7 @@ def test_refused_before_the_model_is_loaded(tmp_path):
         AsyncGRPOTrainer(nowhere, args=config(anchor="log_linear"))
     with pytest.raises(ValueError, match=r"\['power'\] of 'holderpo' follows the training.* set max_steps"):
         AsyncGRPOTrainer(nowhere, args=config(loss_type="holderpo"))
-    with pytest.raises(ValueError, match="cap is -1.0, expected"):
+    with pytest.raises(ValueError, match="is -1.0, expected"):
         AsyncGRPOTrainer(nowhere, args=config(loss_type="tis", loss_kwargs={"cap": {"start": 2.0, "end": -1.0}}))
     with pytest.raises(TypeError, match="loss is a str, expected an offcorr.Correction"):
         AsyncGRPOTrainer(nowhere, args=config(), loss="ppo")

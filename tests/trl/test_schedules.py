@@ -150,10 +150,10 @@ def test_command_line_and_yaml(tmp_path):
 @pytest.mark.parametrize(
     ("loss_type", "options", "message"),
     [
-        ("tis", {"cap": {"start": 2.0, "end": -1.0}}, "cap is -1.0, expected"),
-        ("tis", {"cap": {"start": -1.0, "end": 2.0}}, "cap is -1.0, expected"),
+        ("tis", {"cap": {"start": 2.0, "end": -1.0}}, "is -1.0, expected"),
+        ("tis", {"cap": {"start": -1.0, "end": 2.0}}, "is -1.0, expected"),
         ("tis", {"cap": {"start": "2", "end": 1.0}}, "Linear: start is '2', expected a finite number"),
-        ("tis", {"cap": {"start": 2.0}}, "cap is {'start': 2.0}, expected"),
+        ("tis", {"cap": {"start": 2.0}}, "is {.start.: 2.0}, expected"),
         ("tis", {"cpa": {"start": 2.0, "end": 1.0}}, "no option 'cpa', did you mean 'cap'"),
         ("icepop", {"low": {"start": 0.5, "end": 6.0}}, "low = 6.0 is above high = 5.0"),
     ],
