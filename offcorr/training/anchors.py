@@ -349,7 +349,7 @@ class Snapshots(Anchor):
         return f"Snapshots(limit={self.limit})"
 
 
-ANCHORS: dict[str, Callable[..., Anchor]] = {
+ANCHORS: dict[str, type[Anchor]] = {
     "snapshot": Supplied,
     "rollout": Rollout,
     "recomputed": Recomputed,
@@ -373,7 +373,8 @@ def make_anchor(name: str, model: nn.Module | None = None, **options: Any) -> An
     """
     if name not in ANCHORS:
         raise ValueError(f"anchor is {name!r}{nearest(name, ANCHORS)}, expected one of {list(ANCHORS)}")
-    parameters = inspect.signature(ANCHORS[name]).parameters
+    build: Any = ANCHORS[name]
+    parameters = inspect.signature(build).parameters
     known = {option: p for option, p in parameters.items() if option != "model"}
     for option in options:
         if option not in known:
@@ -382,7 +383,7 @@ def make_anchor(name: str, model: nn.Module | None = None, **options: Any) -> An
         if parameter.default is parameter.empty and option not in options:
             raise ValueError(f"anchor {name!r} needs {option}; its options are {[*known]}")
     holds_weights = "model" in parameters and parameters["model"].default is inspect.Parameter.empty
-    return ANCHORS[name](model, **options) if holds_weights else ANCHORS[name](**options)
+    return build(model, **options) if holds_weights else build(**options)
 
 
 def default_anchor(batch: Batch, correction: Correction | None) -> Anchor:

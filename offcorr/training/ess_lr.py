@@ -73,8 +73,8 @@ class ESSLearningRate:
         if rule not in RULES:
             raise ValueError(f"rule is {rule!r}, expected one of {list(RULES)}")
         self.auto = base == AUTO
-        self.base = 1.0 if self.auto else base
-        if isinstance(self.base, str) or not 0 < self.base <= 1:
+        self.base = 1.0 if self.auto else float(base)
+        if not 0 < self.base <= 1:
             raise ValueError(f"base is {base!r}, expected an effective sample size in (0, 1], or {AUTO!r}")
         self.rule = rule
         self.lr_scale = 1.0

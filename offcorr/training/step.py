@@ -166,7 +166,7 @@ class Step:
             self.count(tokens=tokens, sequences=sequences, averaged_over=averaged_over)
         if self._correction is not None and self._correction.couples:
             with torch.no_grad():
-                parts = [self._correction.statistics(batch) for batch in window]
+                parts: list[Any] = [self._correction.statistics(batch) for batch in window]
             if not parts:
                 raise ValueError(
                     f"window is empty, but {self._correction.method!r} needs the batches of the whole optimizer step"
