@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := recipes,triton,deepspeed,dev
+EXTRAS := recipes,triton,deepspeed,docs,dev
 TRL_MIN := 1.9.2
 # The ends of the supported range; the version between them is in constraints.txt.
 TRITONS := 3.6.0 3.8.0
@@ -22,15 +22,14 @@ export DS_BUILD_OPS := 0
 
 PYTEST := $(BIN)/python -m pytest
 CORE := $(wildcard offcorr/[a-z]*.py) offcorr/methods offcorr/stages offcorr/kernels/correction.py offcorr/kernels/logprob/linear.py
-KERNEL_TESTS := $(wildcard tests/kernels)
-TRL_TESTS := $(wildcard tests/trl tests/rollout)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-trl-min demo demo-short test test-all test-fast test-doc test-kernels test-trl-min mutate \
-        test-triton lint format docs clean
+.PHONY: help .venv .venv-trl-min demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min \
+        test-triton mutate lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z.][a-z.-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@awk -F ':.*## ' '/^# -+ /{sub(/^# -+ /, ""); print "\n" $$0} \
+	    /^[a-z.-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # ---------------------------------------------------------------- environments
 
@@ -42,13 +41,13 @@ define install
 	$(1)/bin/python -m pip install --quiet -c $(2) --no-build-isolation --editable ".[$(EXTRAS)]" $(3)
 endef
 
-.venv: $(VENV)/installed  ## the environment everything below runs in (done once, pinned by constraints.txt)
+.venv: $(VENV)/installed  ## the environment that everything below runs in (made once, pinned by constraints.txt)
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(call install,$(VENV),constraints.txt)
 	@touch $@
 
-.venv-trl-min: .venv-trl-min/installed
+.venv-trl-min: .venv-trl-min/installed  ## the same with the oldest supported TRL
 
 # The oldest supported TRL, the same versions otherwise. It imports requests without asking for it.
 .venv-trl-min/installed: pyproject.toml constraints.txt
@@ -79,33 +78,32 @@ demo-short: .venv  ## the same, cut short
 
 # ----------------------------------------------------------------------- tests
 
-test: test-doc test-kernels test-fast  ## the fast tests: at most ten minutes on two cores
+# --nothing-missing: here every package that some test needs is installed.
+ALL_TESTS := $(PYTEST) -q -n $(WORKERS) --dist loadfile --nothing-missing --durations=10
+CORE_TESTS := $(filter-out %/test_packaging.py %/test_docs.py,$(wildcard tests/test_*.py)) tests/methods tests/stages tests/training tests/extras
 
-test-doc: .venv
+test: test-doc test-fast  ## what continuous integration runs: at most ten minutes on two cores
+
+test-core: .venv  ## the core alone (stages, methods, metrics, training), fewer random draws: under a minute
+	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 20 $(CORE_TESTS)
+
+test-doc: .venv  ## the examples in docstrings and pages
 	$(PYTEST) -q --doctest-modules $(CORE) --doctest-glob='*.md' $(wildcard README.md docs/*.md)
 
-# In a process of its own: triton reads the variable once, when it is imported.
-test-kernels: .venv
-ifneq ($(KERNEL_TESTS),)
-	TRITON_INTERPRET=1 $(PYTEST) -q -n $(WORKERS) -m "not slow" $(KERNEL_TESTS)
-endif
+test-kernels: .venv  ## the kernels alone: on the GPU that there is, else under Triton's interpreter
+	$(PYTEST) -q -n $(WORKERS) -m "not slow" tests/kernels
 
-test-fast: .venv
-	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --ignore=tests/kernels --durations=10
+test-fast: .venv  ## every test but the slow ones
+	$(ALL_TESTS) -m "not slow"
 
-test-all: test-doc test-trl-min test-triton mutate  ## everything: the slow tests and the oldest TRL too
-ifneq ($(KERNEL_TESTS),)
-	TRITON_INTERPRET=1 $(PYTEST) -q -n $(WORKERS) $(KERNEL_TESTS)
-endif
-	$(PYTEST) -q -n $(WORKERS) --dist loadfile --ignore=tests/kernels --durations=10
+test-all: test-doc test-trl-min test-triton mutate  ## everything: the slow tests, the oldest TRL, other versions of triton
+	$(ALL_TESTS)
 
 mutate: .venv  ## small wrong edits, each of which a test must notice
 	$(BIN)/python tests/mutate.py --trust
 
 test-trl-min: .venv-trl-min  ## the TRL and rollout tests on the oldest supported TRL
-ifneq ($(TRL_TESTS),)
-	.venv-trl-min/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" $(TRL_TESTS)
-endif
+	.venv-trl-min/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --nothing-missing -m "not slow" tests/trl tests/rollout
 
 # Every pointwise part and one composition for each kind of span, interpreted and compiled ahead of time.
 test-triton: $(TRITONS:%=test-triton-%)  ## the kernels on the oldest and newest supported triton
@@ -113,8 +111,8 @@ test-triton: $(TRITONS:%=test-triton-%)  ## the kernels on the oldest and newest
 TRITON_SELECTION := rebinding or odd_sizes or error_budget or every_span or whichever or controllers or a_composition_compiles
 
 test-triton-%: .venv-triton-%/installed
-	TRITON_INTERPRET=1 .venv-triton-$*/bin/python -m pytest -q -n $(WORKERS) -m "not slow" \
-	    -k "$(TRITON_SELECTION)" $(KERNEL_TESTS)
+	.venv-triton-$*/bin/python -m pytest -q -n $(WORKERS) -m "not slow" \
+	    -k "$(TRITON_SELECTION)" tests/kernels
 
 # -------------------------------------------------------------------- upkeep
 
@@ -127,9 +125,15 @@ format: .venv  ## let ruff format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: .venv  ## write the generated tables anew
+docs: .venv  ## write the generated tables in docs/ anew
 	$(BIN)/python -m offcorr.cli docs
 
+docs-site: .venv  ## build the documentation site into site/; fails on an undocumented public name or a dead link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+
+docs-serve: .venv  ## the documentation site on a local port, rebuilt as the pages change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clean:  ## remove environments, builds and caches
-	rm -rf .venv .venv-trl-min $(TRITON_ENVS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-trl-min $(TRITON_ENVS) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,8 +10,8 @@ what the assembler reports; nothing here has run.  Exits with 1 where a kernel s
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from aot_common import DIVISIBLE_BY_16, arguments, report, resources
 
 import offcorr
 from offcorr import gates, rejections, weights
-from offcorr.kernels import correction as fused
-from offcorr.kernels.compose import numbers
-from offcorr.kernels.metrics import divide_by_kept
+from offcorr.kernels import launch
+from offcorr.kernels.metrics import divide_by_kept, entry_size
+from offcorr.methods import registry
 
 EVERYTHING = "(minprefix, truncated by turn, four rejections)"
 
@@ -68,50 +68,44 @@ def everything_at_once() -> offcorr.Correction:
     return offcorr.Correction(ratio, gates.Unclipped(), weight, reject, aggregate="seq-mean-token-mean")
 
 
-def launches(given: offcorr.Batch, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Every distinct composition by its methods' names: kernels, arguments, constants."""
-    found: dict[str, dict[str, Any]] = {}
+def launches(given: offcorr.Batch, names: list[str]) -> dict[str, launch.Launch]:
+    """A launch for each distinct composition, by the names of its methods."""
+    found: dict[str, tuple[list[str], launch.Launch]] = {}
     for name in names:
-        loss_fn = everything_at_once() if name == EVERYTHING else offcorr.get(name)
-        if loss_fn.aggregate == "seq-mean-token-sum-norm":
-            loss_fn = dataclasses.replace(loss_fn, max_length=2048)
-        with fused.use("triton"):
-            call = fused._prepare(loss_fn.resolve(loss_fn.statistics(given)), given, None)
-        source = call.composition.writer.text() + repr(sorted(map(str, call.composition.functions.items())))
-        if source in found:
-            found[source]["methods"].append(name)
-            continue
-        arguments = [*call.arguments(call.outputs()), *numbers(call.loss_fn, given.logp.device)]
-        found[source] = {"methods": [name], "kernels": call.kernels.launches, "arguments": arguments}
-        found[source] |= {"BLOCK": call.block, "options": call.options}
-    return {", ".join(one["methods"]): one for one in found.values()}
+        loss_fn = everything_at_once() if name == EVERYTHING else offcorr.get(name).with_max_length(2048)
+        resolved = loss_fn.resolve(loss_fn.statistics(given))
+        batch = resolved.prepared(given)
+        call = launch.prepare(resolved.plan(batch), batch, None)
+        found.setdefault(repr(call.composition), ([], call))[0].append(name)
+    return {", ".join(methods): call for methods, call in found.values()}
 
 
 def signature(
-    kernel: Any, arguments: list[Any], block: int, **constexprs: Any
-) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:
+    kernel: Any, arguments: Sequence[Any], **constants: Any
+) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
     """(types, constants, attributes), as a launch with these arguments specialises them."""
-    constexprs["BLOCK"] = block
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types: dict[str, Any] = {}
-    constants: dict[str, Any] = {}
+    held: dict[Any, Any] = {}
     attributes: dict[Any, Any] = {}
-    for place, (name, value) in enumerate(zip(kernel.arg_names, [*arguments, *constexprs.values()], strict=True)):
-        if value is None or name in constexprs:
-            types[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            types[name] = "*" + _TYPES[value.dtype]
+    for place, (name, value) in enumerate(zip(kernel.arg_names, [*arguments, *constants.values()], strict=True)):
+        types[name] = _type(value, (place,), name in constants, held, attributes)
+        if name == "width" and value % 16 == 0:
             attributes[(place,)] = DIVISIBLE_BY_16
-        elif isinstance(value, tuple):
-            types[name] = type(value)(
-                *("*" + _TYPES[x.dtype] if isinstance(x, torch.Tensor) else "fp32" for x in value)
-            )
-        elif isinstance(value, float):
-            types[name] = "fp32"
-        else:
-            types[name] = "i32"
-            if name == "width" and value % 16 == 0:
-                attributes[(place,)] = DIVISIBLE_BY_16
-    return types, constants, attributes
+    return types, held, attributes
+
+
+def _type(value: Any, path: tuple[int, ...], constant: bool, held: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
+    if value is None or constant:
+        held[path] = value
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        attributes[path] = DIVISIBLE_BY_16
+        return "*" + _TYPES[value.dtype]
+    if isinstance(value, tuple):
+        inner = [_type(item, (*path, k), False, held, attributes) for k, item in enumerate(value)]
+        return type(value)(*inner) if hasattr(value, "_fields") else tuple(inner)
+    return "fp32" if isinstance(value, float) else "i32"
 
 
 def measure(targets: list[str], names: list[str]) -> list[dict[str, Any]]:
@@ -131,16 +125,17 @@ def measure(targets: list[str], names: list[str]) -> list[dict[str, Any]]:
         "packed, split, turn ids, advantages of tokens": (batch(True, rows=2, width=2**16, **long), turns),
     }
     for layout, (given, wanted) in layouts.items():
-        for methods, one in launches(given, wanted).items():
-            for kernel, target in itertools.product(one["kernels"], targets):
-                specialised = signature(kernel, one["arguments"], one["BLOCK"])
-                found = resources(target, kernel, *specialised, one["options"])
-                step = "" if kernel is one["kernels"][-1] else ", summary"
+        for methods, call in launches(given, wanted).items():
+            arguments = call.arguments(call.buffers())
+            for kernel, target in itertools.product(call.functions, targets):
+                specialised = signature(kernel, arguments, PLAN=call.composition, BLOCK=call.block)
+                found = resources(target, kernel, *specialised, call.options)
+                step = "" if kernel is call.functions[-1] else ", summary"
                 rows.append({"methods": methods, "layout": layout + step, "target": target, **found})
     for target, divides in itertools.product(targets, (False, True)):
         given = [torch.empty(1), torch.empty(1), torch.empty(1), None, 2048, 1, 2048]
-        specialised = signature(divide_by_kept, given, fused.BLOCK, SERIES=2, DIVIDES=divides)
-        found = resources(target, divide_by_kept, *specialised, {"num_warps": fused.WARPS})
+        specialised = signature(divide_by_kept, given, SIZE=entry_size(2), DIVIDES=divides, BLOCK=launch.BLOCK)
+        found = resources(target, divide_by_kept, *specialised, {"num_warps": launch.WARPS})
         layout = "by Z and each row's count" if divides else "by Z"
         rows.append({"methods": "(count_rejected=False: dividing)", "layout": layout, "target": target, **found})
     return rows
@@ -148,16 +143,16 @@ def measure(targets: list[str], names: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--methods", nargs="+", default=[m.name for m in offcorr.registry.catalogue()])
+    parser.add_argument("--methods", nargs="+", default=[m.name for m in registry.catalogue()])
     options = parser.parse_args()
     rows = measure(options.targets, options.methods)
     head = (
         "Registers a thread / bytes spilled / bytes of shared memory; float32 unless said.\n"
-        f"Block {fused.BLOCK}, {fused.WARPS} warps, on NVIDIA GPUs at most {fused.REGISTERS} registers for up to "
-        f"{fused.CROWDED} stages, triton {triton.__version__}.  Compiled ahead of time by "
+        f"Block {launch.BLOCK}, {launch.WARPS} warps, on NVIDIA GPUs at most {launch.REGISTERS} registers for up to "
+        f"{launch.CROWDED} stages, triton {triton.__version__}.  Compiled ahead of time by "
         "`python benchmarks/aot.py`; nothing has run."
     )
-    report(rows, head, ("methods", "layout"), options.output, block=fused.BLOCK, warps=fused.WARPS)
+    report(rows, head, ("methods", "layout"), options.output, block=launch.BLOCK, warps=launch.WARPS)
 
 
 if __name__ == "__main__":

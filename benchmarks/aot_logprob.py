@@ -1,9 +1,9 @@
-"""Ahead-of-time compilation of the log-prob kernels, no GPU needed: registers, spills and shared memory.
+"""Ahead-of-time compilation of the log-prob kernels: registers, spills and shared memory, without a GPU.
 
     python benchmarks/aot_logprob.py [--output benchmarks/results/aot_logprob] [--targets sm_90]
 
-Every combination of soft-cap, entropy, squares and bias, for float32 tiles and (from logits) bfloat16 ones, with the
-block and warps that a launch uses.  The table says what the assembler reports; nothing here has run.
+The variants are every combination of soft-cap, entropy, squares and bias, for float32 tiles and for bfloat16 logits,
+with the block size and number of warps of a launch.  The numbers are those that ptxas or LLVM reports; no kernel runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import triton
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # the tests load this file by its path
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the tests import this file by its path
 from aot_common import DIVISIBLE_BY_16, TARGETS, arguments, bad, report, resources  # noqa: E402
 
 from offcorr.kernels.logprob.fold import BLOCK, WARPS, fold_kernel, grad_kernel  # noqa: E402
@@ -33,11 +33,11 @@ _TYPES = {
 
 
 def variants() -> list[dict[str, Any]]:
-    """Name, kernel, pointer types and constants of everything that is launched on half-precision or float32 inputs."""
-    found = []
+    """Returns name, kernel, pointer types and constants of every variant for half-precision and float32 inputs."""
+    listed = []
     for capped, entropy in itertools.product((False, True), repeat=2):
         flags = {"CAPPED": capped, "ENTROPY": entropy}
-        said = ("soft-cap " if capped else "") + ("entropy " if entropy else "")
+        prefix = ("soft-cap " if capped else "") + ("entropy " if entropy else "")
         for tile, bias in (("*fp32", None), ("*fp32", "*bf16"), ("*bf16", None)):
             if tile == "*bf16":
                 where = "bf16 logits"
@@ -45,8 +45,8 @@ def variants() -> list[dict[str, Any]]:
                 where = "fp32 tile" + (", bias" if bias else "")
             for squares in (False, True):
                 for weights in (None, "*bf16") if tile == "*fp32" else (None,):
-                    name = said + ("squares " if squares else "") + ("U " if weights else "")
-                    found.append(
+                    name = prefix + ("squares " if squares else "") + ("U " if weights else "")
+                    listed.append(
                         {
                             "kernel": fold_kernel,
                             "variant": name.strip() or "plain",
@@ -55,20 +55,20 @@ def variants() -> list[dict[str, Any]]:
                             "constants": {**flags, "SQUARES": squares},
                         }
                     )
-            found.append(
+            listed.append(
                 {
                     "kernel": grad_kernel,
-                    "variant": said.strip() or "plain",
+                    "variant": prefix.strip() or "plain",
                     "reads": where,
                     "types": {"tile_ptr": tile, "bias_ptr": bias, "out_ptr": "*bf16"},
                     "constants": flags,
                 }
             )
-    return found
+    return listed
 
 
 def signature(one: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:
-    """(types, constants, attributes), as a launch specialises them."""
+    """Returns (types, constants, attributes) as a launch specialises them."""
     types, constants, attributes = {}, {**one["constants"], "BLOCK": BLOCK}, {}
     for place, name in enumerate(one["kernel"].arg_names):
         kind = one["types"].get(name, _TYPES.get(name, "i32"))
@@ -83,7 +83,7 @@ def signature(one: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict
 
 
 def compile_for(target: str, one: dict[str, Any]) -> dict[str, int]:
-    """Registers a thread; bytes a thread that spill to memory; bytes of shared memory."""
+    """Returns registers per thread, spilled bytes per thread and bytes of shared memory."""
     return resources(target, one["kernel"], *signature(one), {"num_warps": WARPS})
 
 
@@ -105,9 +105,9 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     rows = measure(options.targets)
     head = (
-        f"Registers a thread / bytes spilled / bytes of shared memory, block {BLOCK}, {WARPS} warps; "
+        f"Registers per thread / spilled bytes per thread / bytes of shared memory, block {BLOCK}, {WARPS} warps; "
         f"triton {triton.__version__}.\n"
-        "Compiled ahead of time by `python benchmarks/aot_logprob.py`; nothing has run."
+        "Compiled ahead of time by `python benchmarks/aot_logprob.py`; no kernel has run."
     )
     report(rows, head, ("kernel", "variant", "reads"), options.output, block=BLOCK, warps=WARPS)
 

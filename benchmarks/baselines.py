@@ -1,11 +1,11 @@
-"""VCPO's baselines side by side: the group's mean, the token proxy OTB, and the exact minimum-variance OPOB.
+"""Comparison of VCPO's baselines: the group's mean, the token proxy OTB, and the exact minimum-variance baseline OPOB.
 
     python benchmarks/baselines.py [--baselines group token opob] [--seeds 0 1 2] [--output FILE.json]
 
-Every run is recipes/accelerate_loop.py with the whole of VCPO but for the baseline (sequence weight, ESS learning
-rate), at lag 16 with an int8 sampler, padded rows, one thread, four updates on each generation.  ``group`` also divides
-by the group's deviation, as GRPO does, and the other two do not.  Seconds are of the whole run, sampling and evaluation
-included, and of whatever else the machine was doing.
+Every run is recipes/accelerate_loop.py with VCPO's sequence weight and ESS learning rate, at lag 16 with an int8
+sampler, padded rows, one thread and four updates per generation; only the baseline differs.  ``group`` also divides by
+the group's standard deviation, as GRPO does; the other two do not.  Seconds are wall-clock seconds of the whole run,
+with sampling, evaluation and other load on the machine.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SETTING = {"loss": "vcpo", "ess_lr": "sqrt", "lag": 16, "precision": "int8", "pa
 
 
 def run(baseline: str, seed: int, generations: int, folder: Path) -> dict[str, Any]:
-    """Held-out accuracy over the run, and its seconds."""
+    """Returns the held-out accuracy over the run, and its wall-clock seconds."""
     flags = SETTING | {"baseline": baseline, "seed": seed, "generations": generations, "eval_every": 4}
-    listed = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    arguments = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     script = HERE.parent / "recipes" / "accelerate_loop.py"
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, str(script), *listed, "--output_dir", str(folder), "--use_cpu"],
+        [sys.executable, str(script), *arguments, "--output_dir", str(folder), "--use_cpu"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

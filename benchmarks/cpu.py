@@ -1,11 +1,12 @@
-"""``linear_logprob`` on a CPU against the naive path: time, peak memory, error.  Ratios only.
+"""Time, peak memory and error of ``linear_logprob`` on a CPU, as ratios to the naive implementation.
 
     python benchmarks/cpu.py [--output benchmarks/results/cpu_logprob] [--threads 1] [--rounds 7]
 
 Every variant computes the log-probabilities of N tokens and their gradients, forward and backward, from the same
-tensors.  Times are taken in turn, round after round; a ratio is the median over rounds of (variant / naive in the same
-round).  With one thread they are the process's own seconds, which do not count what else the machine is doing.  Peak
-memory is what a process of its own touches beyond the inputs.  Competitors are measured where they can be imported.
+tensors.  Every round times all variants in turn; a ratio is the median over rounds of variant / naive in the same
+round.  With one thread the times are CPU seconds of the process, which other load on the machine hardly changes.  Peak
+memory is measured in one process per variant and excludes the inputs.  Other libraries are measured where they can be
+imported.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from torch import Tensor
 from offcorr.kernels.logprob import linear_logprob, naive_logprob
 
 KEPT = 0.4
-"""The fraction of tokens with a gradient, in the variants that say so."""
+"""Fraction of tokens with a gradient, in the variants named after it."""
 
 
 class Problem:
-    """N tokens, hidden size H, vocabulary V, float32; ``d`` is the gradient of logp."""
+    """Inputs for N tokens, hidden size H and vocabulary V, in float32; ``d`` is the incoming gradient of logp."""
 
     def __init__(self, tokens: int, size: int, vocabulary: int) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -61,7 +62,7 @@ def trl(p: Problem, frozen: bool) -> Tensor:
 
 
 class _Products(torch.autograd.Function):
-    """The bare matrix products of a forward and backward pass, in row chunks: what no head can do without."""
+    """The matrix products of a forward and backward pass alone, in row chunks: a lower bound for every head."""
 
     @staticmethod
     def forward(ctx: Any, p: Problem, frozen: bool, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ VARIANTS: dict[str, Variant] = {
     "frozen head: linear_logprob, recomputing": (ours(frozen_head=False), True, False),
     "frozen head: the matrix products alone": (products, True, False),
 }
-"""Name -> (log-probabilities, head frozen, some tokens only)."""
+"""Name -> (function for the log-probabilities, frozen head, gradient for some tokens only)."""
 
 
 def importable(name: str) -> bool:
@@ -142,16 +143,16 @@ def times(p: Problem, names: list[str], rounds: int) -> dict[str, list[float]]:
 
 
 def peak_memory(name: str, size: tuple[int, int, int]) -> float:
-    """MiB that one forward and backward pass of a variant touches beyond its inputs."""
+    """Returns the peak memory of one forward and backward pass beyond the inputs, in MiB."""
     command = [sys.executable, __file__, "--memory-of", name, "--size", *map(str, size)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def measure_memory(name: str, size: tuple[int, int, int]) -> float:
-    step(Problem(16, size[1], 64), VARIANTS[name])  # libraries and their buffers are loaded
+    step(Problem(16, size[1], 64), VARIANTS[name])  # loads libraries and their buffers
     p = Problem(*size)
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak counts from here
+        file.write("5")  # resets the peak
     status = {line.split(":")[0]: line.split()[1] for line in open("/proc/self/status") if "kB" in line}
     before = int(status["VmRSS"])
     step(p, VARIANTS[name])
@@ -160,34 +161,38 @@ def measure_memory(name: str, size: tuple[int, int, int]) -> float:
 
 
 def errors() -> dict[str, float]:
-    """Largest error of a log-probability in nats against float64, for bfloat16 inputs with logits up to about 40."""
+    """Returns the largest error of a log-probability against float64, in nats, for bfloat16 inputs.
+
+    Logits are up to about 40.
+    """
     draw = torch.Generator().manual_seed(0)
     hidden = (8 * torch.randn(512, 256, generator=draw)).bfloat16()
     weight = (torch.randn(8000, 256, generator=draw) / 16).bfloat16()
     target = torch.randint(8000, (512,), generator=draw)
     exact = naive_logprob(hidden.double(), weight.double(), target).logp
     rounded = torch.log_softmax((hidden @ weight.T).float(), -1).gather(1, target[:, None])[:, 0]
-    ours_now = linear_logprob(hidden, weight, target).logp
+    fused = linear_logprob(hidden, weight, target).logp
     return {
-        "linear_logprob": (ours_now - exact).abs().max().item(),
+        "linear_logprob": (fused - exact).abs().max().item(),
         "logits rounded to bfloat16": (rounded - exact).abs().max().item(),
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    n, h, v = found["size"]
+def table(report: dict[str, Any]) -> str:
+    n, h, v = report["size"]
     lines = [
-        f"N={n}, H={h}, V={v}, float32, forward and backward; {found['threads']} thread(s), {found['rounds']} rounds.",
+        f"N={n}, H={h}, V={v}, float32, forward and backward; "
+        f"{report['threads']} thread(s), {report['rounds']} rounds.",
         "",
-        "| variant | time / naive (median) | (of minima) | peak memory / naive | MiB |",
+        "| variant | time / naive (median) | time / naive (minima) | peak memory / naive | MiB |",
         "|---|---|---|---|---|",
     ]
-    for name, row in found["variants"].items():
+    for name, row in report["variants"].items():
         memory = f"{row['memory']:.3f} | {row['memory_mib']:.0f}" if "memory" in row else " | "
         lines.append(f"| {name} | {row['time']:.2f} | {row['time_of_minima']:.2f} | {memory} |")
     lines += ["", "Largest error of a log-probability, bfloat16 inputs, against float64, nats:", ""]
-    lines += [f"- {name}: {error:.1e}" for name, error in found["errors"].items()]
-    about = found["machine"]
+    lines += [f"- {name}: {error:.1e}" for name, error in report["errors"].items()]
+    about = report["machine"]
     lines += ["", f"{about['processor']}, torch {about['torch']}, load {about['load']}.  `python benchmarks/cpu.py`"]
     return "\n".join(lines) + "\n"
 
@@ -211,7 +216,7 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="without a suffix; writes .json and .md")
+    parser.add_argument("--output", type=Path, help="path without a suffix; .json and .md are written")
     parser.add_argument("--size", nargs=3, type=int, default=(2048, 256, 32000), metavar=("N", "H", "V"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
@@ -237,7 +242,7 @@ def main() -> None:
         for name in names:
             base = memory[name.split(":")[0] + ": naive"]
             rows[name] |= {"memory": memory[name] / base, "memory_mib": memory[name]}
-    found = {
+    report = {
         "size": size,
         "threads": options.threads,
         "rounds": options.rounds,
@@ -245,10 +250,10 @@ def main() -> None:
         "errors": errors(),
         "machine": machine(),
     }
-    print(table(found))
+    print(table(report))
     if options.output:
-        options.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        options.output.with_suffix(".md").write_text(table(found))
+        options.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        options.output.with_suffix(".md").write_text(table(report))
 
 
 if __name__ == "__main__":

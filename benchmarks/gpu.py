@@ -33,10 +33,11 @@ import torch
 from torch import Tensor
 
 import offcorr
-from offcorr.kernels import correction as fused
+from offcorr.kernels import dispatch, launch
+from offcorr.correction import _reference
 from offcorr.kernels.logprob import logits_logprob
 from offcorr.methods.registry import catalogue
-from offcorr.testing import _with_length
+from offcorr.stages.spans import SPANS
 
 CONSTANTS = ("BLOCK", "WARPS", "REGISTERS", "FILL", "PART", "ALONE")
 COMPARED = ("dapo", "gspo", "minpro", "ctpo", "tis", "seq_mis")
@@ -96,11 +97,11 @@ def disagreement(name: str, given: offcorr.Batch) -> Row:
     A token on which float32 and float64 fall on different sides of a bound says nothing about the kernel, so tokens
     are counted where the kernel is further off than both rounding and the reference allow.
     """
-    loss_fn = _with_length(offcorr.get(name))
-    with fused.use("reference"):
+    loss_fn = offcorr.get(name).with_max_length(32)
+    with dispatch.use("reference"):
         exact, single = loss_fn(double(given)), loss_fn(given)
-    with fused.use("triton"):
-        ran_on = fused.backend(loss_fn, given)
+    with dispatch.use("triton"):
+        ran_on = dispatch.backend(loss_fn, given)
         out, again = loss_fn(given), loss_fn(given)
     size = exact.coefficient.abs().max()
     off = (out.coefficient.double() - exact.coefficient).abs()
@@ -130,8 +131,8 @@ def compile_kernels(name: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     given = [usual(device), batch(device, 8, 1000), batch(device, 8, 1000, packed=True)]
     given.append(batch(device, 8, 1000, dtype=torch.bfloat16))
-    loss_fn = _with_length(offcorr.get(name))
-    with fused.use("triton"):
+    loss_fn = offcorr.get(name).with_max_length(32)
+    with dispatch.use("triton"):
         for one in given if device.type == "cuda" else given[:1]:
             loss_fn(one)
 
@@ -177,10 +178,10 @@ def compulsory_bytes(given: offcorr.Batch) -> int:
 
 def one_pass(loss_fn: offcorr.Correction) -> bool:
     """Whether a token's coefficient needs nothing of the rest of its row that comes after it."""
-    from offcorr.kernels.spans import REDUCTIONS
+    from offcorr.kernels.spans import TURN, TWINS, Reduction
 
-    spans = {getattr(stage, "span", "token") for stage in loss_fn.stages.values()}
-    return not spans & {"turn", *REDUCTIONS}
+    twins = [TWINS[SPANS[getattr(stage, "span", "token")]] for stage in loss_fn.stages.values()]
+    return not any(twin == TURN or isinstance(twin, Reduction) for twin in twins)
 
 
 def copy_bandwidth(run: Run) -> float:
@@ -200,13 +201,13 @@ class Timed:
     """
 
     def __init__(self, name: str, given: offcorr.Batch) -> None:
-        loss_fn = _with_length(offcorr.get(name))
+        loss_fn = offcorr.get(name).with_max_length(32)
         self.loss_fn, self.given = loss_fn.resolve(loss_fn.statistics(given)), given
         self.denominator = float(given.logp.numel())
 
     def forward(self, choice: str) -> Callable[[], Any]:
         def call() -> Any:
-            with fused.use(choice), torch.no_grad():
+            with dispatch.use(choice), torch.no_grad():
                 return self.loss_fn(self.given, denominator=self.denominator)
 
         return call
@@ -214,13 +215,15 @@ class Timed:
     def both_ways(self, choice: str) -> Callable[[], Any]:
         def call() -> Any:
             logp = self.given.logp.detach().requires_grad_()
-            with fused.use(choice):
+            with dispatch.use(choice):
                 self.loss_fn(dataclasses.replace(self.given, logp=logp), denominator=self.denominator).loss.backward()
 
         return call
 
     def compiled(self, **options: Any) -> Callable[[], Any]:
-        optimised = torch.compile(lambda: self.loss_fn._reference(self.given, self.denominator), **options)
+        given = self.loss_fn.prepared(self.given)
+        plan = self.loss_fn.plan(given)
+        optimised = torch.compile(lambda: _reference(plan, given, self.denominator), **options)
 
         def call() -> Any:
             with torch.no_grad():
@@ -308,7 +311,7 @@ def others(run: Run) -> None:
     given = dataclasses.replace(usual(run.device), rollout_logp=None)
     size = (16, 2048, 32768, torch.bfloat16) if run.gpu else (2, 9, 40, torch.bfloat16)
     logits, ids, of_logits = from_logits(run, *size)
-    with fused.use("triton"):
+    with dispatch.use("triton"):
         for name in right(run, tuple(theirs.SETTINGS)):
             setting, loss_fn = theirs.SETTINGS[name], offcorr.get(name)
             starts: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None, Tensor]] = {}
@@ -412,14 +415,14 @@ def sweep(run: Run) -> None:
         if run.left() < 0:
             return
         timed = Timed(name, batch(run.device, *shape))
-        before = {constant: getattr(fused, constant) for constant in setting}
-        vars(fused).update(setting)
+        before = {constant: getattr(launch, constant) for constant in setting}
+        vars(launch).update(setting)
         try:
             seconds, why = run.attempt(
                 lambda timed=timed: (run.replay_seconds if run.gpu else run.seconds)(timed.forward("triton"), 20)
             )
         finally:
-            vars(fused).update(before)
+            vars(launch).update(before)
         row = {"setting": setting, **timed.about(name), "kernel_replay": seconds}
         run.add("sweep", row | ({"failed": why} if why else {}))
 
@@ -487,7 +490,7 @@ def main() -> None:
     every = [method.name for method in catalogue()]
     options.methods = options.methods or (list(COMPARED[:3]) if options.smoke else every)
     run = Run(options)
-    run.found["constants"] = {name: getattr(fused, name) for name in CONSTANTS}
+    run.found["constants"] = {name: getattr(launch, name) for name in CONSTANTS}
     run.sections(SECTIONS)
     judge(run)
     run.finish(table(run.found))

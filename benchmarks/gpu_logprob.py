@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 import offcorr
-from offcorr.kernels import logprob
 from offcorr.kernels.correction import use
+from offcorr.kernels.logprob import linear as logprob
 from offcorr.kernels.logprob import linear_logprob, logits_logprob, naive_logprob, out_of_vocabulary
 
 KEPT = 0.4

@@ -1,10 +1,11 @@
-"""Methods side by side on the toy task: the same stale, quantised sampler, the same data, one flag apart.
+"""Comparison of methods on the toy task: the same stale, quantised sampler and the same data; only the loss differs.
 
     python benchmarks/methods.py [--methods minpro ctpo ...] [--seeds 0 1] [--updates 160] [--output FILE.json]
 
-Every run is recipes/grpo.py at lag 16 with an int8 sampler, as in the demo.  Reported for each method: held-out sampled
-accuracy at start, peak and end, the largest fall from a peak, and mean mismatch; JSON, a table and a PNG.  One learning
-rate for all and every method at its defaults: a comparison of defaults under one setting, not a ranking of papers.
+Every run is recipes/grpo.py at lag 16 with an int8 sampler, as in the demo.  The report (JSON, a table and a PNG) has
+for each method the held-out sampled accuracy at start, peak and end, the largest fall from a peak, and the mean
+mismatch.  All methods use one learning rate and their own defaults, so the result compares defaults in one setting and
+does not rank the papers.
 """
 
 from __future__ import annotations
@@ -95,16 +96,16 @@ def report(rows: list[dict[str, Any]], command: str, setting: dict[str, Any]) ->
 
 
 def by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The runs of each method, a seed each, the best mean end first."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Returns the runs of each method, one per seed, sorted by the mean accuracy at the end, best first."""
+    grouped: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["method"], []).append(row)
-    return dict(sorted(found.items(), key=lambda item: -mean(row["end"] for row in item[1])))
+        grouped.setdefault(row["method"], []).append(row)
+    return dict(sorted(grouped.items(), key=lambda item: -mean(row["end"] for row in item[1])))
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"held-out sampled accuracy at lag {LAG}, {PRECISION} sampler; means over the seeds")
-    for name in ("method", "start", "peak", "end", "end of each seed", "largest fall", "staleness |d|"):
+    for name in ("method", "start", "peak", "end", "end per seed", "largest fall", "staleness |d|"):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for method, runs in by_method(rows).items():
         start, peak, end, fall, moved = (
@@ -116,7 +117,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> Path:
-    """Each method's mean over the seeds, and between which values they lay."""
+    """Plots the mean over the seeds and the range of every method, and returns the file."""
     import matplotlib
 
     matplotlib.use("Agg")

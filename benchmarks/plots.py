@@ -1,6 +1,6 @@
-"""Pictures of the GPU benchmarks' reports, on any machine that has matplotlib.
+"""Plots of the GPU benchmarks' reports; needs matplotlib and no GPU.
 
-python benchmarks/plots.py gpu.json gpu_logprob.json        writes gpu_times.png ... beside each report
+python benchmarks/plots.py gpu.json gpu_logprob.json        # writes gpu_times.png ... next to each report
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-Found = dict[str, Any]
+Report = dict[str, Any]
 
 
-def draw(report: Path) -> list[Path]:
-    """The pictures that a report has the figures for.
+def draw(path: Path) -> list[Path]:
+    """Writes the plots for which a report has data, and returns their paths.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is not installed.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = json.loads(report.read_text())
-    made = []
+    report = json.loads(path.read_text())
+    written = []
     for name, (series, paint, size) in PICTURES.items():
-        if not found.get(series):
+        if not report.get(series):
             continue
         figure, axis = plt.subplots(figsize=size, constrained_layout=True)
-        paint(axis, found)
-        where = f"{found['machine']['device']}, torch {found['machine']['torch']}"
-        figure.suptitle(f"{'SMOKE TEST: the times mean nothing, ' if found['smoke'] else ''}{where}", fontsize=9)
-        made.append(report.with_name(f"{report.stem}_{name}.png"))
-        figure.savefig(made[-1], dpi=120)
+        paint(axis, report)
+        where = f"{report['machine']['device']}, torch {report['machine']['torch']}"
+        figure.suptitle(f"{'SMOKE TEST: the times mean nothing, ' if report['smoke'] else ''}{where}", fontsize=9)
+        written.append(path.with_name(f"{path.stem}_{name}.png"))
+        figure.savefig(written[-1], dpi=120)
         plt.close(figure)
-    return made
+    return written
 
 
 def bars(axis: Any, labels: list[str], heights: dict[str, list[float | None]]) -> None:
-    """Grouped bars that lie; what was not measured has none."""
+    """Draws grouped horizontal bars; a value that was not measured has no bar."""
     thick = 0.8 / len(heights)
     for number, (name, values) in enumerate(heights.items()):
         places = [i + number * thick for i in range(len(labels))]
@@ -59,9 +59,9 @@ def of(rows: Iterable[Row], key: str, scale: float = 1.0) -> list[float | None]:
 # -- the correction kernel -----------------------------------------------------------------------------------
 
 
-def method_times(axis: Any, found: Found) -> None:
-    rows = sorted((row for row in found["usual"] if row["rollout_logp"]), key=lambda row: -(row["kernel_wall"] or 0))
-    compiled = {row["method"]: row for row in found.get("compiled", [])}
+def method_times(axis: Any, report: Report) -> None:
+    rows = sorted((row for row in report["usual"] if row["rollout_logp"]), key=lambda row: -(row["kernel_wall"] or 0))
+    compiled = {row["method"]: row for row in report.get("compiled", [])}
     drawn = {
         "kernel, graph replay": ("kernel_replay", "C0o"),
         "kernel, wall": ("kernel_wall", "C0."),
@@ -82,8 +82,8 @@ def method_times(axis: Any, found: Found) -> None:
     axis.set(xscale="log", xlabel="microseconds, forward", title=title)
 
 
-def bandwidth(axis: Any, found: Found) -> None:
-    rows = found["large"]
+def bandwidth(axis: Any, report: Report) -> None:
+    rows = report["large"]
     labels = [
         f"{row['method']}, {row['rows']} rows, {'packed' if row['packed'] else 'padded'}"
         f"{'' if row['one_pass'] else ' (two passes)'}"
@@ -94,14 +94,14 @@ def bandwidth(axis: Any, found: Found) -> None:
     axis.set(xlabel="compulsory bytes / time / copy bandwidth", title=f"{rows[0]['tokens']} tokens and about as many")
 
 
-def losses(axis: Any, found: Found) -> None:
-    rows = [row for row in found["others"] if "wall" in row]
+def losses(axis: Any, report: Report) -> None:
+    rows = [row for row in report["others"] if "wall" in row]
     bars(axis, [f"{row['method']}: {row['who']}" for row in rows], {"forward and backward": of(rows, "wall", 1e3)})
     axis.set(xscale="log", xlabel="milliseconds, wall")
 
 
-def settings(axis: Any, found: Found) -> None:
-    rows = [row for row in found["sweep"] if row["kernel_replay"]]
+def settings(axis: Any, report: Report) -> None:
+    rows = [row for row in report["sweep"] if row["kernel_replay"]]
     for place in dict.fromkeys((row["rows"], row["tokens"], row["method"]) for row in rows):
         own = [row for row in rows if (row["rows"], row["tokens"], row["method"]) == place]
         best = min(row["kernel_replay"] for row in own)
@@ -121,38 +121,41 @@ def case(row: Row) -> str:
 
 
 def largest(rows: list[Row]) -> list[Row]:
-    """Those of the first shape that ended."""
+    """Returns the finished rows that have the shape of the first finished row."""
     first = next((row for row in rows if "total_ms" in row), None)
     shape = ("N", "H", "V", "dtype")
     return [row for row in rows if first and "total_ms" in row and all(row[x] == first[x] for x in shape)]
 
 
-def floors(axis: Any, found: Found) -> None:
-    rows = largest(found["cases"])
-    bars(axis, [case(row) for row in rows], {"total": of(rows, "total_ms"), "floor": of(rows, "floor_ms")})
+def floors(axis: Any, report: Report) -> None:
+    rows = largest(report["cases"])
+    bars(axis, [case(row) for row in rows], {"total": of(rows, "total_ms"), "lower bound": of(rows, "floor_ms")})
     size = ", ".join(f"{x} = {rows[0][x]}" for x in ("N", "H", "V")) if rows else ""
     axis.set(xlabel="milliseconds, forward and backward", title=size)
 
 
-def memory(axis: Any, found: Found) -> None:
-    rows = [row for row in largest(found["cases"]) if row.get("peak_gib") is not None]
+def memory(axis: Any, report: Report) -> None:
+    rows = [row for row in largest(report["cases"]) if row.get("peak_gib") is not None]
     bars(axis, [case(row) for row in rows], {"peak beyond the inputs": of(rows, "peak_gib")})
     axis.set(xlabel="GiB", xscale="log" if rows else "linear")
 
 
-def fractions(axis: Any, found: Found) -> None:
-    rows = [r for r in largest(found["cases"]) if r["name"] == "linear_logprob" and not r.get("frozen")]
+def fractions(axis: Any, report: Report) -> None:
+    rows = [r for r in largest(report["cases"]) if r["name"] == "linear_logprob" and not r.get("frozen")]
     rows.sort(key=lambda row: row["kept"])
     for name in ("backward_ms", "floor_ms"):
         axis.plot(
-            of(rows, "kept"), of(rows, name), "o-", label=name.replace("_ms", ", ms").replace("floor", "floor of both")
+            of(rows, "kept"),
+            of(rows, name),
+            "o-",
+            label=name.replace("_ms", ", ms").replace("floor", "lower bound"),
         )
     axis.legend(fontsize=8)
     axis.set(xlabel="fraction of tokens with a gradient", ylim=(0, None))
 
 
-def shapes(axis: Any, found: Found) -> None:
-    rows = [row for row in found["cases"] if "total_to_floor" in row and row["kept"] == 1 and not row.get("frozen")]
+def shapes(axis: Any, report: Report) -> None:
+    rows = [row for row in report["cases"] if "total_to_floor" in row and row["kept"] == 1 and not row.get("frozen")]
     sizes = list(dict.fromkeys((r["N"], r["H"], r["V"], r["dtype"]) for r in rows))
     names = list(dict.fromkeys(row["name"] for row in rows))
     by_place = {(r["name"], (r["N"], r["H"], r["V"], r["dtype"])): r["total_ms"] / r["four_products_ms"] for r in rows}
@@ -161,7 +164,7 @@ def shapes(axis: Any, found: Found) -> None:
     axis.set(xlabel="time / four matrix products")
 
 
-Picture = tuple[str, Callable[[Any, Found], None], tuple[float, float]]
+Picture = tuple[str, Callable[[Any, Report], None], tuple[float, float]]
 PICTURES: dict[str, Picture] = {
     "times": ("usual", method_times, (9, 9)),
     "bandwidth": ("large", bandwidth, (9, 7)),
@@ -172,7 +175,7 @@ PICTURES: dict[str, Picture] = {
     "kept": ("cases", fractions, (6, 4)),
     "shapes": ("cases", shapes, (9, 7)),
 }
-"""Name -> (the series it needs, how it is drawn, inches)."""
+"""Name -> (the series that it needs, the function that draws it, size in inches)."""
 
 if __name__ == "__main__":
     for given in sys.argv[1:]:

@@ -1,12 +1,13 @@
-"""Step times with and without ``skip_dead_sequences`` over a run on the toy model.
+"""Step times with and without ``skip_dead_sequences`` at several points of a run, on the toy model.
 
-    python benchmarks/skip_dead.py [--stages 0 120 360] [--output benchmarks/results/skip_dead.json]
+    python benchmarks/skip_dead.py [--checkpoints 0 120 360] [--output benchmarks/results/skip_dead.json]
 
-One on-policy run trains the toy model; the better it gets, the more groups agree on their reward, so that their
-advantages are 0 and their sequences dead.  The weights of each stage are then put into two trainers, with the option
-and without, at learning rate 0.  What the weights sample is recorded once and given to both, so they see the same
-batches and a step is forward, loss, metrics, backward and optimizer: what the option can change.  Rounds alternate.
-The ratio is median over all steps with the option / median without; sampling, which it cannot change, is said beside.
+One on-policy run trains the toy model.  The better it gets, the more groups have equal rewards, so that their
+advantages and gradients are zero and their sequences can be skipped.  The weights of each checkpoint are then loaded
+into two trainers, with and without the option, at learning rate 0.  Their samples are recorded once and replayed to
+both, so both see the same batches.  A step is forward, loss, metrics, backward and optimizer, which the option can
+change.  Rounds alternate between the two.  The ratio is the median over all steps with the option / the median without;
+the time of sampling, which the option cannot change, is reported separately.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SKIPPED = "offcorr/loss/skipped"
 
 
 class Clock(TrainerCallback):
-    """The process's own seconds from one step's begin to the next one's; they do not count what else runs here."""
+    """CPU seconds of the process from the start of one step to the start of the next."""
 
     def __init__(self) -> None:
         self.began: list[float] = []
@@ -51,8 +52,8 @@ class Clock(TrainerCallback):
         return [b - a for a, b in zip(began, began[1:], strict=False)]
 
 
-class Stages(TrainerCallback):
-    """Copies of the weights after certain numbers of updates."""
+class Checkpoints(TrainerCallback):
+    """Copies of the weights after given numbers of updates."""
 
     def __init__(self, wanted: list[int]) -> None:
         self.wanted, self.weights = wanted, dict[int, dict[str, torch.Tensor]]()
@@ -69,7 +70,7 @@ class Stages(TrainerCallback):
 
 
 class Recorded:
-    """A ``rollout_func`` that samples on-policy the first time round and gives the same again afterwards."""
+    """A ``rollout_func`` that records on-policy samples and replays them once ``next`` is set."""
 
     def __init__(self) -> None:
         self.sampler = offcorr.rollout.OffPolicy()
@@ -83,13 +84,13 @@ class Recorded:
             self.calls.append((list(prompts), self.sampler(prompts, trainer)))
             self.seconds.append(time.process_time() - began)
             return dict(self.calls[-1][1])
-        asked, given = self.calls[self.next]
-        assert asked == list(prompts), "the trainers see different prompts"
+        recorded, samples = self.calls[self.next]
+        assert recorded == list(prompts), "the trainers see different prompts"
         self.next += 1
-        return dict(given)
+        return dict(samples)
 
 
-def make_trainer(options: argparse.Namespace, folder: str, rollout_func: Callable[..., Any], **given: Any) -> Any:
+def make_trainer(options: argparse.Namespace, folder: str, rollout_func: Callable[..., Any], **overrides: Any) -> Any:
     path = toy.model_path(seed=0)
     trainer = GRPOTrainer(
         model=path,
@@ -114,7 +115,7 @@ def make_trainer(options: argparse.Namespace, folder: str, rollout_func: Callabl
                 "dataloader_pin_memory": False,
                 "disable_tqdm": True,
                 "seed": 0,
-                **given,
+                **overrides,
             }
         ),
         train_dataset=toy.dataset(4096, seed=0, split="train"),
@@ -126,19 +127,19 @@ def make_trainer(options: argparse.Namespace, folder: str, rollout_func: Callabl
 
 
 def train(options: argparse.Namespace, folder: str) -> tuple[dict[int, dict[str, torch.Tensor]], list[dict[str, Any]]]:
-    """The weights of each stage; reward and share of dead sequences along the run."""
-    stages = Stages(options.stages)
+    """Returns the weights of each checkpoint, and reward and share of skipped sequences along the run."""
+    checkpoints = Checkpoints(options.checkpoints)
     trainer = make_trainer(
-        options, folder, offcorr.rollout.OffPolicy(), skip_dead_sequences=True, max_steps=max(options.stages)
+        options, folder, offcorr.rollout.OffPolicy(), skip_dead_sequences=True, max_steps=max(options.checkpoints)
     )
-    trainer.add_callback(stages)
+    trainer.add_callback(checkpoints)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if SKIPPED in entry]
-    return stages.weights, [{"update": e["step"], "reward": e["reward"], "dead": e[SKIPPED]} for e in logged]
+    return checkpoints.weights, [{"update": e["step"], "reward": e["reward"], "skipped": e[SKIPPED]} for e in logged]
 
 
 def measure(options: argparse.Namespace, folder: str, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Both trainers on what ``weights`` sample."""
+    """Times both trainers on the samples of ``weights``."""
     recorded = Recorded()
     trainers, clocks = {}, {}
     for skip in (False, True):
@@ -171,9 +172,9 @@ def measure(options: argparse.Namespace, folder: str, weights: dict[str, torch.T
     }
 
 
-def table(stages: dict[int, dict[str, Any]]) -> str:
+def table(checkpoints: dict[int, dict[str, Any]]) -> str:
     lines = [f"{'updates':>8}{'reward':>9}{'skipped':>9}{'ratio':>8}{'quartiles':>16}{'with sampling':>15}"]
-    for update, row in stages.items():
+    for update, row in checkpoints.items():
         low, _, high = statistics.quantiles(row["ratio_by_round"], n=4)
         lines.append(
             f"{update:>8}{row['reward']:>9.3f}{row['skipped']:>9.2f}{row['ratio']:>8.3f}"
@@ -184,24 +185,24 @@ def table(stages: dict[int, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", type=int, nargs="+", default=[0, 120, 360], help="optimizer updates")
+    parser.add_argument("--checkpoints", type=int, nargs="+", default=[0, 120, 360], help="optimizer updates")
     parser.add_argument("--num-generations", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of the run that trains")
-    parser.add_argument("--steps", type=int, default=16, help="of a round, a multiple of 4; all but the last are timed")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="learning rate of the run that trains")
+    parser.add_argument("--steps", type=int, default=16, help="steps per round, a multiple of 4; the last is not timed")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         weights, along = train(options, folder)
-        stages = {update: measure(options, folder, weights[update]) for update in sorted(weights)}
-    print(table(stages))
+        checkpoints = {update: measure(options, folder, weights[update]) for update in sorted(weights)}
+    print(table(checkpoints))
     if options.output:
         settings = {name: value for name, value in vars(options).items() if name != "output"}
         report = {
             "command": "python benchmarks/skip_dead.py",
             "settings": settings,
-            "stages": stages,
+            "checkpoints": checkpoints,
             "along_the_run": along,
             "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}

@@ -11,8 +11,10 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from offcorr.shapes import Mismatch, PerSequence, PerToken, Scalar, TokenIndex, TokenMask
+from offcorr.shapes import BoolScalar, Mismatch, PerSequence, PerToken, TokenIndex, TokenMask
 from offcorr.stages import pointwise
+
+__all__ = ["Batch", "LOG_LIMIT", "LogRatio", "Rows", "Tokens"]
 
 LOG_LIMIT = 20.0
 """Log-ratios (nats) are clamped to +-LOG_LIMIT, token by token and again before ``exp``."""
@@ -137,6 +139,7 @@ class Batch:
 
     @property
     def sequences(self) -> int:
+        """The number of sequences."""
         return self.logp.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     def check_mask_values(self) -> None:
@@ -233,7 +236,7 @@ class Batch:
         return torch.where(inside, repeat(ends[:-1], "s -> s 1") + place, 0), inside
 
 
-def rises_to(tokens: int, ends: Tensor) -> Scalar:
+def rises_to(tokens: int, ends: Tensor) -> BoolScalar:
     """Whether ``ends`` [S + 1] goes from 0 to ``tokens`` and never falls: a bool on its device."""
     return (ends[0] == 0) & (ends[-1] == tokens) & (ends.diff() >= 0).all()
 

@@ -1,6 +1,6 @@
-"""``offcorr methods``, ``offcorr metrics``: what there is, as tables; ``offcorr docs`` writes them into the docs.
+"""The command ``offcorr``: lists of methods and metrics, and the generated tables of the documentation.
 
-Every table is generated from the code that it describes.
+Every table is made from the code that it describes.
 """
 
 from __future__ import annotations
@@ -16,53 +16,60 @@ from typing import Any
 from offcorr.correction import Correction
 from offcorr.methods.registry import Method, catalogue
 from offcorr.metrics import LOSS, MISMATCH
+from offcorr.stages.rejections import Rejection
+from offcorr.stages.weights import Weight
 
 Table = list[dict[str, str]]
 
 
 def methods_table() -> Table:
-    """One row a method: its signature and stages, what it multiplies the gradient by, and where that was read."""
+    """One row per method: its stages, with the pair of policies that each compares, and its multiplier."""
     return [
         {
-            "method": " = ".join((method.name, *method.aliases)),
-            "options": _signature(method),
-            **_stations(method()),
+            "method": _names(method),
             "multiplier c": method.multiplier,
+            **_stages(method()),
+        }
+        for method in catalogue()
+    ]
+
+
+def options_table() -> Table:
+    """One row per method: its options with their defaults, the paper, and where the definition was read."""
+    return [
+        {
+            "method and options": f"`{method.name}({_signature(method)})`",
             "paper": method.paper,
-            "provenance": method.provenance,
+            "definition read in": method.provenance,
             "notes": method.notes,
         }
         for method in catalogue()
     ]
 
 
-def short_methods_table() -> Table:
-    """The same, short enough for a README."""
-    keep = ("method", "ratio", "weight", "reject", "gate", "multiplier c", "paper")
-    return [{name: row[name] for name in keep} for row in methods_table()]
-
-
 def metrics_table() -> Table:
+    """One row per metric: its formula, whether it is of raw or applied values, and its accumulator."""
     rows = []
-    for prefix, series, applied in (
+    for prefix, series, values in (
         ("offcorr/{engine,staleness}/", MISMATCH, "raw"),
         ("offcorr/loss/", LOSS, "applied"),
     ):
         for metric in series:
             names = ", ".join(metric.outputs or (metric.name,))
-            kind = type(metric.kind).__name__
-            rows.append({"metric": prefix + names, "formula": metric.formula, "values": applied, "accumulator": kind})
+            kind = metric.kind.__name__
+            rows.append({"metric": prefix + names, "formula": metric.formula, "values": values, "accumulator": kind})
     return rows
 
 
 def markdown(table: Table) -> str:
+    """A table as Markdown, with arXiv numbers as links."""
     head = list(table[0])
-    lines = [head, ["---"] * len(head), *([row[name].replace("|", "\\|") for name in head] for row in table)]
+    lines = [head, ["---"] * len(head), *([_cell(row[name]) for name in head] for row in table)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def fill(text: str, tables: dict[str, Callable[[], Table]]) -> str:
-    """``text`` with the table between ``<!-- table NAME -->`` and ``<!-- end -->`` written anew."""
+    """``text`` with each table between ``<!-- table NAME -->`` and ``<!-- end -->`` generated anew."""
 
     def written(match: re.Match[str]) -> str:
         return f"{match[1]}\n{markdown(tables[match[2]]())}\n<!-- end -->"
@@ -72,32 +79,34 @@ def fill(text: str, tables: dict[str, Callable[[], Table]]) -> str:
 
 TABLES: dict[str, Callable[[], Table]] = {
     "methods": methods_table,
-    "short_methods": short_methods_table,
+    "options": options_table,
     "metrics": metrics_table,
 }
-GENERATED = ("README.md", "docs/methods.md", "docs/metrics.md")
+GENERATED = ("docs/methods.md", "docs/metrics.md")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="offcorr", description=__doc__.splitlines()[0])
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(prog="offcorr", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, about in (("methods", "every method, a row each"), ("metrics", "every metric, a row each")):
+    for name, about in (("methods", "list every method"), ("metrics", "list every metric")):
         command = commands.add_parser(name, help=about)
-        command.add_argument("--markdown", action="store_true", help="the whole table, as Markdown")
+        command.add_argument("--markdown", action="store_true", help="print a Markdown table")
     docs = commands.add_parser("docs", help="write the generated tables into the docs of a checkout")
     docs.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
-    docs.add_argument("--root", type=Path, default=Path.cwd())
+    docs.add_argument("--root", type=Path, default=Path.cwd(), help="the checkout (default: the current folder)")
     args = parser.parse_args(argv)
 
     if args.command == "docs":
         return _write_docs(args.root, args.check)
     try:
+        table = TABLES[args.command]()
         if args.markdown:
-            print(markdown(TABLES[args.command]()))
+            print(markdown(table))
         else:
-            _print(short_methods_table() if args.command == "methods" else metrics_table())
+            _print(table)
         sys.stdout.flush()
-    except BrokenPipeError:  # `offcorr methods | head` has seen enough
+    except BrokenPipeError:  # `offcorr methods | head` closes the pipe early
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -122,14 +131,23 @@ def _print(table: Table) -> None:
         print("  ".join(row[name].ljust(width) for name, width in widths.items()).rstrip())
 
 
+def _names(method: Method) -> str:
+    return " = ".join((method.name, *method.aliases))
+
+
 def _signature(method: Method) -> str:
-    return ", ".join(f"{name}={option.default!r}" for name, option in method.options.items()) or "none"
+    return ", ".join(f"{name}={option.default!r}" for name, option in method.options.items())
 
 
-def _stations(loss_fn: Correction) -> dict[str, str]:
+def _cell(text: str) -> str:
+    text = text.replace("|", "\\|")
+    return re.sub(r"(?<![\w/.])(\d{4}\.\d{5})(?!\d)", r"[\1](https://arxiv.org/abs/\1)", text)
+
+
+def _stages(loss_fn: Correction) -> dict[str, str]:
     def described(stages: Any) -> str:
         stages = stages if isinstance(stages, tuple) else (stages,)
-        return ", ".join(_station(s) for s in stages if s is not None) or "none"
+        return ", ".join(_stage(s) for s in stages if s is not None) or "none"
 
     return {
         "ratio": described(loss_fn.ratio),
@@ -140,13 +158,12 @@ def _stations(loss_fn: Correction) -> dict[str, str]:
     }
 
 
-def _station(stage: Any) -> str:
-    words = [stage.name()]
-    if (level := getattr(stage, "level", "token")) != "token":
-        words.append(f"by {level}")
-    if of := getattr(stage, "mismatch", None):
-        words.append(f"of {of}")
-    return " ".join(words)
+def _stage(stage: Any) -> str:
+    """A stage by its name, with its level where it has one, and the pair of policies it compares."""
+    either = "total, else staleness" if isinstance(stage, Weight | Rejection) else None
+    details = [getattr(stage, "level", "token"), stage.mismatch or either]
+    shown = ", ".join(detail for detail in details if detail not in ("token", None))
+    return stage.to_config()["name"] + (f" ({shown})" if shown else "")
 
 
 if __name__ == "__main__":

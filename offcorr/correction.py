@@ -170,16 +170,16 @@ class Correction:
         """
         self._check(batch, denominator)
         with torch.no_grad():
-            found: dict[str, Any] = {}
+            control: dict[str, Any] = {}
             resolved = self
             if self.controllers:
                 statistics = statistics or self.statistics(batch)
                 resolved = self.resolve(statistics)
-                found = self._found(resolved, batch.logp.device)
+                control = self._control(resolved, batch.logp.device)
             batch = resolved.prepared(batch)
             plan = resolved.plan(batch)
             loss, coefficient, data = dispatch.run(plan, batch, denominator) or _reference(plan, batch, denominator)
-        return Output(_Attach.apply(batch.logp, (loss, coefficient)), coefficient, Metrics(data | found))
+        return Output(_Attach.apply(batch.logp, (loss, coefficient)), coefficient, Metrics(data | control))
 
     def statistics(self, batch: Batch) -> Statistics | None:
         """What the controllers need of this batch; merge over micro-batches and ranks.  None: there are none."""
@@ -267,11 +267,11 @@ class Correction:
         if self.strict and batch.mask.dtype != torch.bool:
             batch.check_mask_values()
 
-    def _found(self, resolved: Correction, device: torch.device) -> dict[str, Mean]:
+    def _control(self, resolved: Correction, device: torch.device) -> dict[str, Mean]:
         """The ``offcorr/control/`` series: numbers of the resolved controllers."""
         numbers: dict[str, Number] = {}
         for place, controller in self.controllers.items():
-            numbers |= controller.found(resolved.stages[place])
+            numbers |= controller.logged(resolved.stages[place])
         one = torch.ones((), dtype=torch.float64, device=device)  # a list would be copied from the host
         return {CONTROL + name: Mean(torch.stack([one * value, one])) for name, value in numbers.items()}
 
@@ -390,7 +390,7 @@ def _as_tuple(stages: Any) -> tuple[Any, ...]:
 
 def _needed_by(stage: Any) -> set[str]:
     """The optional fields of ``Batch`` that a stage requires."""
-    needs = {"rewards"} if "reward" in stage.asks_for else set()
+    needs = {"rewards"} if "reward" in stage.inputs else set()
     needs |= set(getattr(stage, "needs", ()))
     needs |= {"rollout_logp"} if stage.mismatch in ("engine", "total") else set()
     needs |= {"old_logp"} if isinstance(stage, Ratio) and stage.mismatch == "staleness" else set()

@@ -21,6 +21,8 @@ from offcorr.batch import Batch, Tokens
 from offcorr.shapes import PerToken, TokenMask
 from offcorr.stages import pointwise
 
+__all__ = ["Accumulator", "Count", "Gather", "Histogram", "LogSumExp", "Max", "Mean", "Metrics", "measure"]
+
 Gather = Callable[[Tensor], Tensor]
 """[K] of this rank to [ranks, K]: ``lambda vector: accelerator.gather(vector[None])``."""
 
@@ -236,7 +238,7 @@ LOSS = (
 )
 
 CONTROL = "offcorr/control/"
-"""Prefix of the numbers of resolved controllers, which are named by ``Controller.found``."""
+"""Prefix of the numbers of resolved controllers, which are named by ``Controller.logged``."""
 
 
 @dataclass(frozen=True)

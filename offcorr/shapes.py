@@ -1,20 +1,32 @@
-"""Shapes, named once.  B sequences, T positions (padded), N tokens (packed), S sequences (packed)."""
+"""Shapes, named once.  B sequences, T positions (padded), N tokens (packed), S sequences (packed).
+
+They are jaxtyping's where jaxtyping is installed, so that the tests can check them at run time; else ``Any``.
+"""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
-    from torch import Tensor
+from torch import Tensor
 
-    PerToken = Float[Tensor, "B T"]
-    PerSequence = Float[Tensor, "B"]
-    TokenMask = Bool[Tensor, "B T"]
-    TokenIndex = Int[Tensor, "B T"]
-    Scalar = Float[Tensor, ""]
+if TYPE_CHECKING or find_spec("jaxtyping"):
+    from jaxtyping import Bool, Float, Int
 else:
-    PerToken = PerSequence = TokenMask = TokenIndex = Scalar = Any
+
+    class Float:
+        def __class_getitem__(cls, shape: Any) -> Any:
+            return Any
+
+    Bool = Int = Float
+
+PerToken = Float[Tensor, "B T"]
+PerSequence = Float[Tensor, "B"]
+TokenMask = Bool[Tensor, "B T"]
+TokenIndex = Int[Tensor, "B T"]
+Scalar = Float[Tensor, ""]
+IntScalar = Int[Tensor, ""]
+BoolScalar = Bool[Tensor, ""]
 
 Mismatch = Literal["staleness", "engine", "total"]
 """Which two policies a stage compares.

@@ -23,6 +23,8 @@ from offcorr.correction import Correction, Output
 from offcorr.methods.registry import catalogue, from_config, get, registered
 from offcorr.stages.reference import gated
 
+__all__ = ["CHECKS", "check", "example"]
+
 Build = Callable[..., Correction]
 
 RTOL, ATOL = 1e-9, 1e-12
@@ -241,6 +243,7 @@ CHECKS: dict[str, Callable[[Correction], None]] = {
         low_precision,
     )
 }
+"""Every check by name; each takes a correction and raises AssertionError."""
 
 
 # -- helpers -------------------------------------------------------------------------------------------------

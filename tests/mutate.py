@@ -1,8 +1,8 @@
-"""Small wrong edits, each with the test that must notice it.  Fails if one survives.
+"""Mutation testing: small wrong edits, each with the test that must fail.  Exits with 1 if a mutation survives.
 
-    python tests/mutate.py [WORD ...]      # only the mutations whose description holds a word
+    python tests/mutate.py [WORD ...]      # only mutations whose description contains one of the words
 
-Works on a copy; the checkout is not touched.
+The edits are made in a copy; the checkout does not change.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
-
-from rich.progress import track
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,75 +31,76 @@ class Mutation(NamedTuple):
 
 CONTRACT, ORACLE, PITFALLS = "tests/test_testing.py", "tests/methods/test_oracle.py", "tests/methods/test_pitfalls.py"
 METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/rollout/test_rollout_trl.py", "tests/trl/test_trainer.py"
-ANCHORS, KERNEL, SOURCE = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py", "offcorr/kernels/source.py"
+ANCHORS, KERNEL, SOURCE = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py", "offcorr/kernels/correction.py"
 LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metrics.py"
 GOLDEN = f"{ORACLE}::test_golden_table"
-SCANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "offcorr/batch.py"
+SPANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "offcorr/batch.py"
+REFERENCE, STRUCTURE = "offcorr/stages/reference.py", "tests/test_structure.py"
 
 MUTATIONS = [
-    Mutation("sequence taken as geometric", SCANS, "over_row(x.sum(1), rows)", "over_row(x.mean(1), rows)", GOLDEN),
+    Mutation("sequence taken as geometric", SPANS, "over_row(x.sum(1), rows)", "over_row(x.mean(1), rows)", GOLDEN),
     Mutation(
-        "geometric over the padded width", SCANS, "x.sum(1) / rows.count.clamp(min=1), rows", "x.mean(1), rows", GOLDEN
+        "geometric over the padded width", SPANS, "x.sum(1) / rows.count.clamp(min=1), rows", "x.mean(1), rows", GOLDEN
     ),
     Mutation(
         "masked token in the running minimum",
-        SCANS,
+        SPANS,
         "seen = torch.where(rows.mask, x, torch.inf).cummin(1)",
         "seen = x.cummin(1)",
         f"{GOLDEN} minpro",
     ),
-    Mutation("running minimum includes the token", SCANS, "seen[:, :-1]], 1)", "seen[:, 1:]], 1)", f"{GOLDEN} minpro"),
+    Mutation("running minimum includes the token", SPANS, "seen[:, :-1]], 1)", "seen[:, 1:]], 1)", f"{GOLDEN} minpro"),
     Mutation(
-        "off-by-one position", SCANS, "self.mask.cumsum(1).to", "(self.mask.cumsum(1) + 1).to", f"{PITFALLS} ctpo"
+        "off-by-one position", BATCH, "self.mask.cumsum(1).to", "(self.mask.cumsum(1) + 1).to", f"{PITFALLS} ctpo"
     ),
     Mutation(
         "tool tokens counted in positions",
-        SCANS,
+        BATCH,
         "self.mask.cumsum(1).to",
         "torch.ones_like(self.mask).cumsum(1).to",
         f"{PITFALLS} tool_tokens",
     ),
     Mutation(
         "turns run across tool spans",
-        SCANS,
+        BATCH,
         "starts.flatten().cumsum(0)",
         "starts[:, :1].expand_as(starts).flatten().cumsum(0)",
         f"{ORACLE} free",
     ),
-    Mutation("sign of the coefficient", CORRECTION, "-scale * terms.derivative", "scale * terms.derivative", GOLDEN),
+    Mutation("sign of the coefficient", CORRECTION, "-scale * gate.derivative", "scale * gate.derivative", GOLDEN),
     Mutation(
         "clamp cuts the gradient",
-        CORRECTION,
+        REFERENCE,
         "derivative = derivative * slope",
-        "derivative = derivative * slope * (pair.raw.abs() < LOG_LIMIT)",
+        "derivative = derivative * slope * (tokens.log_ratio(gate.mismatch).raw.abs() < LOG_LIMIT)",
         f"{PITFALLS} clamped",
     ),
     Mutation(
         "kept count in the denominator",
         CORRECTION,
-        "if not self.count_rejected:\n            count",
-        "if True:\n            count",
+        "if not plan.count_rejected:\n        count",
+        "if True:\n        count",
         f"{PITFALLS} denominator",
     ),
     Mutation(
         "empty sequences left out of the mean",
         CORRECTION,
-        "count.new_full((), len(tokens.mask))",
-        "(count > 0).sum()",
+        "sequences: Any = len(tokens.mask)",
+        "sequences: Any = (count > 0).sum()",
         f"{ORACLE} random",
     ),
     Mutation(
         "CTPO's ratio not capped",
-        CORRECTION,
-        "clamp(-LOG_LIMIT, self.gate.log_limit)",
+        REFERENCE,
+        "clamp(-LOG_LIMIT, gate.log_limit)",
         "clamp(-LOG_LIMIT, LOG_LIMIT)",
         f"{ORACLE} random and ctpo",
     ),
     Mutation(
         "rejections combined by OR",
-        CORRECTION,
-        "kept = kept & one.kept",
-        "kept = kept | one.kept",
+        REFERENCE,
+        "kept = kept & keeps",
+        "kept = kept | keeps",
         f"{PITFALLS} rejected",
     ),
     Mutation(
@@ -127,14 +127,14 @@ MUTATIONS = [
     Mutation(
         "engine ratio from the current weights",
         BATCH,
-        'self.old_logp if of == "engine" else',
-        'self.logp.detach() if of == "engine" else',
+        'self.old_logp if mismatch == "engine" else',
+        'self.logp.detach() if mismatch == "engine" else',
         f"{GOLDEN} tis",
     ),
     Mutation(
         "unscored tokens scored",
         BATCH,
-        "self.scored = self.trainable & reported.isfinite()",
+        "self.scored = self.trainable & pointwise.finite(reported)",
         "self.scored = self.trainable",
         f"{GOLDEN} tis",
     ),
@@ -148,8 +148,8 @@ MUTATIONS = [
     Mutation(
         "veto sees clamped ratios of the wrong side",
         "offcorr/stages/rejections.py",
-        'span: ClassVar[Any] = "sequence_min"',
-        'span: ClassVar[Any] = "sequence_max"',
+        'span = "sequence_min"',
+        'span = "sequence_max"',
         f"{ORACLE} random and veto",
     ),
     Mutation(
@@ -190,8 +190,8 @@ MUTATIONS = [
     Mutation(
         "ESS of clamped weights",
         "offcorr/metrics.py",
-        "total = torch.where(seen, d, 0).sum(2)",
-        "total = torch.where(seen, d, 0).sum(2).clamp(-20, 20)",
+        "present, total = count > 0, d.sum(2)",
+        "present, total = count > 0, d.sum(2).clamp(-20, 20)",
         f"{PITFALLS} ess",
     ),
     Mutation(
@@ -214,6 +214,62 @@ MUTATIONS = [
         "return advantage * logp, advantage",
         "return advantage * logp, advantage / 2",
         f"{CONTRACT} reinforce",
+    ),
+    Mutation(
+        "a batch's own weight forgotten",
+        CORRECTION,
+        "did.weight if tokens.weight is None else did.weight * tokens.weight",
+        "did.weight",
+        f"{ORACLE} random and ppo",
+    ),
+    Mutation(
+        "a sum divided by its tokens",
+        "offcorr/stages/aggregate.py",
+        'if unit == "none":\n        return 1.0',
+        'if unit == "none":\n        return count.sum().clamp(min=1)',
+        f"{ORACLE} free",
+    ),
+    Mutation(
+        "an import goes upward",
+        "offcorr/shapes.py",
+        "from torch import Tensor\n",
+        "from torch import Tensor\n\nif not Tensor:\n    import offcorr.trl\n",
+        f"{STRUCTURE} upward",
+    ),
+    Mutation(
+        "two modules import each other",
+        "offcorr/shapes.py",
+        "from torch import Tensor\n",
+        "from torch import Tensor\n\nif not Tensor:\n    import offcorr.batch\n",
+        f"{STRUCTURE} circle",
+    ),
+    Mutation(
+        "a gate three deep",
+        "offcorr/stages/gates.py",
+        "class DetachedRatio(Gate):",
+        "class DetachedRatio(ScoreFunction):",
+        f"{STRUCTURE} inheritance",
+    ),
+    Mutation(
+        "shapes go unchecked",
+        "tests/shape_checks.py",
+        "    sys.meta_path.insert(0, Finder())\n",
+        "",
+        "tests/test_shapes.py",
+    ),
+    Mutation(
+        "a stage that no test draws",
+        ORACLE,
+        '    "Tapered": nothing,\n',
+        "",
+        f"{ORACLE} drawn",
+    ),
+    Mutation(
+        "a method without an oracle",
+        "tests/methods/oracle.py",
+        '@method("kimi", "dro", tau=0.1)',
+        '@method("kimi", tau=0.1)',
+        f"{ORACLE} has_an_oracle",
     ),
     Mutation(
         "the sampler one update too fresh",
@@ -288,43 +344,50 @@ MUTATIONS = [
     Mutation(
         "an engine stage sees the trainer's log-prob in the kernel",
         SOURCE,
-        '"logp" if place == "gate" else _POLICIES[of][0]',
-        '"logp"',
+        "    logp = block.policies[STAGE.first]\n",
+        "    logp = block.policies[0]\n",
         f"{KERNEL}::test_every_pair_of_policies engine",
+    ),
+    Mutation(
+        "a gate sees its pair's log-prob for the policy that is trained",
+        SOURCE,
+        "inputs = (log_ratio, seen[1], log_ratio, block.policies[0]) + seen[4:]",
+        "inputs = (log_ratio, seen[1], log_ratio, seen[4]) + seen[4:]",
+        f"{KERNEL}::test_every_method_padded_and_packed cispo",
     ),
     Mutation(
         "a part of a split row forgets what came before it",
         SOURCE,
-        'which = "there" if one in self.reduced else "earlier"',
-        'which = "there"',
+        'which = earlier if STAGE.kind == "running" else there',
+        "which = there",
         f"{KERNEL}::test_every_span_on_split_rows prefix",
     ),
     Mutation(
         "every part of a split row has a first token",
         SOURCE,
-        "tl.where(count_earlier > 0, -1.0, first_token)",
-        "first_token",
+        "            first_token = tl.where(count_before > 0, -1.0, first_token)\n",
+        "",
         f"{KERNEL}::test_every_method_on_split_rows dapo",
     ),
     Mutation(
         "positions begin anew in every part",
         SOURCE,
-        "'count_earlier' if self.split else '0.0'",
-        "'0.0'",
+        "            position = valid_before + tl.cumsum(ones, 0)",
+        "            position = valid_before - count_before + tl.cumsum(ones, 0)",
         f"{KERNEL}::test_every_method_on_split_rows ctpo",
     ),
     Mutation(
         "a part of a row counts as a row",
         METERING,
-        "count, SIZE, SPLIT)",
+        "count, SIZE, PLAN.split)",
         "count, SIZE, False)",
         f"{KERNEL}::test_every_method_on_split_rows dapo",
     ),
     Mutation(
         "the last program but one merges",
         METERING,
-        "if _arrive(tickets_ptr, count):",
-        "if _arrive(tickets_ptr, count - 1):",
+        "if _arrive(buffers.tickets, count):",
+        "if _arrive(buffers.tickets, count - 1):",
         f"{LAUNCHES}::test_whichever_comes_last",
     ),
     Mutation(
@@ -337,42 +400,66 @@ MUTATIONS = [
     Mutation(
         "the loss of a split row is not divided by what was kept of it",
         METERING,
-        "        numbers = _of_a_rows_loss(numbers, _one(numbers, KEPT), _one(numbers, VALID), DIVIDES)",
-        "        numbers = _of_a_rows_loss(numbers, _one(numbers, KEPT), _one(numbers, VALID), False)",
+        '_one(numbers, VALID), PLAN.divides_by == "kept")',
+        "_one(numbers, VALID), False)",
         f"{LAUNCHES}::test_whichever_comes_last",
     ),
     Mutation(
         "turns are counted anew in every part of a row",
         SOURCE,
-        'turns_before, turns_ptr = "turns_before", f"{runs_ptr} + entries"',
-        "pass",
+        "            turns_ptr = runs_ptr + entries",
+        "            turns_ptr = None",
         f"{KERNEL}::test_every_span_on_split_rows turn",
     ),
     Mutation(
         "the kernel waits for a controller's numbers",
-        "offcorr/kernels/compose.py",
-        "return isinstance(value, Tensor) and value.device == device",
+        "offcorr/kernels/composition.py",
+        "return isinstance(number, Tensor) and number.device == device",
         "return False",
         f"{LAUNCHES}::test_controllers_wait_for_nothing",
     ),
     Mutation(
-        "a self-normalised weight keeps its size in the kernel",
+        "an external weight does not reach the kernel",
         SOURCE,
-        "tl.load(row_factor_ptr + row).to(tl.float32)",
-        "1.0",
-        f"{KERNEL}::test_self_normalised_weights",
+        "    weight = tl.zeros_like(logp) + row.weight",
+        "    weight = tl.zeros_like(logp) + 1.0",
+        f"{KERNEL}::test_an_external_weight sequence",
+    ),
+    Mutation(
+        "a span of one's own is split without knowing how",
+        "offcorr/kernels/composition.py",
+        "return not isinstance(twin, spans.Running) or twin.carry is not None",
+        "return True",
+        f"{KERNEL}::test_a_row_is_split_only_where_the_span_says_how trace",
+    ),
+    Mutation(
+        "two functions of one name are one to Triton",
+        "offcorr/kernels/rebind.py",
+        "if key is not None and not",
+        "if key is None and not",
+        "tests/kernels/test_correction_aot.py::test_functions_of_one_name_are_told_apart",
     ),
 ]
 
 
+def misplaced(mutations: Iterable[Mutation]) -> list[str]:
+    """The mutations whose file does not hold the text to be replaced, or whose test's file is not there."""
+    found = []
+    for mutation in mutations:
+        file, test = ROOT / mutation.file, ROOT / mutation.test.partition(" ")[0].partition("::")[0]
+        if not file.is_file() or mutation.right not in file.read_text():
+            found.append(f"{mutation.what}: {mutation.file} no longer holds {mutation.right!r}")
+        if not test.is_file():
+            found.append(f"{mutation.what}: there is no {test.relative_to(ROOT)}")
+    return found
+
+
 def survives(mutation: Mutation) -> str | None:
-    """Why the mutation was not caught, or None if it was."""
+    """Returns the reason why the mutation was not caught, or None if it was."""
     source = (ROOT / mutation.file).read_text()
-    if source.count(mutation.right) < 1:
-        return f"{mutation.file} no longer holds {mutation.right!r}: write the mutation anew"
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for part in ("offcorr", "tests", "pyproject.toml"):
+        for part in ("offcorr", "tests", "benchmarks", "pyproject.toml"):
             take = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             take(ROOT / part, copy / part)
         passed = _test(copy, mutation) if "--trust" not in sys.argv else 0
@@ -396,6 +483,11 @@ def _test(copy: Path, mutation: Mutation) -> int:
 def main() -> int:
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
     chosen = [m for m in MUTATIONS if not words or any(word in m.what for word in words)]
+    if stale := misplaced(chosen):
+        print(*stale, "write these mutations anew: nothing was run", sep="\n")
+        return 2
+    from rich.progress import track  # tests/test_mutations.py does without
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         verdicts = list(track(pool.map(survives, chosen), total=len(chosen), description="mutations"))
     alive = [(m.what, why) for m, why in zip(chosen, verdicts, strict=True) if why]

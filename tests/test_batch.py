@@ -1,4 +1,4 @@
-"""Bad input is refused at the door: the message names the field, what came and what was wanted."""
+"""Tests of the errors for bad input: they name the field, the value given and the value expected."""
 
 import dataclasses
 import math
@@ -72,13 +72,13 @@ def test_refused_packed(ends, message):
     ],
 )
 def test_what_cu_seqlens_must_do(ends, rises):
-    """One condition: looked at on a CPU, asserted on a GPU by the GPU."""
+    """The condition is checked by the host on a CPU, and by an assertion on the device on a GPU."""
     assert bool(rises_to(5, torch.tensor(ends, dtype=torch.int32))) == rises
     assert bool(rises_to(0, torch.tensor([0])))
 
 
 def test_cu_seqlens_are_not_looked_at_where_that_would_wait():
-    """On "meta" there is nothing to look at, and a look is an error."""
+    """On the device "meta" there are no values, and reading one is an error."""
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

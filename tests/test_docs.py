@@ -1,30 +1,86 @@
-"""The generated tables are those of the code, and the command line prints them."""
+"""The pages say what the code is: generated tables, links, public names, the Makefile's help, the packaged files."""
 
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
 
 import offcorr
 from offcorr import cli
+from offcorr.methods.registry import catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------------------------------------------------- generated tables
 
 
 def test_generated_tables_are_up_to_date():
     assert cli.main(["docs", "--check", "--root", str(ROOT)]) == 0, "run `make docs`"
 
 
-def test_a_stale_table_is_noticed(tmp_path):
+def test_a_stale_table_is_noticed_and_repaired(tmp_path):
     for name in cli.GENERATED:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text().replace("| ppo = grpo |", "| ppo |"))
     assert cli.main(["docs", "--check", "--root", str(tmp_path)]) == 1
     assert cli.main(["docs", "--root", str(tmp_path)]) == 0
-    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+    assert (tmp_path / "docs/methods.md").read_text() == (ROOT / "docs/methods.md").read_text()
 
 
-def test_command_line():
+def test_every_generated_table_is_on_a_page():
+    text = "".join((ROOT / name).read_text() for name in cli.GENERATED)
+    assert set(re.findall(r"<!-- table (\w+) -->", text)) == set(cli.TABLES)
+
+
+def test_the_readme_counts_and_names_methods_that_exist():
+    text = (ROOT / "README.md").read_text()
+    counts = {int(n) for n in re.findall(r"\b(\d+) published methods|of the (\d+)\.", text) for n in n if n}
+    assert counts == {len(catalogue())}
+    rows = re.findall(r"^\| `(\w+)`", text.partition("## Methods")[2], flags=re.M)
+    assert len(rows) == 6 and set(rows) <= set(offcorr.available())
+
+
+def test_the_readme_examples_without_trl_run():
+    text = (ROOT / "README.md").read_text().partition("## Without TRL")[2]
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    assert len(blocks) == 2
+    example = offcorr.testing.example()
+    names = {name: getattr(example, name) for name in ("old_logp", "rollout_logp", "advantages", "mask")}
+    names |= {"logp": example.logp.requires_grad_()}
+    try:
+        for block in blocks:
+            exec(block, names)
+    finally:
+        if "mine" in offcorr.available():
+            offcorr.unregister("mine")
+    torch.testing.assert_close(names["logp"].grad, names["out"].coefficient)
+
+
+# --------------------------------------------------------------------------------------------- the command line
+
+
+def test_command_line_lists_every_method():
     shown = subprocess.run(
         [sys.executable, "-m", "offcorr.cli", "methods", "--markdown"],
         capture_output=True,
@@ -36,7 +92,7 @@ def test_command_line():
     assert listed == set(offcorr.available())
 
 
-def test_a_reader_may_stop_early():
+def test_a_reader_may_close_the_pipe():
     command = [sys.executable, "-m", "offcorr.cli", "methods"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as shown:
         shown.stdout.close()
@@ -44,7 +100,140 @@ def test_a_reader_may_stop_early():
     assert shown.returncode == 0
 
 
-def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+# ------------------------------------------------------------------------------------------------------- links
+
+
+def heading_anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in heading_anchors(file), f"{page.name} links to {target}#{anchor}"
+
+
+# ----------------------------------------------------------------------------------- names and files on the pages
+
+NOT_YET = {"offcorr/integrations/NAME.py"}
+CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which says what things were called before
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_files_on_the_pages_exist(page):
+    named = set(re.findall(r"`((?:offcorr|tests|recipes|benchmarks)/[\w./]*(?:\.\w+|/))`", page.read_text()))
+    for name in named - NOT_YET:
+        name = name.replace("NAME.py", "__init__.py")
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_names_on_the_pages_exist(page):
+    text = page.read_text()
+    modules = {"gates", "ratios", "weights", "rejections", "controllers", "spans", "ops", "testing", "metrics"}
+    for module, name in re.findall(r"(?<![\w/.])(\w+)\.([A-Za-z]\w*)", text):
+        if module in modules and name not in ("py", "md"):
+            assert hasattr(getattr(offcorr, module), name), f"{page.name} names {module}.{name}"
+    for name in re.findall(r"(?<![\w/.])offcorr\.(\w+)", text):
+        known = (
+            hasattr(offcorr, name) or (ROOT / "offcorr" / name).exists() or (ROOT / "offcorr" / f"{name}.py").exists()
+        )
+        assert known, f"{page.name} names offcorr.{name}"
+
+
+def test_stages_in_the_migration_tables_exist():
+    stages = {name for module in (offcorr.weights, offcorr.rejections) for name in module.__all__}
+    tables = (ROOT / "docs" / "migrating.md").read_text().partition("## The policy")[0]
+    first_cells = re.findall(r"^\|([^|]*)\|", tables, flags=re.M)
+    named = {name for cell in first_cells for name in re.findall(r"`([A-Z]\w+)", cell)}
+    assert {"Truncate", "Mask", "Geometric"} <= named <= stages
+
+
+# ------------------------------------------------------------------------------------------------ public names
+
+
+def test_every_public_name_has_a_docstring(hooks):
+    assert hooks.undocumented() == []
+
+
+def test_an_undocumented_name_is_found(hooks, tmp_path):
+    package = tmp_path / "offcorr"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from offcorr.parts import Base, Child, documented, silent, LIMIT, SPAN\n"
+        "from .parts import renamed as other\n"
+        "__all__ = ['Base', 'Child', 'documented', 'silent', 'LIMIT', 'SPAN', 'other']\n"
+    )
+    (package / "parts.py").write_text(
+        "LIMIT = 3\nSPAN = 4\n'Documented.'\n"
+        "def documented():\n    'Yes.'\n"
+        "def silent(): pass\n"
+        "def renamed(): pass\n"
+        "class Base:\n    'Yes.'\n    def told(self):\n        'Yes.'\n    def untold(self): pass\n"
+        "class Child(Base):\n    'Yes.'\n    def told(self): pass\n    def new(self): pass\n    def _own(self): pass\n"
+    )
+    missing = {"Base.untold", "Child.new", "LIMIT", "silent", "renamed"}
+    assert hooks.undocumented(tmp_path) == sorted(f"offcorr.parts.{name}" for name in missing)
+
+
+def test_a_name_that_is_not_defined_is_an_error(hooks, tmp_path):
+    (tmp_path / "offcorr").mkdir()
+    (tmp_path / "offcorr" / "__init__.py").write_text("__all__ = ['nowhere']\n")
+    with pytest.raises(LookupError, match="nowhere"):
+        hooks.undocumented(tmp_path)
+
+
+def test_the_api_page_lists_every_public_name(hooks):
+    page = hooks.api_page()
+    for _, _, symbol in hooks.public():
+        own_section = isinstance(symbol.node, ast.Module) and f"## `{hooks._shown(symbol.path)}`\n" in page
+        assert f"::: {symbol.path}\n" in page or own_section, symbol.path
+
+
+def test_what_users_import_is_public(hooks):
+    """The modules that the pages tell people to import from, so that no `__all__` can go missing unnoticed."""
+    modules = {module for module, _, _ in hooks.public()}
+    stages = {f"offcorr.stages.{name}" for name in "ratios weights rejections gates controllers spans".split()}
+    packages = {f"offcorr.{name}" for name in "metrics testing training rollout trl extras toy".split()}
+    assert {"offcorr", *stages, *packages} <= modules
+
+
+def test_docstrings_are_prepared_for_the_api_page():
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("docs_docstrings", ROOT / "docs" / "docstrings.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ran = doctest.testmod(module)
+    assert ran.attempted and not ran.failed
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly(tmp_path):
+    pytest.importorskip("mkdocs")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", tmp_path / "site"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    page = (tmp_path / "site" / "math" / "index.html").read_text()
+    assert page.count("<math") > 50 and "arithmatex" not in page
+    assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css)"', page), "a page that loads scripts from elsewhere"
+
+
+# ------------------------------------------------------------------------------------------------ the Makefile
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_every_target_is_in_make_help():
+    shown = subprocess.run(["make", "help"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    phony = re.search(r"^\.PHONY:((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert phony is not None
+    targets = set(phony[1].replace("\\", " ").split())
+    assert targets == set(re.findall(r"^  (\S+)", shown, flags=re.M))

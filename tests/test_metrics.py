@@ -1,4 +1,4 @@
-"""Metrics against their formulas in plain numpy, and what merging and packing must not change."""
+"""Tests of the metrics against their formulas in numpy, and of merging and packing."""
 
 import ast
 import math
@@ -16,7 +16,7 @@ from offcorr.metrics import LOSS, MISMATCH, Count, Histogram, LogSumExp, Mean
 
 
 def valid_log_ratios(batch, ours, theirs):
-    """Per sequence, the log-ratios of its valid, scored tokens."""
+    """Returns the log-ratios of the valid, scored tokens of each sequence."""
     d = (getattr(batch, ours) - getattr(batch, theirs)).numpy()
     return [row[mask & np.isfinite(row)] for row, mask in zip(d, batch.mask.numpy(), strict=True)]
 
@@ -62,7 +62,7 @@ def test_first_token_is_the_first_valid_one():
 
 
 def test_what_the_correction_did():
-    """One sequence of four tokens: a truncated weight, a clipped ratio, a damped one, an untouched one."""
+    """One sequence of four tokens: a truncated weight, a clipped ratio, an unchanged token and an unscored one."""
     zeros = torch.zeros(1, 4)
     batch = Batch(
         logp=torch.tensor([[0.0, 1.0, 0.0, 0.0]]),
@@ -75,7 +75,7 @@ def test_what_the_correction_did():
     wanted = {"truncated": 0.25, "clipped": 0.25, "coefficient_zero": 0.25, "kept": 1, "rejected": 0, "unscored": 1}
     assert {name: got[f"offcorr/loss/{name}"] for name in wanted} == pytest.approx(wanted)
     assert got["offcorr/loss/weight_mean"] == pytest.approx((2 + 1 + 1 + 1) / 4)
-    assert got["offcorr/engine/ratio_mean"] == pytest.approx((math.e + 1 + 1) / 3)  # raw, beside the applied 2
+    assert got["offcorr/engine/ratio_mean"] == pytest.approx((math.e + 1 + 1) / 3)  # raw, not truncated at 2
     vetoed = offcorr.get("veto", threshold=3.0)(batch).metrics.compute()
     assert vetoed["offcorr/loss/vetoed"] == vetoed["offcorr/loss/rejected"] == 1
 
@@ -112,7 +112,7 @@ def test_every_metric_says_what_it_is():
 
 
 def test_metrics_of_any_name_are_computed_wherever_they_are_unpickled():
-    """The kinds travel with the numbers: no table of names has to be imported on the other side."""
+    """Accumulators are pickled with their types, so the other process needs no table of names."""
     made = Metrics({"somewhere/mine": Mean(torch.tensor([3.0, 4.0])), "somewhere/many": Count(torch.tensor([2.0]))})
     script = "import pickle, sys; print(pickle.load(sys.stdin.buffer).compute())"
     out = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(made), capture_output=True, check=True)
@@ -142,6 +142,6 @@ def test_needs_and_compares():
     assert offcorr.get("tis").needs == {"rollout_logp", "old_logp"}
     assert offcorr.get("reinforce").needs == frozenset()
     assert offcorr.get("seq_tis").compares == {"staleness", "engine"}
-    assert offcorr.get("opsm").needs == {"old_logp"}  # total where rollout_logp is given, else staleness
+    assert offcorr.get("opsm").needs == {"old_logp"}  # total if rollout_logp is given, otherwise staleness
     loss_fn = offcorr.Correction(reject=(rejections.K2(0.1), rejections.DPPO()))
     assert loss_fn.compares == {"staleness", "engine", "total"}

@@ -1,4 +1,4 @@
-"""The wheel as a stranger gets it: complete, light, and free of the machine it was built on."""
+"""Tests of the wheel: complete, few dependencies, and nothing of the machine on which it was built."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def run(*command: str | Path, **options) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for tool in ("build", "hatchling"):
+        pytest.importorskip(tool)
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT)
     (built,) = folder.glob("*.whl")
@@ -59,7 +62,7 @@ def requirements(wheel: Path) -> list[Requirement]:
 
 
 def closure(wanted: list[Requirement]) -> set[str]:
-    """Names of the distributions that `wanted` (without extras) needs, as installed here."""
+    """Returns the names of the installed distributions that `wanted` (without extras) requires."""
     names: set[str] = set()
     queue = [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
     while queue:
@@ -74,9 +77,9 @@ def closure(wanted: list[Requirement]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def empty_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the wheel and the core's dependencies, and nothing else.
+    """A new environment with only the wheel and the dependencies of the core.
 
-    The dependencies are linked in from this environment: torch is too large to install for a test.
+    The dependencies are linked from this environment, because torch is too large to install for a test.
     """
     environment = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", environment)
@@ -101,6 +104,18 @@ def test_wheel_holds_the_whole_package_and_nothing_else(wheel: Path) -> None:
     assert not [n for n in names if "__pycache__" in n]
 
 
+def test_source_distribution_holds_what_its_tests_read(tmp_path: Path) -> None:
+    """All of the project but what only its host reads, so that `make` and the tests run in an unpacked archive."""
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, ROOT)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as members:
+        held = {name.partition("/")[2] for name in members.getnames()}
+    host_only = (".ci/", ".github/", ".pre-commit-config.yaml")
+    wanted = {str(path.relative_to(ROOT)) for path in project_files()}
+    missing = {name for name in wanted - held if not name.startswith(host_only)}
+    assert not missing, f"missing from the source distribution: {sorted(missing)}"
+
+
 def test_core_needs_torch_einops_numpy_only(wheel: Path) -> None:
     assert {r.name for r in requirements(wheel) if r.marker is None} == {"torch", "einops", "numpy"}
 
@@ -121,7 +136,9 @@ def test_console_script_answers_in_an_empty_environment(empty_environment: Path,
 
 
 def test_core_imports_nothing_heavy_where_it_could(tmp_path: Path) -> None:
-    """In this environment transformers and trl are there; importing the core must not load them."""
+    """Where transformers and trl are installed, importing the core must not load them."""
+    for name in ("transformers", "trl"):
+        pytest.importorskip(name)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     report = json.loads(run(sys.executable, "-c", CORE_REPORT, cwd=tmp_path, env=environment))
     assert {"transformers", "trl"} <= set(report["importable"])
@@ -132,7 +149,7 @@ def test_constraints_pin_what_the_project_asks_for(wheel: Path) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     pins = {canonicalize_name(name): version for name, version in pins.items()}
-    # A local version (2.13.0+cpu) exists on some machines' indexes only.
+    # A local version (2.13.0+cpu) exists on some package indexes only.
     assert not [version for version in pins.values() if "+" in version]
     for requirement in requirements(wheel):
         name = canonicalize_name(requirement.name)

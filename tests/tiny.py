@@ -1,13 +1,18 @@
-"""A Qwen3 model small enough that a test builds it anew."""
+"""A Qwen3 model so small that every test can build its own."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 
 def qwen3(vocab_size: int, **changes) -> Qwen3ForCausalLM:
-    """Two layers of width 16, always the same weights, far enough from 0 that the logits are no constant."""
+    """Returns a model of two layers of width 16 with fixed weights, large enough that the logits are not constant."""
     settings = {
         "vocab_size": vocab_size,
         "hidden_size": 16,
@@ -19,5 +24,6 @@ def qwen3(vocab_size: int, **changes) -> Qwen3ForCausalLM:
         "tie_word_embeddings": True,
         "initializer_range": 0.3,
     }
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**{**settings, **changes}))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**settings, **changes}))

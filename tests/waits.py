@@ -1,4 +1,4 @@
-"""What makes the host wait for the device, seen where there is none."""
+"""Recorder of host synchronisations that needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Waits(TorchDispatchMode):
-    """Notes every operation that would make the host wait for a GPU.
+    """Records every operation that would make the host wait for a GPU.
 
-    On a CPU one sees lists that become tensors, a copy to the device on a GPU; on "meta", where there is nothing to
-    read, one sees copies between devices, and a read is an error of torch's own.
+    On a CPU it sees lists that become tensors, which on a GPU are copies to the device. On the device "meta" it sees
+    copies between devices, and torch raises an error when a value is read.
     """
 
     READS = {

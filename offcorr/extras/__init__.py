@@ -1,6 +1,8 @@
-"""Beyond the loss: what changes the model's forward, mixes in other data, or makes the advantages.
+"""Techniques outside the loss: perturbed layers (ALP), a supervised term (CHORD), advantages from a teacher.
 
-Not imported by ``import offcorr``: ``from offcorr.model import LayerPerturbation, CHORD, distillation_advantages``.
+``import offcorr`` does not import them.
+
+>>> from offcorr.extras import CHORD, LayerPerturbation, distillation_advantages
 """
 
 from offcorr.extras.alp import LayerPerturbation

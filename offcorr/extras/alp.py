@@ -1,4 +1,4 @@
-"""ALP: learnable noise on every layer's input, in the ratio's numerator alone  (2603.19470; official code)."""
+"""ALP: learnable noise on the input of every layer, in the numerator of the ratio only (2603.19470; official code)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,36 @@ from torch import Tensor, nn
 
 
 class LayerPerturbation(nn.Module):
-    """A causal language model whose decoder layers see their input with Gaussian noise, when asked.
+    """Causal language model with optional Gaussian noise on the input of its decoder layers.
 
-    h_l <- h_l + exp(log_std_l) * e,  e ~ N(0, 1), one learnable log_std a layer.
+    h_l <- h_l + exp(log_std_l) * e,  e ~ N(0, 1), with one learnable log_std per layer (ALP, 2603.19470).
 
-    With a ``noise_seed`` the log-probs are of the perturbed policy: the ``logp`` of a ``Batch``, numerator of every
-    ratio.  Without one the model is itself: sampling, ``old_logp`` and ``rollout_logp`` stay unperturbed.  A seed
-    gives the same noise each time, and travels with the call, so gradient checkpointing replays it, whenever it runs.
-    Global random state is neither read nor changed.
+    With a ``noise_seed`` the log-probs are those of the perturbed policy: use them as the ``logp`` of a ``Batch``, the
+    numerator of every ratio.  Without one the model is unperturbed: use it for sampling, ``old_logp`` and
+    ``rollout_logp``.  The same seed gives the same noise.  It is passed on as a keyword of the layers, so gradient
+    checkpointing replays the noise.  Global random state is neither read nor changed.
+
+    The gradient reaches the weights of the model and, by the reparametrisation above, ``log_std`` [layers]; train
+    ``parameters()`` of this module.  The noise depends on the shape of the batch: use another seed for every
+    micro-batch and for every rank.
 
     Args:
-        model: hands on the keywords of its forward to its layers, as those of transformers do.
-        std: at the start.
-        layers: their indices; None: all, which the paper found best.
+        model: passes the keywords of its forward on to its layers, as the models of transformers do.
+        std: initial standard deviation, above 0.
+        layers: indices of the perturbed layers; None: all, the best choice in the paper.
 
-    Train ``parameters()`` of this module: the model's and ``log_std`` [layers].  The noise depends on the shape of the
-    batch; take another seed for each micro-batch, and for each rank.
+    Raises:
+        ValueError: std is not positive, an index is out of range, a layer is perturbed already, or the model has no
+            decoder with a list of layers.
 
-        policy = LayerPerturbation(model)
-        logits = policy(input_ids, noise_seed=step).logits  # for logp
-        logits = policy(input_ids).logits                   # for old_logp, and to sample from
+    >>> from transformers import Qwen3Config, Qwen3ForCausalLM
+    >>> sizes = dict(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1)
+    >>> model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=1, head_dim=8))
+    >>> policy, input_ids = LayerPerturbation(model, std=0.1), torch.tensor([[1, 2, 3]])
+    >>> perturbed = policy(input_ids=input_ids, noise_seed=0).logits  # for logp
+    >>> plain = policy(input_ids=input_ids).logits  # for old_logp, and to sample from
+    >>> bool((perturbed != plain).any()), bool((policy(input_ids=input_ids).logits == plain).all())
+    (True, True)
     """
 
     def __init__(self, model: nn.Module, std: float = 1e-6, layers: Sequence[int] | None = None) -> None:
@@ -52,30 +62,33 @@ class LayerPerturbation(nn.Module):
             blocks[index].register_forward_pre_hook(_Perturb(self, place), with_kwargs=True)
 
     def forward(self, *args: Any, noise_seed: int | None = None, **kwargs: Any) -> Any:
-        """The model's answer; perturbed where ``noise_seed`` is given.
+        """Returns the model's output; with a ``noise_seed``, that of the perturbed model.
 
         Raises:
-            RuntimeError: the model kept the seed from its layers, so nothing was perturbed.
+            RuntimeError: the model did not pass the seed on to all layers.
         """
         if noise_seed is None:
             return self.model(*args, **kwargs)
         self._reached.clear()
-        answer = self.model(*args, noise_seed=noise_seed, **kwargs)
+        output = self.model(*args, noise_seed=noise_seed, **kwargs)
         if len(self._reached) < len(self.log_std):
             raise RuntimeError(
                 f"noise reached {len(self._reached)} of {len(self.log_std)} layers: {type(self.model).__name__} does "
-                "not hand on the keywords of its forward to its layers"
+                "not pass the keywords of its forward on to its layers"
             )
-        return answer
+        return output
 
     def noise(self, place: int, seed: int, like: Tensor) -> Tensor:
-        """The unit noise of the ``place``-th perturbed layer under a seed."""
+        """Returns the unit noise of the ``place``-th perturbed layer for a seed, in the shape of ``like``."""
         generator = torch.Generator(like.device).manual_seed(seed * len(self.log_std) + place)
         return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
 class _Perturb:
-    """A layer's pre-hook.  It runs again when gradient checkpointing replays the layer, with the same keywords."""
+    """Forward pre-hook of a layer.
+
+    Gradient checkpointing runs it again with the same keywords, and so with the same seed.
+    """
 
     def __init__(self, owner: LayerPerturbation, place: int) -> None:
         self.owner, self.place = owner, place

@@ -1,4 +1,4 @@
-"""CHORD: a policy loss and supervised learning on expert data, mixed  (2508.11408; official code, Trinity-RFT)."""
+"""CHORD: a mixture of a policy loss and supervised learning on expert data (2508.11408; official code, Trinity-RFT)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from offcorr.stages.aggregate import check_denominator
 
 
 class Mixed(NamedTuple):
-    """What CHORD gives.
+    """Output of ``CHORD``.
 
-    loss: scalar, differentiable in the log-probs of both.
-    coefficient: dL/dlogp of the sampled tokens, (1 - mu) times the correction's; detached.
-    sft_coefficient: dL/dlogp of the expert's tokens; detached.
+    Attributes:
+        loss: scalar, differentiable in the log-probs of sampled and expert tokens.
+        coefficient: dL/dlogp of the sampled tokens, (1 - mu) times that of the correction; detached.
+        sft_coefficient: dL/dlogp of the expert tokens; detached.
     """
 
     loss: Tensor
@@ -28,14 +29,19 @@ class Mixed(NamedTuple):
 
 @dataclass(frozen=True)
 class CHORD:
-    """L = (1 - mu) L_policy + mu L_sft,  L_sft = - sum_t phi(p_t) log p_t / Z_sft,  phi(p) = sg(p (1 - p)).
+    """Mixture of the loss of a correction and a weighted cross-entropy on expert tokens (CHORD, 2508.11408).
 
-    dL/dlogp of an expert's token = - mu p_t (1 - p_t) / Z_sft: what is known by heart and what is out of reach teach
-    little.  The policy's part is any correction's output.
+    L = (1 - mu) L_policy + mu L_sft,  L_sft = - sum_t phi(p_t) log p_t / Z_sft,  phi(p) = sg(p (1 - p)).
+
+    The gradient of an expert token is dL/dlogp_t = - mu p_t (1 - p_t) / Z_sft: it is small where p_t is near 0 or 1.
+    The policy's part is the output of any correction.
 
     Args:
-        mu: share of the supervised part, in [0, 1]; ``scheduled_mu`` for one that changes from step to step.
-        phi: False: every expert token weighs 1 (the paper's CHORD-mu).
+        mu: weight of the supervised part, in [0, 1]; ``scheduled_mu`` gives one that changes from step to step.
+        phi: whether expert tokens are weighted by p (1 - p); False: by 1 (CHORD-mu in the paper).
+
+    Raises:
+        ValueError: mu is outside [0, 1].
 
     >>> import torch, offcorr
     >>> sampled, expert = torch.zeros(1, 2, requires_grad=True), torch.tensor([[0.5, 0.9]]).log().requires_grad_()
@@ -56,13 +62,16 @@ class CHORD:
     def __call__(
         self, out: Output, sft_logp: Tensor, sft_mask: Tensor, denominator: float | Tensor | None = None
     ) -> Mixed:
-        """Both losses as one.
+        """Returns the mixed loss and its derivatives.
 
         Args:
-            out: the correction's, of the sampled batch.
-            sft_logp: log-probs (nats) of the expert's tokens under the weights being trained, padded or packed.
-            sft_mask: same shape, bool: the tokens to learn.
-            denominator: expert tokens of the global batch, as for a correction; None: this batch's own.
+            out: output of the correction on the sampled batch.
+            sft_logp: [B, T] or [N], log-probs (nats) of the expert tokens under the weights being trained.
+            sft_mask: same shape, bool: the valid expert tokens.
+            denominator: number of valid expert tokens in the global batch; None: the number in this batch.
+
+        Raises:
+            ValueError: the shapes differ, or the denominator is not positive.
         """
         if sft_logp.shape != sft_mask.shape:
             raise ValueError(
@@ -81,7 +90,9 @@ class CHORD:
 
 
 def scheduled_mu(step: int, *, warmup: int, decay: int, peak: float, valley: float) -> float:
-    """mu of a step: linear from 0 to ``peak`` in ``warmup`` steps, then by a cosine to ``valley`` in ``decay`` steps.
+    """Returns mu of a step: it rises from 0 to ``peak`` over ``warmup`` steps and falls to ``valley`` over ``decay``.
+
+    The rise is linear, the fall half a cosine.
 
     >>> [round(scheduled_mu(s, warmup=2, decay=2, peak=0.9, valley=0.1), 2) for s in range(6)]
     [0.0, 0.45, 0.9, 0.5, 0.1, 0.1]

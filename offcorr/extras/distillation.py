@@ -1,4 +1,4 @@
-"""On-policy distillation as an advantage: a teacher's opinion of every token the student sampled."""
+"""Distillation from a teacher, as per-token advantages of the tokens that the student sampled."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from torch import Tensor
 
 
 def distillation_advantages(logp: Tensor, teacher_logp: Tensor, mask: Tensor | None = None) -> Tensor:
-    """A_t = sg(log nu(y_t) - log pi(y_t)): per token, detached; 0 where the mask is not.
+    """Returns the advantages A_t = sg(log nu(y_t) - log pi(y_t)) of the student pi under the teacher nu.
 
-    On-policy the policy gradient with it is that of the reverse KL to the teacher at the states visited,
-    grad sum_t KL(pi(.|s_t) || nu(.|s_t)), the states held fixed.  Off-policy it is corrected like any other advantage.
+    They are per token and detached, and 0 on masked tokens.  On-policy, the expected gradient of the policy loss with
+    these advantages is that of the reverse KL to the teacher, sum_t KL(pi(.|s_t) || nu(.|s_t)), with the states s_t
+    held fixed.  Off-policy they are corrected like any other advantage.
 
     Args:
-        logp: log-probs (nats) of the sampled tokens under the weights being trained, padded or packed.
-        teacher_logp: of the same tokens under the teacher.
-        mask: bool, the valid tokens.
+        logp: [B, T] or [N], log-probs (nats) of the sampled tokens under the weights being trained.
+        teacher_logp: same shape, log-probs (nats) of the same tokens under the teacher.
+        mask: same shape, bool: the valid tokens; None: all.
+
+    Raises:
+        ValueError: the shapes differ.
 
     >>> distillation_advantages(torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -3.0]))
     tensor([ 0.5000, -1.0000])

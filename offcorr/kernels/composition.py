@@ -20,7 +20,8 @@ from offcorr.kernels import spans
 from offcorr.kernels.metrics import entry_size
 from offcorr.kernels.rebind import NotFused, for_triton
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.stages.base import Plan, arguments
+from offcorr.stages.base import GateSpec, Plan, arguments
+from offcorr.stages.spans import SPANS
 
 INPUTS = ("log_ratio", "raw_log_ratio", "value", "logp", "anchor_logp", "advantage", "position", "reward")
 """The inputs of pointwise functions, in the order of ``correction.inputs_of``."""
@@ -30,7 +31,7 @@ _POLICIES = {"staleness": (0, 1), "engine": (1, 2), "total": (0, 2)}
 
 MISMATCHES = {pair: name for name, pair in _POLICIES.items()}
 
-_NONE = spans.Reduction((), None, None, None)
+_NONE = spans.Reduction((), None, spans.nothing, None)
 
 
 class Constant:
@@ -78,11 +79,11 @@ class Part(Constant):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stage(Constant):
-    """A ratio, weight or rejection (``base.Spec``)."""
+    """A ratio, weight or rejection (``base.Spec``), or the gate (``base.GateSpec``, whose rule is its surrogate)."""
 
-    measure: Part
+    measure: Part | None
     rule: Part
-    kind: str  # "token", "turn", "reduction" or "running"
+    kind: str  # "token", "turn", "reduction" or "running"; "gate"
     twin: Any
     reduction: spans.Reduction  # what the first pass reads: the span itself, or, of a split row, a running span's carry
     slot: int  # of its first number in the summary
@@ -90,23 +91,17 @@ class Stage(Constant):
     first: int  # the policy compared
     second: int  # the policy compared against
     limit: float
-    limited: bool
-    counts_as: str  # as in ``Spec``, and "ratio"
+    counts_as: str  # as in ``Spec``; "ratio" for the ratio
     params: type[Any]
     on_device: tuple[bool, ...]
 
+    @property
+    def limited(self) -> bool:
+        return math.isfinite(self.limit)
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Gate(Constant):
-    """A gate (``base.GateSpec``), and the policies that the ratio compares."""
-
-    surrogate: Part
-    first: int
-    second: int
-    log_limit: float
-    detached: bool
-    params: type[Any]
-    on_device: tuple[bool, ...]
+    @property
+    def first_carry(self) -> float:
+        return self.twin.first if self.kind == "running" else 0.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -114,19 +109,27 @@ class Composition(Constant):
     """Everything that the kernel is compiled for."""
 
     stages: tuple[Stage, ...]  # the ratio first
-    gate: Gate
+    gate: Stage
+    detached: bool
     divides_by: Literal["", "valid", "kept"]  # the tokens whose number in a row its sum is divided by
     unit: Literal["tokens", "sequences"] | None  # what Z counts, where the kernel has to find it
     series: tuple[tuple[int, int], ...]  # the policies whose mismatch is metered, in the order of the metrics
     split: bool  # whether several programs share a row
-    turns: tuple[int, ...]  # one entry per stage that looks at turns
+    turns: int  # how many stages look at turns
     joins_runs: bool  # whether a turn may be several runs; else the mean of a run is that of its turn
     runs_slot: int  # of the number of runs in the summary
     asks_position: bool
     asks_reward: bool
     token_advantages: bool
     token_weight: bool
-    z_on_device: bool
+
+    @property
+    def specs(self) -> tuple[Stage, ...]:
+        return (*self.stages, self.gate)
+
+    @property
+    def has_turns(self) -> bool:
+        return self.turns > 0
 
     @property
     def summary_size(self) -> int:
@@ -141,7 +144,7 @@ class Composition(Constant):
     def reads_first(self) -> bool:
         """Whether a row's tokens need the row's reductions, turns or count."""
         reduced = any(stage.kind == "reduction" for stage in self.stages)
-        return reduced or bool(self.turns) or self.divides_by == "valid"
+        return reduced or self.has_turns or self.divides_by == "valid"
 
 
 class Given(NamedTuple):
@@ -152,7 +155,6 @@ class Given(NamedTuple):
     turn_ids: bool
     token_advantages: bool
     token_weight: bool
-    z_on_device: bool
     split: bool
 
 
@@ -160,7 +162,7 @@ _known: dict[Any, Composition | str] = {}
 """Each composition, or why Triton cannot run it, so that this is found out once."""
 
 
-def composition(plan: Plan, batch: Batch, *, z_on_device: bool, split: bool) -> Composition:
+def composition(plan: Plan, batch: Batch, split: bool) -> Composition:
     """The composition of a plan for batches like this one; ``split`` asks for several programs per row.
 
     Raises:
@@ -174,7 +176,6 @@ def composition(plan: Plan, batch: Batch, *, z_on_device: bool, split: bool) -> 
         batch.turn_ids is not None,
         batch.advantages.shape != per_sequence,  # as ``Batch`` reads them: where S = N, they are per sequence
         batch.weight is not None and batch.weight.shape != per_sequence,
-        z_on_device,
         split and all(_may_be_split(spec.span) for spec in specs),
     )
     key = (
@@ -187,7 +188,7 @@ def composition(plan: Plan, batch: Batch, *, z_on_device: bool, split: bool) -> 
     known = _known.get(key)
     if known is None:
         for spec in specs:
-            if spec.span not in spans.TWINS:  # not remembered, since it may be registered later
+            if SPANS[spec.span] not in spans.TWINS:  # not remembered, since it may be registered later
                 raise NotFused(f"the span {spec.span!r} has no Triton twin")
         try:
             known = _compose(*key)
@@ -218,12 +219,15 @@ def _on(device: torch.device, number: Any) -> bool:
 
 
 def _without_numbers(spec: Any, device: torch.device) -> Any:
-    """A spec with the type of its params, and which of them are on the device, in their place."""
-    return spec._replace(params=(type(spec.params), tuple([_on(device, number) for number in spec.params])))
+    """A spec with (type, which of them are on the device) for its params, and the torch function for its span."""
+    params = (type(spec.params), tuple([_on(device, number) for number in spec.params]))
+    if isinstance(spec, GateSpec):
+        return spec._replace(params=params)
+    return spec._replace(params=params, span=SPANS[spec.span])
 
 
 def _may_be_split(span: str) -> bool:
-    twin = spans.TWINS.get(span)
+    twin = spans.TWINS.get(SPANS[span])
     return not isinstance(twin, spans.Running) or twin.carry is not None
 
 
@@ -244,19 +248,31 @@ def _compose(
     divided_by: Literal["valid", "kept"] = "valid" if count_rejected else "kept"
     return Composition(
         stages=tuple(stages),
-        gate=Gate(_part(gate.surrogate), *_POLICIES[gate.mismatch], float(gate.log_limit), gate.detached, *gate.params),
+        gate=Stage(
+            None,
+            _part(gate.surrogate),
+            "gate",
+            None,
+            _NONE,
+            0,
+            0,
+            *_POLICIES[gate.mismatch],
+            float(gate.log_limit),
+            "",
+            *gate.params,
+        ),
+        detached=gate.detached,
         divides_by=divided_by if aggregation.divides_by_count else "",
         unit=None if count_rejected or aggregation.unit == "none" else aggregation.unit,
         series=(_POLICIES["engine"],) * given.rollout_logp + (_POLICIES["staleness"],) * given.old_logp,
         split=given.split,
-        turns=(0,) * turns,
+        turns=turns,
         joins_runs=bool(turns) and (given.split or given.turn_ids),
         runs_slot=slot,
         asks_position=counted or "position" in asked,
         asks_reward="reward" in asked,
         token_advantages=given.token_advantages,
         token_weight=given.token_weight,
-        z_on_device=given.z_on_device,
     )
 
 
@@ -265,7 +281,7 @@ def _stage(spec: Any, slot: int, turn: int, split: bool, counts_as: str) -> Stag
     kind = twin if isinstance(twin, str) else type(twin).__name__.lower()
     reduction = twin if isinstance(twin, spans.Reduction) else _NONE
     if split and isinstance(twin, spans.Running):
-        reduction = spans.TWINS[twin.carry]  # type: ignore[assignment, index]
+        reduction = spans.TWINS[SPANS[twin.carry]]  # type: ignore[assignment, index]
     if (reduction.first or kind == "turn") and "position" in arguments(spec.measure):
         raise NotFused("a measure asks for a token's position before its row has been read")
     return Stage(
@@ -278,7 +294,6 @@ def _stage(spec: Any, slot: int, turn: int, split: bool, counts_as: str) -> Stag
         turn,
         *_POLICIES[spec.mismatch],
         float(spec.limit),
-        math.isfinite(spec.limit),
         counts_as,
         *spec.params,
     )

@@ -21,12 +21,11 @@ from offcorr.kernels.rebind import for_triton
 from offcorr.stages import pointwise
 
 LOG_LIMIT: tl.constexpr = tl.constexpr(_LOG_LIMIT)
-SIZES = ["tokens", "rows", "parts", "part_length", "group"]
+SIZES = ["rows", "parts", "part_length", "group"]
 """Run-time integers that change from batch to batch; none of them is worth compiling anew for."""
 
 trainable = for_triton(pointwise.trainable)
 finite = for_triton(pointwise.finite)
-clamped = for_triton(pointwise.clamped)
 dropped_to_zero = for_triton(pointwise.dropped_to_zero)
 truncated_by = for_triton(pointwise.truncated)
 held_back_by = for_triton(pointwise.held_back)
@@ -45,20 +44,11 @@ class Fields(NamedTuple):
     mask: Any
     turn_ids: Any
     cu_seqlens: Any
+    z: Any  # the denominator, where it is a tensor
 
 
-class Scratch(NamedTuple):
-    """Pointers to what the kernel writes for itself; None where nothing is needed."""
-
-    run_ids: Any  # [tokens], see ``spans.turn_means``
-    run_totals: Any  # [turn stages, tokens]
-    run_counts: Any  # [tokens]
-    turn_means: Any  # [turn stages, tokens]
-    summary: Any  # [PLAN.summary_size, entries]
-
-
-class Outputs(NamedTuple):
-    """Pointers to the results."""
+class Buffers(NamedTuple):
+    """Pointers to what the kernel writes, and to two constants of the metrics; None where they are not needed."""
 
     coefficient: Any  # like ``logp``
     partials: Any  # an entry of every program, then one of every group
@@ -66,13 +56,13 @@ class Outputs(NamedTuple):
     loss: Any
     found_z: Any  # where the kernel has to find Z
     tickets: Any  # see ``metrics.merge``
-
-
-class Tables(NamedTuple):
-    """Pointers to constants of the metrics."""
-
     edges: Any  # of the histogram's bins
     places: Any  # see ``launch.Layout``
+    summary: Any  # [PLAN.summary_size, entries]
+    run_ids: Any  # [tokens], see ``spans.turn_means``
+    run_counts: Any  # [tokens]
+    run_totals: Any  # [tokens] for each stage that looks at turns
+    turn_means: Any  # the same
 
 
 class Row(NamedTuple):
@@ -97,6 +87,7 @@ class Block(NamedTuple):
     scored: Any
     policies: Any  # log-probs: (logp, old_logp, rollout_logp)
     advantage: Any
+    weight: Any
     reward: Any
 
 
@@ -119,9 +110,10 @@ def read_row(fields, width, number, part, part_length, PLAN: tl.constexpr):
 
 
 @triton.jit
-def read_block(fields, row, index, inside, PLAN: tl.constexpr):
+def read_block(fields, row, index, end, PLAN: tl.constexpr):
     """All of a block is read: a load that skips masked tokens one by one is not read four at a time."""
     place = row.start + index
+    inside = index < end
     mask = tl.load(fields.mask + place, mask=inside, other=0) != 0
     logp = tl.load(fields.logp + place, mask=inside, other=0.0).to(tl.float32)
     advantage = tl.zeros_like(logp) + row.advantage
@@ -140,35 +132,31 @@ def read_block(fields, row, index, inside, PLAN: tl.constexpr):
         reported = tl.load(fields.rollout_logp + place, mask=inside, other=0.0).to(tl.float32)
         scored = train & finite(reported)
         rollout_logp = tl.where(scored, reported, old_logp)
+    weight = tl.zeros_like(logp) + row.weight
+    if PLAN.token_weight:
+        weight = tl.load(fields.weight + place, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.where(mask, weight, 0.0)
     reward = tl.zeros_like(logp) + row.reward
-    return Block(index, inside, mask, train, scored, (logp, old_logp, rollout_logp), advantage, reward)
+    policies = (logp, old_logp, rollout_logp)
+    return Block(index, inside, mask, train, scored, policies, advantage, weight, reward)
 
 
 @triton.jit
-def read_number(number, ON_DEVICE: tl.constexpr):
-    if ON_DEVICE:
-        return tl.load(number).to(tl.float32)
-    else:
-        return number
+def read_numbers(params, PLAN: tl.constexpr):
+    """The numbers of every stage, then of the gate, those on the device loaded.
 
-
-@triton.jit
-def read_params(STAGE: tl.constexpr, params):
-    """The numbers of a stage, those on the device loaded: a plain tuple, since triton 3.6 drops the names of a
-    NamedTuple that is added to a tuple (``call`` gives them back)."""
-    numbers = ()
-    for k in tl.static_range(len(STAGE.on_device)):
-        numbers = numbers + (read_number(params[k], STAGE.on_device[k]),)
-    return numbers
-
-
-@triton.jit
-def read_all_params(params, PLAN: tl.constexpr):
-    """The numbers of every stage, then those of the gate."""
-    numbers = ()
-    for k in tl.static_range(len(PLAN.stages)):
-        numbers = numbers + (read_params(PLAN.stages[k], params[k]),)
-    return numbers + (read_params(PLAN.gate, params[len(PLAN.stages)]),)
+    Plain tuples, since triton 3.6 drops the names of a NamedTuple that is added to a tuple; ``named`` gives them back.
+    """
+    everything = ()
+    for k in tl.static_range(len(PLAN.specs)):
+        numbers = ()
+        for j in tl.static_range(len(PLAN.specs[k].on_device)):
+            number = params[k][j]
+            if PLAN.specs[k].on_device[j]:
+                number = tl.load(number).to(tl.float32)
+            numbers = numbers + (number,)
+        everything = everything + (numbers,)
+    return everything
 
 
 # -- one stage -----------------------------------------------------------------------------------------------
@@ -181,6 +169,15 @@ def put(items, K: tl.constexpr, item):
 
 
 @triton.jit
+def named(STAGE: tl.constexpr, numbers):
+    """The numbers of a stage in their NamedTuple, as its functions see them."""
+    if len(STAGE.on_device) > 0:
+        return STAGE.params(*numbers)
+    else:
+        return numbers
+
+
+@triton.jit
 def call(PART: tl.constexpr, inputs, STAGE: tl.constexpr, numbers):
     """Calls a pointwise function with the inputs that its arguments name."""
     before = ()
@@ -190,7 +187,7 @@ def call(PART: tl.constexpr, inputs, STAGE: tl.constexpr, numbers):
         after = ()
         for k in tl.static_range(len(PART.after)):
             after = after + (inputs[PART.after[k]],)
-        return PART.function(*before, STAGE.params(*numbers), *after)
+        return PART.function(*before, named(STAGE, numbers), *after)
     else:
         return PART.function(*before)
 
@@ -201,7 +198,7 @@ def inputs_of(STAGE: tl.constexpr, block, position, value):
     logp = block.policies[STAGE.first]
     anchor_logp = block.policies[STAGE.second]
     raw = logp - anchor_logp
-    return clamped(raw, LOG_LIMIT), raw, value, logp, anchor_logp, block.advantage, position, block.reward
+    return ops.clamp(raw, -LOG_LIMIT, LOG_LIMIT), raw, value, logp, anchor_logp, block.advantage, position, block.reward
 
 
 @triton.jit
@@ -212,21 +209,21 @@ def measure(STAGE: tl.constexpr, block, position, numbers):
 
 
 @triton.jit
-def carried(STAGE: tl.constexpr, block, position, of_row, carry, means_ptr, numbers):
+def carried(STAGE: tl.constexpr, block, position, of_row, carry, buffers, place, numbers):
     """(the measure carried over the span, the carry after this block).
 
-    ``of_row`` is the value of a span over the whole row, ``means_ptr`` points to the mean of each token's turn.
+    ``of_row`` is the value of a reduction, ``place`` that of each token's run in the means of turns.
     """
-    value = tl.zeros_like(block.advantage) + of_row
-    if STAGE.kind == "turn":
-        value = tl.load(means_ptr, mask=block.mask, other=0.0)
-    if STAGE.kind == "token":
+    if STAGE.kind == "reduction":
+        value = tl.zeros_like(block.advantage) + of_row
+    elif STAGE.kind == "turn":
+        value = tl.load(buffers.turn_means[STAGE.turn] + place, mask=block.mask, other=0.0)
+    else:
         value = measure(STAGE, block, position, numbers)
     if STAGE.kind == "running":
-        x = measure(STAGE, block, position, numbers)
-        value, carry = STAGE.twin.step(x, block.mask, position, carry, STAGE.params(*numbers))
+        value, carry = STAGE.twin.step(value, block.mask, position, carry, named(STAGE, numbers))
     if STAGE.limited:
-        value = clamped(value, STAGE.limit)
+        value = ops.clamp(value, -STAGE.limit, STAGE.limit)
     return value, carry
 
 
@@ -252,59 +249,52 @@ def empty_state(STAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def find_runs(fields, row, index, inside, mask, runs):
-    """(where a run of one turn's tokens starts, the run that each token is in, the runs up to the block's end).
+def find_runs(fields, row, block, runs, turns):
+    """The runs of one turn's tokens: (starts, ends, id of the turn, run of the token, runs so far, turns so far).
 
     A program counts its runs from 0: one ends where the next turn starts, or where the part of the row does.
     """
+    index = block.index
+    first = index == row.begin
+    last = index + 1 == row.end
     if fields.turn_ids is None:
-        preceded = tl.load(fields.mask + row.start + index - 1, mask=inside & (index > 0), other=0) != 0
-        starts = inside & ((index == row.begin) | (mask & ~preceded))
+        mask_ptr = fields.mask + row.start + index
+        preceded = tl.load(mask_ptr - 1, mask=block.inside & (index > 0), other=0) != 0
+        followed = tl.load(mask_ptr + 1, mask=index + 1 < row.end, other=0) != 0
+        starts_turn = block.mask & ~preceded
+        starts = block.inside & (first | starts_turn)
+        ends = block.inside & (last | (followed & ~block.mask))
+        turn_id = turns + tl.cumsum(tl.where(starts_turn, 1, 0), 0)
+        turns += tl.sum(tl.where(starts_turn, 1, 0), 0)
     else:
-        turn_id = tl.load(fields.turn_ids + row.start + index, mask=inside, other=0)
-        id_before = tl.load(fields.turn_ids + row.start + index - 1, mask=inside & (index > row.begin), other=0)
-        starts = inside & ((index == row.begin) | (turn_id != id_before))
+        ids_ptr = fields.turn_ids + row.start + index
+        turn_id = tl.load(ids_ptr, mask=block.inside, other=0).to(tl.int64)
+        starts = block.inside & (first | (turn_id != tl.load(ids_ptr - 1, mask=block.inside & ~first, other=0)))
+        ends = block.inside & (last | (turn_id != tl.load(ids_ptr + 1, mask=index + 1 < row.end, other=0)))
     ones = tl.where(starts, 1, 0)
-    return starts, runs + tl.cumsum(ones, 0) - 1, runs + tl.sum(ones, 0)
+    return starts, ends, turn_id, runs + tl.cumsum(ones, 0) - 1, runs + tl.sum(ones, 0), turns
 
 
 @triton.jit
-def find_turns(fields, row, index, inside, mask, turns):
-    """(the id of each token's turn, where a run ends, the turns that have started up to the block's end)."""
-    if fields.turn_ids is None:
-        preceded = tl.load(fields.mask + row.start + index - 1, mask=inside & (index > 0), other=0) != 0
-        followed = tl.load(fields.mask + row.start + index + 1, mask=index + 1 < row.end, other=0) != 0
-        ones = tl.where(mask & ~preceded, 1, 0)
-        ends = inside & ((index + 1 == row.end) | (followed & ~mask))
-        return turns + tl.cumsum(ones, 0), ends, turns + tl.sum(ones, 0)
-    else:
-        turn_id = tl.load(fields.turn_ids + row.start + index, mask=inside, other=0).to(tl.int64)
-        id_after = tl.load(fields.turn_ids + row.start + index + 1, mask=index + 1 < row.end, other=0)
-        return turn_id, inside & ((index + 1 == row.end) | (turn_id != id_after)), turns
-
-
-@triton.jit
-def store_runs(STAGE: tl.constexpr, scratch, tokens, x, mask, starts, ends, place, going_on, PLAN: tl.constexpr):
+def store_runs(STAGE: tl.constexpr, buffers, x, mask, starts, ends, place, going_on, PLAN: tl.constexpr):
     """Stores the runs that end in this block; (sum, count) of the run that goes on after it."""
     total, count = spans.run_totals(x, mask, starts, going_on[0], going_on[1])
-    skip = STAGE.turn * tokens.to(tl.int64)
     if PLAN.joins_runs:
-        tl.store(scratch.run_totals + skip + place, total, mask=ends)
-        tl.store(scratch.run_counts + place, count, mask=ends)
+        tl.store(buffers.run_totals[STAGE.turn] + place, total, mask=ends)
+        tl.store(buffers.run_counts + place, count, mask=ends)
     else:
-        tl.store(scratch.turn_means + skip + place, total / tl.maximum(count, 1.0), mask=ends)
+        tl.store(buffers.turn_means[STAGE.turn] + place, total / tl.maximum(count, 1.0), mask=ends)
     last = tl.arange(0, x.shape[0]) == x.shape[0] - 1
     return tl.sum(tl.where(last, total, 0.0), 0), tl.sum(tl.where(last, count, 0.0), 0)
 
 
 @triton.jit
-def first_pass(fields, scratch, row, tokens, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
+def first_pass(fields, buffers, row, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
     """Reads this program's tokens for what their row's first token needs to know already.
 
-    Returns the number of valid tokens, the folded numbers of every stage that has a reduction, the number of runs and
-    the number of turns that start here.
+    Returns the number of valid tokens, the folded numbers of every stage's reduction, the number of runs and the
+    number of turns that start here.
     """
-    lanes = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], tl.float32)
     runs = row.begin * 0
     turns = row.start * 0
@@ -314,73 +304,35 @@ def first_pass(fields, scratch, row, tokens, numbers, PLAN: tl.constexpr, BLOCK:
         states = states + (empty_state(PLAN.stages[k], BLOCK),)
         going_on = going_on + ((tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)),)
     for first in range(row.begin, row.end, BLOCK):
-        index = first + lanes
-        inside = index < row.end
-        block = read_block(fields, row, index, inside, PLAN)
+        block = read_block(fields, row, first + tl.arange(0, BLOCK), row.end, PLAN)
         count += tl.where(block.mask, 1.0, 0.0)
-        if len(PLAN.turns) > 0:
-            starts, run, runs = find_runs(fields, row, index, inside, block.mask, runs)
-            turn_id, ends, turns = find_turns(fields, row, index, inside, block.mask, turns)
+        if PLAN.has_turns:
+            starts, ends, turn_id, run, runs, turns = find_runs(fields, row, block, runs, turns)
             place = row.start + row.begin + run
             if PLAN.joins_runs:
-                tl.store(scratch.run_ids + place, turn_id, mask=ends)
+                tl.store(buffers.run_ids + place, turn_id, mask=ends)
         for k in tl.static_range(len(PLAN.stages)):
             if len(PLAN.stages[k].reduction.first) > 0:
                 x = measure(PLAN.stages[k], block, 0.0, numbers[k])
-                state = PLAN.stages[k].reduction.step(states[k], x, block.mask, PLAN.stages[k].params(*numbers[k]))
+                state = PLAN.stages[k].reduction.step(states[k], x, block.mask, named(PLAN.stages[k], numbers[k]))
                 states = put(states, k, state)
             if PLAN.stages[k].kind == "turn":
                 x = measure(PLAN.stages[k], block, 0.0, numbers[k])
-                left = store_runs(
-                    PLAN.stages[k], scratch, tokens, x, block.mask, starts, ends, place, going_on[k], PLAN
-                )
+                left = store_runs(PLAN.stages[k], buffers, x, block.mask, starts, ends, place, going_on[k], PLAN)
                 going_on = put(going_on, k, left)
     folded = ()
     for k in tl.static_range(len(PLAN.stages)):
-        folded = folded + (fold(PLAN.stages[k], states[k], numbers[k]),)
+        folded = folded + (PLAN.stages[k].reduction.fold(states[k], named(PLAN.stages[k], numbers[k])),)
     return tl.sum(count, 0), folded, runs, turns
-
-
-@triton.jit
-def fold(STAGE: tl.constexpr, state, numbers):
-    if len(STAGE.reduction.first) > 0:
-        return STAGE.reduction.fold(state, STAGE.params(*numbers))
-    else:
-        return state
-
-
-@triton.jit
-def of_row(STAGE: tl.constexpr, folded, count, numbers):
-    """The value of a reduction, 0 for other spans."""
-    if STAGE.kind == "reduction":
-        return STAGE.reduction.end(folded, count, STAGE.params(*numbers))
-    else:
-        return tl.full([], 0.0, tl.float32)
-
-
-@triton.jit
-def first_carry(STAGE: tl.constexpr):
-    """The carry of a running span before the row's first token, 0 for other spans."""
-    if STAGE.kind == "running":
-        return tl.full([], STAGE.twin.first, tl.float32)
-    else:
-        return tl.full([], 0.0, tl.float32)
-
-
-# -- rows that several programs share ------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=SIZES)
 def summary(
     fields,
-    scratch,
-    outputs,
-    tables,
-    params,
+    buffers,
+    numbers,
     row_weight,
-    z,
     width,
-    tokens,
     rows,
     parts,
     part_length,
@@ -390,26 +342,27 @@ def summary(
 ):
     """The launch before ``correction`` where rows are split: the first pass of every part of a row.
 
-    [PLAN.summary_size, entries] numbers: the count, every stage's folded numbers, runs and turns.
+    Leaves [PLAN.summary_size, entries] numbers: the count, every stage's folded numbers, runs and turns.
     """
     entry = tl.program_id(0)
     stride = (rows * parts).to(tl.int64)
     row = read_row(fields, width, entry // parts, entry % parts, part_length, PLAN)
-    numbers = read_all_params(params, PLAN)
-    count, folded, runs, turns = first_pass(fields, scratch, row, tokens, numbers, PLAN, BLOCK)
-    own_ptr = scratch.summary + entry
+    numbers = read_numbers(numbers, PLAN)
+    count, folded, runs, turns = first_pass(fields, buffers, row, numbers, PLAN, BLOCK)
+    own_ptr = buffers.summary + entry
     tl.store(own_ptr, count)
     for k in tl.static_range(len(PLAN.stages)):
-        for number in tl.static_range(len(PLAN.stages[k].reduction.first)):
-            tl.store(own_ptr + (PLAN.stages[k].slot + number) * stride, folded[k][number])
-    if len(PLAN.turns) > 0:
+        for j in tl.static_range(len(PLAN.stages[k].reduction.first)):
+            tl.store(own_ptr + (PLAN.stages[k].slot + j) * stride, folded[k][j])
+    if PLAN.has_turns:
         tl.store(own_ptr + PLAN.runs_slot * stride, runs.to(tl.float32))
         tl.store(own_ptr + (PLAN.runs_slot + 1) * stride, turns.to(tl.float32))
 
 
 @triton.jit
-def load_state(STAGE: tl.constexpr, parts_ptr, stride, which):
-    """The numbers of a row's parts, as the lanes of a reduction's state."""
+def load_state(STAGE: tl.constexpr, parts_ptr, stride, there, earlier):
+    """The numbers of a row's parts, as the lanes of a state: all parts, for a carry the earlier ones."""
+    which = earlier if STAGE.kind == "running" else there
     state = ()
     for k in tl.static_range(len(STAGE.reduction.first)):
         at = parts_ptr + (STAGE.slot + k) * stride
@@ -418,72 +371,67 @@ def load_state(STAGE: tl.constexpr, parts_ptr, stride, which):
 
 
 @triton.jit
-def part_of_row(scratch, parts_ptr, stride, entry, number, parts, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
-    """The same as ``whole_row`` for one of a row's parts, from the summary."""
-    lanes = tl.arange(0, BLOCK)
-    there = lanes < parts
-    earlier = lanes < number
-    counts = tl.load(parts_ptr + lanes, mask=there, other=0.0)
-    count = tl.sum(counts, 0)
-    values = ()
-    carries = ()
-    for k in tl.static_range(len(PLAN.stages)):
-        # A reduction is over all the parts, the carry of a running span over the earlier ones.
-        which = earlier if PLAN.stages[k].kind == "running" else there
-        folded = fold(PLAN.stages[k], load_state(PLAN.stages[k], parts_ptr + lanes, stride, which), numbers[k])
-        values = values + (of_row(PLAN.stages[k], folded, count, numbers[k]),)
-        carries = carries + (folded[0] if PLAN.stages[k].kind == "running" else first_carry(PLAN.stages[k]),)
-    runs = number * 0
-    turns_before = entry.to(tl.int64) * 0
-    if len(PLAN.turns) > 0:
-        runs = tl.load(scratch.summary + PLAN.runs_slot * stride + entry).to(tl.int32)
-        turns = tl.load(parts_ptr + (PLAN.runs_slot + 1) * stride + lanes, mask=earlier, other=0.0)
-        turns_before = tl.sum(turns.to(tl.int64), 0)
-    return count, tl.sum(tl.where(earlier, counts, 0.0), 0), values, carries, runs, turns_before
-
-
-@triton.jit
-def whole_row(fields, scratch, row, tokens, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
+def rest_of_row(fields, buffers, row, entry, entries, parts, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
     """What the tokens of a program need of the rest of their row.
 
-    Returns the row's number of valid tokens and how many come before this program's, every stage's value of the row
+    Returns the number of valid tokens of the row and of those before this program's, every stage's value of the row
     and first carry, the number of this program's runs, and the turns that start before it.
     """
-    zero = tl.full([], 0.0, tl.float32)
+    count = tl.full([], 0.0, tl.float32)
+    count_before = count
+    runs = row.begin * 0
+    turns_before = row.start * 0
+    folded = ()
+    if PLAN.split:
+        stride = entries.to(tl.int64)
+        lanes = tl.arange(0, BLOCK)
+        there = lanes < parts
+        earlier = lanes < entry % parts
+        parts_ptr = buffers.summary + (entry - entry % parts) + lanes
+        counts = tl.load(parts_ptr, mask=there, other=0.0)
+        count = tl.sum(counts, 0)
+        count_before = tl.sum(tl.where(earlier, counts, 0.0), 0)
+        for k in tl.static_range(len(PLAN.stages)):
+            state = load_state(PLAN.stages[k], parts_ptr, stride, there, earlier)
+            folded = folded + (PLAN.stages[k].reduction.fold(state, named(PLAN.stages[k], numbers[k])),)
+        if PLAN.has_turns:
+            runs = tl.load(buffers.summary + PLAN.runs_slot * stride + entry).to(tl.int32)
+            turns = tl.load(parts_ptr + (PLAN.runs_slot + 1) * stride, mask=earlier, other=0.0)
+            turns_before = tl.sum(turns.to(tl.int64), 0)
+    elif PLAN.reads_first:
+        count, folded, runs, _ = first_pass(fields, buffers, row, numbers, PLAN, BLOCK)
     values = ()
     carries = ()
     for k in tl.static_range(len(PLAN.stages)):
-        carries = carries + (first_carry(PLAN.stages[k]),)
-    if PLAN.reads_first:
-        count, folded, runs, _ = first_pass(fields, scratch, row, tokens, numbers, PLAN, BLOCK)
-        for k in tl.static_range(len(PLAN.stages)):
-            values = values + (of_row(PLAN.stages[k], folded[k], count, numbers[k]),)
-        return count, zero, values, carries, runs, row.start * 0
-    else:
-        for k in tl.static_range(len(PLAN.stages)):
-            values = values + (zero,)
-        return zero, zero, values, carries, row.begin * 0, row.start * 0
+        carry = tl.full([], PLAN.stages[k].first_carry, tl.float32)
+        value = carry
+        if PLAN.stages[k].kind == "reduction":
+            value = PLAN.stages[k].reduction.end(folded[k], count, named(PLAN.stages[k], numbers[k]))
+        if PLAN.split and PLAN.stages[k].kind == "running":
+            carry = folded[k][0]
+        values = values + (value,)
+        carries = carries + (carry,)
+    return count, count_before, values, carries, runs, turns_before
 
 
 @triton.jit
-def join_runs(fields, scratch, row, tokens, runs, turns_before, parts, part_length, runs_ptr, entries, PLAN: tl.constexpr):
+def join_runs(fields, buffers, row, runs, turns_before, entry, entries, parts, part_length, PLAN: tl.constexpr):
     """The mean of each of this program's runs over its turn, which other runs may belong to."""
+    runs_ptr = None
+    turns_ptr = None
     if PLAN.split:
-        turns_ptr = runs_ptr + entries if fields.turn_ids is None else None
+        runs_ptr = buffers.summary + PLAN.runs_slot * entries.to(tl.int64) + (entry - entry % parts)
+        if fields.turn_ids is None:
+            turns_ptr = runs_ptr + entries
     else:
         tl.debug_barrier()  # other threads read the runs
-        runs_ptr = None
-        turns_ptr = None
-    if fields.turn_ids is not None:
-        turns_before = turns_before * 0
     if PLAN.joins_runs:
-        for k in tl.static_range(len(PLAN.turns)):
-            skip = k * tokens.to(tl.int64)
+        for k in tl.static_range(len(buffers.turn_means)):
             spans.turn_means(
-                scratch.run_ids,
-                scratch.run_totals + skip,
-                scratch.run_counts,
-                scratch.turn_means + skip,
+                buffers.run_ids,
+                buffers.run_totals[k],
+                buffers.run_counts,
+                buffers.turn_means[k],
                 row.start,
                 row.begin,
                 runs,
@@ -502,14 +450,10 @@ def join_runs(fields, scratch, row, tokens, runs, turns_before, parts, part_leng
 @triton.jit(do_not_specialize=SIZES)
 def correction(
     fields,
-    scratch,
-    outputs,
-    tables,
-    params,
+    buffers,
+    numbers,
     row_weight,
-    z,
     width,
-    tokens,
     rows,
     parts,
     part_length,
@@ -520,81 +464,63 @@ def correction(
     """dL/dlogp of every token, the loss and the metrics.
 
     Args:
-        fields, scratch, outputs, tables: ``Fields``, ``Scratch``, ``Outputs``, ``Tables``.
-        params: the numbers of every stage, then of the gate, in their NamedTuples.
-        row_weight: the weight of a row's sum, but for any division by its count.
-        z: what the loss is divided by, a float or (``PLAN.z_on_device``) a pointer.
+        fields, buffers: ``Fields`` and ``Buffers``.
+        numbers: the params of every stage, then of the gate.  (Triton's launcher has a ``params`` of its own.)
+        row_weight: the weight of a row's sum, but for what is known on the device only: Z and the row's count.
         width: of a padded batch.
-        tokens, rows: how many there are.
+        rows: how many there are.
         parts, part_length: programs that share a row, and the tokens that each of them reads.
         group: see ``metrics.merge``.
     """
     entry = tl.program_id(0)
     entries = rows * parts
-    number = entry % parts
-    row = read_row(fields, width, entry // parts, number, part_length, PLAN)
-    numbers = read_all_params(params, PLAN)
-    if PLAN.split:
-        stride = entries.to(tl.int64)
-        parts_ptr = scratch.summary + (entry // parts).to(tl.int64) * parts
-        count, count_before, of_rows, carries, runs, turns_before = part_of_row(
-            scratch, parts_ptr, stride, entry, number, parts, numbers, PLAN, BLOCK
-        )
-        runs_ptr = parts_ptr + PLAN.runs_slot * stride
-    else:
-        runs_ptr = None
-        count, count_before, of_rows, carries, runs, turns_before = whole_row(
-            fields, scratch, row, tokens, numbers, PLAN, BLOCK
-        )
-    if len(PLAN.turns) > 0:
-        join_runs(fields, scratch, row, tokens, runs, turns_before, parts, part_length, runs_ptr, entries, PLAN)
-
+    row = read_row(fields, width, entry // parts, entry % parts, part_length, PLAN)
+    numbers = read_numbers(numbers, PLAN)
+    count, valid_before, of_rows, carries, runs, turns_before = rest_of_row(
+        fields, buffers, row, entry, entries, parts, numbers, PLAN, BLOCK
+    )
+    if PLAN.has_turns:
+        join_runs(fields, buffers, row, runs, turns_before, entry, entries, parts, part_length, PLAN)
+    count_before = valid_before
     scale = row_weight
+    if fields.z is not None:
+        scale = scale / tl.load(fields.z).to(tl.float32)
     if PLAN.divides_by == "valid":
-        scale = row_weight_of(count, row_weight, True)
-    total_weight = read_number(z, PLAN.z_on_device)
-    valid_before = count_before
-    runs = runs * 0
+        scale = row_weight_of(count, scale, True)
+
+    runs = row.begin * 0
     tally = metrics.loss_start(BLOCK)
     before_end = tl.zeros([BLOCK // metrics.FOLD], tl.int32)
     metered = ()
-    for k in tl.static_range(len(PLAN.series)):
+    for _ in tl.static_range(len(PLAN.series)):
         metered = metered + (metrics.mismatch_start(BLOCK),)
     for first in range(row.begin, row.end, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        inside = index < row.end
-        block = read_block(fields, row, index, inside, PLAN)
+        block = read_block(fields, row, first + tl.arange(0, BLOCK), row.end, PLAN)
         position = 0.0
         if PLAN.asks_position:
             ones = tl.where(block.mask, 1.0, 0.0)
             position = valid_before + tl.cumsum(ones, 0)
             valid_before += tl.sum(ones, 0)
-        means_ptr = None
-        if len(PLAN.turns) > 0:
-            _, run, runs = find_runs(fields, row, index, inside, block.mask, runs)
-            means_ptr = scratch.turn_means + row.start + row.begin + run
+        place = row.start + block.index
+        if PLAN.has_turns:
+            found = find_runs(fields, row, block, runs, turns_before)
+            runs = found[4]
+            place = row.start + row.begin + found[3]
 
-        weight = tl.zeros([BLOCK], tl.float32) + row.weight
-        if PLAN.token_weight:
-            given = tl.load(fields.weight + row.start + index, mask=inside, other=0.0).to(tl.float32)
-            weight = tl.where(block.mask, given, 0.0)
+        # The stages.
+        weight = block.weight
         log_ratio = tl.zeros([BLOCK], tl.float32)
         slope = tl.zeros([BLOCK], tl.float32) + 1.0
         kept = block.mask
-        truncated = index < 0
-        vetoed = index < 0
+        truncated = block.index < 0
+        vetoed = block.index < 0
         for k in tl.static_range(len(PLAN.stages)):
-            own_means_ptr = None
-            if PLAN.stages[k].kind == "turn":
-                own_means_ptr = means_ptr + PLAN.stages[k].turn * tokens.to(tl.int64)
-            value, carry = carried(
-                PLAN.stages[k], block, position, of_rows[k], carries[k], own_means_ptr, numbers[k]
-            )
+            value, carry = carried(PLAN.stages[k], block, position, of_rows[k], carries[k], buffers, place, numbers[k])
             carries = put(carries, k, carry)
             inputs = inputs_of(PLAN.stages[k], block, position, value)
             if PLAN.stages[k].counts_as == "ratio":
                 log_ratio, slope = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
-                log_ratio = ops.minimum(ops.maximum(log_ratio, -LOG_LIMIT), PLAN.gate.log_limit)
+                log_ratio = ops.clamp(log_ratio, -LOG_LIMIT, PLAN.gate.limit)
             else:
                 multiplier, accepted = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
                 accepted = accepted & block.mask
@@ -605,42 +531,42 @@ def correction(
                 if PLAN.stages[k].counts_as == "vetoed":
                     vetoed = vetoed | (block.mask & ~accepted)
 
-        if PLAN.gate.detached:
+        # The gate: its ``value`` is the log-ratio as a constant, its ``logp`` that of the policy being trained.
+        if PLAN.detached:
             slope = tl.zeros([BLOCK], tl.float32) + 1.0
-        anchor_logp = block.policies[PLAN.gate.second]
-        raw = block.policies[PLAN.gate.first] - anchor_logp
-        inputs = (log_ratio, raw, log_ratio, block.policies[0], anchor_logp, block.advantage, position, block.reward)
-        surrogate, derivative = call(PLAN.gate.surrogate, inputs, PLAN.gate, numbers[len(PLAN.stages)])
+        seen = inputs_of(PLAN.gate, block, position, log_ratio)
+        inputs = (log_ratio, seen[1], log_ratio, block.policies[0]) + seen[4:]
+        surrogate, derivative = call(PLAN.gate.rule, inputs, PLAN.gate, numbers[len(PLAN.stages)])
         derivative = derivative * slope
         held_back = held_back_by(derivative, log_ratio, slope, block.advantage)
-        of_token = scale * weight / total_weight
-        loss = -of_token * surrogate
-        coefficient = -of_token * derivative
-        good = block.trainable & finite(loss) & finite(coefficient)
+        loss = -scale * weight * surrogate
+        coefficient = -scale * weight * derivative
+        good = block.trainable & finite(loss + coefficient)
         loss = tl.where(good, loss, 0.0)
         coefficient = tl.where(good, coefficient, 0.0)
-        tl.store(outputs.coefficient + row.start + index, coefficient, mask=inside)
+        tl.store(buffers.coefficient + row.start + block.index, coefficient, mask=block.inside)
 
-        before_end = metrics.later(before_end, tl.where(block.mask, row.length - index, 0))
+        # The metrics.
+        before_end = metrics.later(before_end, tl.where(block.mask, row.length - block.index, 0))
         for k in tl.static_range(len(PLAN.series)):
             d, compared = log_ratio_of(block, PLAN, k)
-            metered = put(metered, k, metrics.mismatch_step(metered[k], d, compared, tables.edges))
-        unscored = index < 0
+            metered = put(metered, k, metrics.mismatch_step(metered[k], d, compared, buffers.edges))
+        unscored = block.index < 0
         if fields.rollout_logp is not None:
             unscored = block.trainable & ~block.scored
         tally = metrics.loss_step(
             tally, block.mask, loss, held_back, truncated, kept, vetoed, weight, coefficient, unscored, ~good
         )
 
-    entry_ptr = outputs.partials + entry.to(tl.int64) * PLAN.entry_size
+    entry_ptr = buffers.partials + entry.to(tl.int64) * PLAN.entry_size
     metrics.loss_store(tally, entry_ptr, PLAN.divides_by == "kept" and not PLAN.split)
     if len(PLAN.series) > 0:
         # The row's first valid token once more, in every lane.
         index = tl.arange(0, BLOCK) * 0 + row.length - tl.max(before_end, 0)
-        block = read_block(fields, row, index, index < row.length, PLAN)
+        block = read_block(fields, row, index, row.length, PLAN)
         for k in tl.static_range(len(PLAN.series)):
             d, compared = log_ratio_of(block, PLAN, k)
             first_token = tl.max(tl.where(compared, tl.abs(d), -1.0), 0)
             first_token = tl.where(count_before > 0, -1.0, first_token)
             metrics.mismatch_store(metered[k], first_token, entry_ptr + metrics.WIDE + k * metrics.SERIES_SIZE)
-    metrics.merge(outputs, tables.places, entry, entries, group, rows, PLAN)
+    metrics.merge(buffers, entry, entries, group, rows, PLAN)

@@ -44,7 +44,7 @@ def prepare(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Lau
         NotFused: Triton cannot run the plan.
     """
     z = _denominator(plan, batch, denominator)
-    composed = composition(plan, batch, z_on_device=isinstance(z, Tensor), split=_parts(batch) > 1)
+    composed = composition(plan, batch, _parts(batch) > 1)
     return Launch(plan, batch, composed, z)
 
 
@@ -100,23 +100,22 @@ class Launch:
         self.width = batch.logp.shape[1] if batch.cu_seqlens is None else 0
 
     def __call__(self) -> Fused:
-        outputs, layout = self.outputs(), self.layout
+        buffers, layout = self.buffers(), self.layout
         with _on(self.batch.logp.device):
-            self.launch(outputs)
+            self.launch(buffers)
             if self.composition.unit:
-                self.divide_by_kept(outputs)
-        vectors = zip(layout.metrics.items(), outputs.merged.split(layout.sizes), strict=True)
+                self.divide_by_kept(buffers)
+        vectors = zip(layout.metrics.items(), buffers.merged.split(layout.sizes), strict=True)
         data = {name: metric.kind(vector, metric.outputs) for (name, metric), vector in vectors}
-        return Fused(outputs.loss, outputs.coefficient, data)
+        return Fused(buffers.loss, buffers.coefficient, data)
 
-    def launch(self, outputs: kernels.Outputs) -> None:
-        arguments = self.arguments(outputs)
+    def launch(self, buffers: kernels.Buffers) -> None:
+        arguments = self.arguments(buffers)
         grid = (self.entries, 1, 1)
         constants = {"PLAN": self.composition, "BLOCK": self.block, **self.options}
         try:
-            if self.composition.split:
-                kernels.summary[grid](*arguments, **constants)
-            kernels.correction[grid](*arguments, **constants)
+            for kernel in self.functions:
+                kernel[grid](*arguments, **constants)
         except BaseException as error:
             _tickets.cache_clear()  # the interpreter may have stopped half-way
             if not isinstance(error, TritonError):
@@ -124,11 +123,11 @@ class Launch:
             cause = _first_cause(error)
             raise composing.refuse(self.composition, f"Triton cannot compile it: {cause}") from error
 
-    def divide_by_kept(self, outputs: kernels.Outputs) -> None:
+    def divide_by_kept(self, buffers: kernels.Buffers) -> None:
         metrics.divide_by_kept[self.entries,](
-            outputs.coefficient,
-            outputs.partials,
-            outputs.found_z,
+            buffers.coefficient,
+            buffers.partials,
+            buffers.found_z,
             _plain(self.batch.cu_seqlens),
             self.width,
             self.parts,
@@ -137,6 +136,11 @@ class Launch:
             DIVIDES=self.composition.divides_by == "kept",
             BLOCK=self.block,
         )
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """In the order of their launches."""
+        return (kernels.summary, kernels.correction) if self.composition.split else (kernels.correction,)
 
     @property
     def layout(self) -> Layout:
@@ -159,23 +163,31 @@ class Launch:
         registers = REGISTERS if len(self.composition.stages) <= CROWDED else 255
         return {"num_warps": WARPS} | ({} if torch.version.hip else {"maxnreg": registers})  # ROCm has no such option
 
-    def outputs(self) -> kernels.Outputs:
-        """Buffers for what the kernel writes."""
-        device, groups = self.batch.logp.device, self.groups
-        slots = self.entries + (groups if self.group > 1 else 0)
-        return kernels.Outputs(
-            torch.empty(self.batch.logp.shape, dtype=torch.float32, device=device),
-            torch.empty(slots, self.composition.entry_size, dtype=torch.float32, device=device),
+    def buffers(self) -> kernels.Buffers:
+        """Everything that the kernel writes to."""
+        composed, entries, groups, device = self.composition, self.entries, self.groups, self.batch.logp.device
+        tokens = self.batch.logp.numel()
+        floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
+        joins, turns = composed.joins_runs, range(composed.turns)
+        return kernels.Buffers(
+            floats(self.batch.logp.shape),
+            floats(entries + (groups if self.group > 1 else 0), composed.entry_size),
             torch.empty(self.layout.size, dtype=torch.float64, device=device),
-            torch.empty((), dtype=torch.float32, device=device),
-            torch.empty((), dtype=torch.float32, device=device) if self.composition.unit else None,
+            floats(()),
+            floats(()) if composed.unit else None,
             _tickets_on(device, 1 + groups),
+            self.layout.edges,
+            self.layout.places,
+            floats(composed.summary_size, entries) if composed.split else None,
+            torch.empty(tokens, dtype=torch.int64, device=device) if joins else None,
+            floats(tokens) if joins else None,
+            tuple([floats(tokens) for _ in turns]) if joins else None,
+            tuple([floats(tokens) for _ in turns]),
         )
 
-    def arguments(self, outputs: kernels.Outputs) -> tuple[Any, ...]:
+    def arguments(self, buffers: kernels.Buffers) -> tuple[Any, ...]:
         """In the order of ``kernels.correction``."""
-        plan, batch, tokens = self.plan, self.batch, self.batch.logp.numel()
-        device = batch.logp.device
+        plan, batch, z = self.plan, self.batch, self.z
         mask = batch.mask if batch.mask.dtype == torch.bool else batch.mask.bool()
         fields = kernels.Fields(
             _plain(batch.logp),
@@ -187,36 +199,20 @@ class Launch:
             _plain(mask).view(torch.uint8),
             _plain(batch.turn_ids) if self.composition.turns else None,
             _plain(batch.cu_seqlens),
+            z if isinstance(z, Tensor) else None,
         )
-        specs = plan.multipliers if plan.ratio is None else (plan.ratio, *plan.multipliers)
+        specs = (*plan.multipliers, plan.gate) if plan.ratio is None else (plan.ratio, *plan.multipliers, plan.gate)
         return (
             fields,
-            self.scratch(tokens, device),
-            outputs,
-            self.layout.tables,
-            tuple([composing.numbers(spec.params, device) for spec in (*specs, plan.gate)]),
-            self.row_weight,
-            self.z,
+            buffers,
+            tuple([composing.numbers(spec.params, batch.logp.device) for spec in specs]),
+            self.row_weight if isinstance(z, Tensor) else self.row_weight / z,
             self.width,
-            tokens,
             batch.sequences,
             self.parts,
             self.part_length,
             self.group,
         )
-
-    def scratch(self, tokens: int, device: torch.device) -> kernels.Scratch:
-        composed = self.composition
-        ids = totals = counts = means = summary = None
-        if composed.turns:
-            means = torch.empty(len(composed.turns), tokens, dtype=torch.float32, device=device)
-        if composed.joins_runs:
-            ids = torch.empty(tokens, dtype=torch.int64, device=device)
-            totals = torch.empty(len(composed.turns), tokens, dtype=torch.float32, device=device)
-            counts = torch.empty(tokens, dtype=torch.float32, device=device)
-        if composed.split:
-            summary = torch.empty(composed.summary_size, self.entries, dtype=torch.float32, device=device)
-        return kernels.Scratch(ids, totals, counts, means, summary)
 
     @property
     def row_weight(self) -> float:
@@ -254,7 +250,8 @@ def _first_cause(error: BaseException) -> BaseException:
 class Layout(NamedTuple):
     """Where the numbers that programs leave belong in the vector of the metrics."""
 
-    tables: kernels.Tables
+    edges: Tensor  # of the histogram's bins
+    places: Tensor
     metrics: dict[str, Metric]  # in their order in the vector
     sizes: list[int]
     size: int
@@ -262,7 +259,7 @@ class Layout(NamedTuple):
 
 @functools.cache
 def _layout(series: tuple[tuple[int, int], ...], device: torch.device) -> Layout:
-    """``tables.places``: int32, [WIDE, PLACES] of the loss, and two of every series, its numbers and its bins."""
+    """``places``: int32, [WIDE, PLACES] of the loss, and two of every series, its numbers and its bins."""
     prefixes = [f"offcorr/{composing.MISMATCHES[pair]}/" for pair in series]
     known = {prefix + metric.name: metric for prefix in prefixes for metric in MISMATCH}
     known |= {f"offcorr/loss/{metric.name}": metric for metric in LOSS}
@@ -299,7 +296,7 @@ def _layout(series: tuple[tuple[int, int], ...], device: torch.device) -> Layout
         tables.append(table(metrics.MISMATCH_COLUMNS[:-1], places))
         tables.append(table(("histogram",), {"histogram": [mismatch["abs_histogram"]]}))  # where its bins begin
     table_of_all = torch.tensor(tables, dtype=torch.int32, device=device)
-    return Layout(kernels.Tables(_edges(device), table_of_all), known, sizes, sum(sizes))
+    return Layout(_edges(device), table_of_all, known, sizes, sum(sizes))
 
 
 def _edges(device: torch.device) -> Tensor:

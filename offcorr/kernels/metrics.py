@@ -298,27 +298,27 @@ def _merged_series(series_ptr, count, SIZE: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def merge(outputs, places_ptr, entry, entries, group, rows, PLAN: tl.constexpr):
+def merge(buffers, entry, entries, group, rows, PLAN: tl.constexpr):
     """The last program merges every entry: the metrics, the loss and, where it is not known before, Z.
 
     Where there are many entries, the last of each ``group`` has merged its own before; entries of groups follow those
     of programs.  Where rows are split a group is a row.
     """
     SIZE: tl.constexpr = PLAN.entry_size
-    from_ptr, count = outputs.partials, entries
+    from_ptr, count = buffers.partials, entries
     last = entry >= 0
     if group > 1:
         number = entry // group
         members = tl.minimum(group, entries - number * group)
-        last = _arrive(outputs.tickets + 1 + number, members)
-        groups_ptr = outputs.partials + entries.to(tl.int64) * SIZE
+        last = _arrive(buffers.tickets + 1 + number, members)
+        groups_ptr = buffers.partials + entries.to(tl.int64) * SIZE
         if last:
-            own_ptr = outputs.partials + (number * group).to(tl.int64) * SIZE
+            own_ptr = buffers.partials + (number * group).to(tl.int64) * SIZE
             _merge_group(own_ptr, groups_ptr + number.to(tl.int64) * SIZE, members, PLAN)
         from_ptr, count = groups_ptr, tl.cdiv(entries, group)
     if last:
-        if _arrive(outputs.tickets, count):
-            _publish(outputs, from_ptr, places_ptr, count, rows, PLAN)
+        if _arrive(buffers.tickets, count):
+            _publish(buffers, from_ptr, count, rows, PLAN)
 
 
 @triton.jit
@@ -338,29 +338,29 @@ def _merge_group(from_ptr, to_ptr, count, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _publish(outputs, from_ptr, places_ptr, count, rows, PLAN: tl.constexpr):
+def _publish(buffers, from_ptr, count, rows, PLAN: tl.constexpr):
     """Merge ``count`` entries into the vector of accumulators, float64, each number to its places."""
     SIZE: tl.constexpr = PLAN.entry_size
     column = tl.arange(0, WIDE)
     numbers = _merged_loss(from_ptr, count, SIZE)
     # "skipped": the two columns after the last, none of all rows
-    _place(tl.where(column == LOSS_SIZE + 1, rows, numbers), places_ptr, outputs.merged)
+    _place(tl.where(column == LOSS_SIZE + 1, rows, numbers), buffers.places, buffers.merged)
     loss = _one(numbers, LOSS)
     if PLAN.unit is not None:
         z = tl.maximum(_one(numbers, KEPT if PLAN.unit == "tokens" else ROWS), 1.0)
-        tl.store(outputs.found_z, z.to(tl.float32))
+        tl.store(buffers.found_z, z.to(tl.float32))
         loss = loss / z
-    tl.store(outputs.loss, loss.to(tl.float32))
+    tl.store(buffers.loss, loss.to(tl.float32))
     for series in range(len(PLAN.series)):
         numbers, bins = _merged_series(from_ptr + WIDE + series * SERIES_SIZE, count, SIZE, False)
         perplexity = _one(numbers, PPL + 1) * tl.exp(_one(numbers, PPL))
         numbers = tl.where(column == PPL + 1, perplexity, numbers)
         # as an empty accumulator has it
         numbers = tl.where(((column == TOP) | (column == SEQ)) & (numbers <= _NOTHING), -1e300, numbers)
-        places_of_ptr = places_ptr + (1 + series * 2) * WIDE * PLACES
-        _place(numbers, places_of_ptr, outputs.merged)
+        places_of_ptr = buffers.places + (1 + series * 2) * WIDE * PLACES
+        _place(numbers, places_of_ptr, buffers.merged)
         first_bin = tl.load(places_of_ptr + WIDE * PLACES)
-        tl.store(outputs.merged + first_bin + tl.arange(0, BINS), bins)
+        tl.store(buffers.merged + first_bin + tl.arange(0, BINS), bins)
 
 
 @triton.jit

@@ -33,6 +33,11 @@ def maximum(a, b):
 
 
 @triton.jit
+def clamp(x, low, high):
+    return minimum(maximum(x, low), high)
+
+
+@triton.jit
 def expm1_minus(x):
     """e^x - 1 - x, by its series near 0, where the difference would cancel."""
     series = 1 + x * (1 / 6) * (1 + x * (1 / 7) * (1 + x * (1 / 8)))

@@ -1,12 +1,13 @@
 """The spans of ``offcorr.spans`` for Triton: a row is read block by block, and what a span carries goes along.
 
-``TWINS`` holds the Triton twin of each span under the name of its torch function, as data: a ``Reduction`` over the
-row, a ``Running`` span, ``TOKEN`` or ``TURN``.  ``register`` adds the twin of a span of one's own.  Every function of
-a twin takes the stage's parameters ``p`` last.  ``x``, the measure, is 0 under the mask.
+Each torch function of a span has a Triton twin in ``TWINS``, as data: a ``Reduction`` over the row, a ``Running`` span,
+``TOKEN`` or ``TURN``.  ``register`` adds the twin of a span of one's own.  Every function of a twin takes the stage's
+parameters ``p`` last.  ``x``, the measure, is 0 under the mask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
@@ -64,6 +65,12 @@ class Reduction(NamedTuple):
     """``(state, p) -> numbers``: one number for each vector of the state."""
     end: Any
     """``(numbers, count, p) -> value``; ``count`` is the row's number of valid tokens."""
+
+
+@triton.jit
+def nothing(state, p):
+    """The fold of an empty state."""
+    return state
 
 
 @triton.jit
@@ -270,7 +277,7 @@ TOKEN, TURN = "token", "turn"
 
 _INFINITY = float("inf")
 
-TWINS: dict[str, Reduction | Running | str] = {
+_BUILT_IN = {
     "token": TOKEN,
     "turn": TURN,
     "sequence": Reduction((0.0,), total_step, total_fold, total),
@@ -283,6 +290,9 @@ TWINS: dict[str, Reduction | Running | str] = {
     "min_prefix": Running(min_prefix, _INFINITY, "sequence_min", needs_position=False),
     "bounded_min_prefix": Running(bounded_min_prefix, _INFINITY, "sequence_min", needs_position=False),
 }
+
+TWINS: dict[Callable[..., Any], Reduction | Running | str] = {SPANS[name]: twin for name, twin in _BUILT_IN.items()}
+"""By torch function rather than by name, so that a name that is registered anew does not keep another's twin."""
 
 _ARGUMENTS = {
     Reduction: {"step": "state, x, mask, p", "fold": "state, p", "end": "numbers, count, p"},
@@ -298,15 +308,16 @@ def register(name: str, twin: Reduction | Running) -> None:
     """
     if name not in SPANS:
         raise ValueError(f"there is no span {name!r}: register its torch function with offcorr.spans.register first")
-    if name in TWINS:
+    if SPANS[name] in TWINS:
         raise ValueError(f"the span {name!r} has a Triton twin already")
     if not isinstance(twin, Reduction | Running):
         raise ValueError(f"the twin of {name!r} is {twin!r}, expected a Reduction or a Running")
-    if isinstance(twin, Running) and twin.carry is not None and not isinstance(TWINS.get(twin.carry), Reduction):
-        raise ValueError(f"the carry of {name!r} is {twin.carry!r}, expected the name of a Reduction or None")
+    carry = getattr(twin, "carry", None)
+    if carry is not None and not isinstance(TWINS.get(SPANS.get(carry)), Reduction):
+        raise ValueError(f"the carry of {name!r} is {carry!r}, expected the name of a Reduction or None")
     for part, wanted in _ARGUMENTS[type(twin)].items():
         got = ", ".join(getattr(getattr(twin, part), "arg_names", ["no @triton.jit function"]))
         if got != wanted:
             raise ValueError(f"{part} of the twin of {name!r} takes ({got}), expected ({wanted})")
         named_by_source(getattr(twin, part))
-    TWINS[name] = twin
+    TWINS[SPANS[name]] = twin

@@ -1,1 +1,4 @@
-"""One file a method: its composition, multiplier, source and an example.  A file dropped in here is found."""
+"""The named methods, one file each: stages, multiplier, source and an example.
+
+Every file in this folder is imported, so a new method needs no other change.
+"""

@@ -1,6 +1,11 @@
-"""AIPO (LlamaRL): truncated importance sampling against the policy that sampled.
+"""AIPO (LlamaRL): the policy gradient weighted by the truncated ratio to the policy that sampled.
 
-dL/dlogp_t = -min(R_t, cap) A_t / Z, R the total ratio, detached.
+    dL/dlogp_t = -min(R_t, cap) A_t / Z
+
+R_t = exp(logp_t - rollout_logp_t) is the token's total ratio, detached: it scales the gradient and receives none; A_t
+is the advantage and Z the denominator of the aggregation.
+
+Source: the paper's text, 2505.24034; there is no official code. Caps between 2 and 10 are in use.
 """
 
 from __future__ import annotations
@@ -18,7 +23,10 @@ from offcorr.stages import gates, ratios
     notes="no official code; caps between 2 and 10 are in use",
 )
 def aipo(cap: float = 4.0) -> Correction:
-    """sg(min(R, cap)) A log pi.
+    """Surrogate sg(min(R, cap)) A log pi.
+
+    Args:
+        cap: upper bound on R.
 
     >>> import torch, offcorr
     >>> rollout = torch.full((1, 3), -2.0)

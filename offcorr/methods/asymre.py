@@ -1,9 +1,13 @@
-"""AsymRE: REINFORCE with a baseline shifted below the mean reward, so that praise outweighs blame.
+"""AsymRE: REINFORCE with a baseline below the mean reward, so that positive terms outweigh negative ones.
 
-dL/dlogp_t = -(R - V - delta_v) / Z; R is the sequence's reward, V the mean reward of its prompt group, delta_v < 0.
-``advantages`` are not looked at.  V is over the global batch: where a group is split over micro-batches or ranks,
-merge ``loss_fn.statistics(batch)`` first.  In a group of one V is the reward itself (Trinity-RFT takes a baseline of 0
-there).
+    dL/dlogp_t = -(R - V - delta_v) / Z
+
+R is the sequence's reward, V the mean reward of its prompt group, delta_v < 0 the shift of the baseline and Z the
+denominator of the aggregation. ``Batch.advantages`` is not used. V is the mean over the global batch: where a group is
+split over micro-batches or ranks, merge ``loss_fn.statistics(batch)`` first.
+
+Source: Trinity-RFT's code; paper 2506.20520. Frameworks differ: in a group of one, V is the reward itself here, and
+Trinity-RFT's baseline is 0.
 """
 
 from __future__ import annotations
@@ -33,10 +37,12 @@ def shifted(logp: Any, reward: Any, p: Any) -> Any:
 
 @dataclass(frozen=True)
 class Asymmetric(Controller):
-    """(R - V - delta_v) log pi, V the prompt group's mean reward; needs ``Batch.rewards`` and ``Batch.group_ids``.
+    """Surrogate (R - V - delta_v) log pi, with V the mean reward of the prompt group (AsymRE, 2506.20520).
+
+    Needs ``Batch.rewards`` and ``Batch.group_ids``.
 
     Args:
-        delta_v: how far the baseline is moved; below 0 it is moved down.
+        delta_v: shift of the baseline, in units of the reward; negative: downwards.
     """
 
     delta_v: Number = -0.1
@@ -50,20 +56,20 @@ class Asymmetric(Controller):
         check_number(self, "delta_v")
 
     def statistics(self, tokens: Tokens) -> GroupSums:
-        """The reward that each sequence adds to its group's mean."""
+        """Returns the reward and the count that each sequence adds to its group."""
         batch = tokens.batch
         assert batch.group_ids is not None and batch.rewards is not None  # ``needs`` asks for them
         rewards = batch.rewards.detach().to(tokens.dtype)
         return GroupSums(batch.group_ids, rewards, torch.ones_like(rewards))
 
     def resolve(self, statistics: GroupSums) -> gates.Gate:
-        """The gate with every group's mean reward known."""
+        """Returns the gate with the mean reward of every group."""
         return _Centred(self.delta_v, statistics)
 
 
 @dataclass(frozen=True, eq=False)
 class _Centred(gates.Gate):
-    """(reward - delta_v) log pi, the reward less its group's mean."""
+    """Surrogate (reward - delta_v) log pi, with the mean reward of its group subtracted from the reward."""
 
     delta_v: Number
     sums: GroupSums = field(repr=False)
@@ -88,12 +94,15 @@ class _Centred(gates.Gate):
     "asymre",
     multiplier="(R - V - delta_v) / A",
     paper="2506.20520",
-    provenance="Trinity-RFT's code",
+    provenance="framework code (Trinity-RFT)",
     on_policy=False,
-    notes="needs rewards and group_ids, does not look at advantages; delta_v = -.1 is Trinity-RFT's",
+    notes="needs rewards and group_ids and does not use advantages; delta_v = -.1 is Trinity-RFT's default",
 )
 def asymre(delta_v: float = -0.1) -> Correction:
-    """(R - V - delta_v) log pi.
+    """Surrogate (R - V - delta_v) log pi; needs ``Batch.rewards`` and ``Batch.group_ids``.
+
+    Args:
+        delta_v: shift of the baseline, in units of the reward; negative: downwards.
 
     >>> import torch, offcorr
     >>> logp = torch.full((2, 3), -2.0)

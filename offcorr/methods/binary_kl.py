@@ -1,7 +1,12 @@
-"""Binary-KL masking (AReaL's KPop): tokens whose probability differs between engine and trainer.
+"""Binary-KL masking (KPop in AReaL): rejection of tokens whose probability differs between engine and trainer.
 
-dL/dlogp_t = -1[KL(p, mu) <= bound and KL(mu, p) <= bound] c_t A_t / Z, c_t as PPO; p and mu are the Bernoulli
-distributions of this token or another, under old_logp and rollout_logp.
+    dL/dlogp_t = -1[KL(p_t, mu_t) <= bound and KL(mu_t, p_t) <= bound] c_t A_t / Z
+
+p_t and mu_t are the Bernoulli distributions of this token against all others, under old_logp and rollout_logp; c_t is
+PPO's multiplier, exp(logp_t - old_logp_t) or 0 where that ratio is clipped (see ``offcorr.methods.ppo``), A_t is the
+advantage and Z the denominator of the aggregation. The mask is detached.
+
+Source: AReaL's code. The bound is unpublished; .05 is DPPO's delta.
 """
 
 from __future__ import annotations
@@ -13,15 +18,19 @@ from offcorr.stages import gates, ratios, rejections
 
 @register(
     "binary_kl",
-    multiplier="1 unless a Bernoulli KL is above bound, then 0; * ppo",
+    multiplier="as ppo; the rejection drops tokens with a Bernoulli KL above bound",
     paper="AReaL",
     provenance="framework code",
-    notes="AReaL calls it KPop; the bound is unpublished, .05 is DPPO's delta",
+    notes="AReaL's name is KPop; the bound is unpublished, and .05 is DPPO's delta",
 )
 def binary_kl(
     bound: float = 0.05, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None
 ) -> Correction:
-    """Drop tokens with a Bernoulli KL between engine and trainer above ``bound`` nats, on the PPO gate.
+    """Rejection of tokens with a Bernoulli KL above ``bound``, in either direction, on the surrogate of PPO.
+
+    Args:
+        bound: upper bound on both KLs, in nats.
+        eps_low, eps_high, dual_clip: options of PPO's clip (see ``ppo``).
 
     >>> import torch, offcorr
     >>> rollout = torch.full((1, 3), -2.0)

@@ -1,6 +1,12 @@
-"""CISPO: clip the weight, keep every gradient.
+"""CISPO: the policy gradient weighted by a clipped ratio, so that every token keeps a gradient.
 
-dL/dlogp_t = -clip(r_t, low, cap) A_t / Z, the ratio detached.
+    dL/dlogp_t = -clip(r_t, low, cap) A_t / Z
+
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio, detached: it scales the gradient and receives none; A_t
+is the advantage and Z the denominator of the aggregation.
+
+Source: the paper's text, 2506.13585 (MiniMax-M1); tested to equal TRL's loss. Frameworks name the bound differently:
+TRL's ``epsilon_high`` is the cap itself, verl's is the cap minus 1.
 """
 
 from __future__ import annotations
@@ -12,13 +18,17 @@ from offcorr.stages import gates, ratios
 
 @register(
     "cispo",
-    multiplier="min(r, cap), never 0",
+    multiplier="clip(r, low, cap)",
     paper="2506.13585",
-    provenance="paper text; equals TRL's code (tested)",
-    notes="TRL's epsilon_high is cap itself; verl's is cap - 1",
+    provenance="paper text; tested to equal TRL's code",
+    notes="TRL's epsilon_high is the cap itself; verl's is the cap minus 1",
 )
 def cispo(cap: float = 5.0, low: float = 0.0) -> Correction:
-    """sg(clip(r, low, cap)) A log pi.
+    """Surrogate sg(clip(r, low, cap)) A log pi.
+
+    Args:
+        cap: upper bound on r itself, not a distance from 1.
+        low: lower bound on r; 0: none.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

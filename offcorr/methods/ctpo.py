@@ -1,9 +1,15 @@
-"""CTPO: clip the prefix ratio, between bounds that widen with position.
+"""CTPO: a clip of the prefix ratio between bounds that widen with the position.
 
-dL/dlogp_t = -c_t A_t / Z, c_t = the prefix ratio where it is inside [exp(-log_low t^power), exp(log_high t^power)] or
-recovering, else 0; for A < 0 it is 0 above exp(log_dual t^power) too.  t is the 1-based count of valid tokens, and the
-log-ratio is capped at 10.  The authors' script adds seq_tis at cap 5:
-``weight=weights.Truncate(5.0, level="sequence")``.
+    dL/dlogp_t = -c_t A_t / Z,    P_t = prod_{s <= t} r_s
+    c_t = P_t, unless P_t is outside [exp(-log_low t^power), exp(log_high t^power)] on the side that the advantage
+          pushes towards (above for A_t > 0, below for A_t < 0): then 0
+    c_t = 0 also for A_t < 0 and P_t > exp(log_dual t^power)
+
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; t counts valid tokens from 1; A_t is the advantage and Z
+the denominator of the aggregation. log P_t is capped at 10.
+
+Source: the authors' code, 2605.07331. Their script adds a truncated sequence weight of cap 5:
+``weight=offcorr.weights.Truncate(5.0, level="sequence")``.
 """
 
 from __future__ import annotations
@@ -15,9 +21,11 @@ from offcorr.stages import gates, ratios
 
 @register(
     "ctpo",
-    multiplier="prefix ratio inside or recovering, else 0",
+    multiplier="P, the prefix ratio; 0 where clipped (above exp(log_high t^power) for A > 0; below exp(-log_low "
+    "t^power) or above exp(log_dual t^power) for A < 0)",
     paper="2605.07331",
     provenance="official code",
+    notes="the authors' script adds a sequence weight truncated at 5",
 )
 def ctpo(
     log_low: float = 0.025,
@@ -25,7 +33,12 @@ def ctpo(
     power: float = 0.5,
     log_dual: float | None = None,
 ) -> Correction:
-    """min(R A, clip(R) A), R the prefix ratio; ``log_dual`` None: ``log_high``.
+    """Surrogate min(P A, clip(P) A), with P the prefix ratio and bounds that depend on the position t.
+
+    Args:
+        log_low, log_high: distances of the bounds from 0 in log space at t = 1, in nats.
+        power: exponent of t.
+        log_dual: bound in nats for A < 0: the loss term is at most exp(log_dual t^power) |A|; None: ``log_high``.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

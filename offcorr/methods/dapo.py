@@ -1,6 +1,14 @@
-"""DAPO: clip higher above than below, averaged over tokens.
+"""DAPO: PPO's clip with a higher upper bound, averaged over tokens.
 
-dL/dlogp_t = -c_t A_t / Z, c_t = r_t where r_t is inside [1 - eps_low, 1 + eps_high] or recovering, else 0.
+    dL/dlogp_t = -c_t A_t / Z
+    c_t = r_t, unless r_t is outside [1 - eps_low, 1 + eps_high] on the side that the advantage pushes towards
+          (above for A_t > 0, below for A_t < 0): then 0
+
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; A_t is the advantage and Z the denominator of the
+aggregation.
+
+Source: the paper's text, 2503.14476; tested to equal TRL's loss. DAPO's dynamic sampling and length penalty are not
+part of the loss.
 """
 
 from __future__ import annotations
@@ -12,12 +20,17 @@ from offcorr.stages import gates, ratios
 
 @register(
     "dapo",
-    multiplier="r inside or recovering, else 0",
+    multiplier="r; 0 where clipped (r > 1 + eps_high for A > 0, r < 1 - eps_low for A < 0)",
     paper="2503.14476",
-    provenance="paper text; equals TRL's code (tested)",
+    provenance="paper text; tested to equal TRL's code",
 )
 def dapo(eps_low: float = 0.2, eps_high: float = 0.28, dual_clip: float | None = None) -> Correction:
-    """min(r A, clip(r) A); with ``dual_clip`` the loss at A < 0 is at most -dual_clip A.
+    """Surrogate min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
+
+    Args:
+        eps_low, eps_high: distances of the clip bounds from 1.
+        dual_clip: for A < 0 the loss term is at most dual_clip |A|, and the gradient is 0 where the ratio is above
+            dual_clip; None: no such bound.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

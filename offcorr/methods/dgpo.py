@@ -1,13 +1,16 @@
-"""DGPO: a clip whose gradient decays outside the bounds where PPO's is cut to 0.
+"""DGPO: a clip whose gradient decays outside the bounds instead of dropping to 0.
 
-dL/dlogp_t = -c_t A_t / Z, with L = 1 - eps_low and U = 1 + eps_high:
+    dL/dlogp_t = -c_t A_t / Z,    L = 1 - eps_low,  U = 1 + eps_high
 
-    A < 0, r < L:  c = r (r / L)^n
-    A > 0, r > U:  c = r (U / r)^(1/m)
-    else           c = r
+    A_t < 0 and r_t < L:  c_t = r_t (r_t / L)^n
+    A_t > 0 and r_t > U:  c_t = r_t (U / r_t)^(1/m)
+    otherwise:            c_t = r_t
 
-c is continuous at both bounds.  The loss reports sg(c / r) r A, whose value is c A and whose derivative is c A too, as
-in the authors' code; the potential of c, an integral with other constants, would have the same gradient.
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; A_t is the advantage and Z the denominator of the
+aggregation. c_t is continuous at both bounds. The surrogate is sg(c / r) r A, whose value and derivative are both c A,
+as in the authors' code; an integral of c would have the same gradient and other values.
+
+Source: the authors' code, 2603.14389; no dual clip.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class Tails(NamedTuple):
     high_power: float
 
 
-def decaying(log_ratio: Any, value: Any, advantage: Any, p: Any) -> Any:
+def decaying_clip(log_ratio: Any, value: Any, advantage: Any, p: Any) -> Any:
     below, above = ops.minimum(value - p.log_low, 0.0), ops.maximum(value - p.log_high, 0.0)
     tail = ops.exp(ops.where(advantage < 0, p.low_power * below, -p.high_power * above))
     surrogate = tail * ops.exp(log_ratio) * advantage
@@ -37,13 +40,16 @@ def decaying(log_ratio: Any, value: Any, advantage: Any, p: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Decaying(gates.Gate):
-    """sg(tail) ratio A: multiplier ratio * tail, tail 1 inside or recovering, else (ratio / L)^n or (U / ratio)^(1/m).
+class DecayingClip(gates.Gate):
+    """Surrogate sg(tail) ratio A; the multiplier is ratio * tail.
+
+    tail = (ratio / L)^n for A < 0 and ratio < L, (U / ratio)^(1/m) for A > 0 and ratio > U, otherwise 1, with
+    L = 1 - eps_low and U = 1 + eps_high (DGPO, 2603.14389).
 
     Args:
-        eps_low, eps_high: distances from 1 of L and U.
-        n: how fast it decays below L, for A < 0; 0: not at all.
-        m: how slowly it decays above U, for A > 0; 1: c stays at U.
+        eps_low, eps_high: distances of L and U from 1; eps_low < 1.
+        n: exponent of the decay below L for A < 0; 0: no decay.
+        m: inverse exponent of the decay above U for A > 0; at m = 1 ratio * tail stays at U.
     """
 
     eps_low: float = 0.2
@@ -51,14 +57,14 @@ class Decaying(gates.Gate):
     n: float = 1.0
     m: float = 2.0
 
-    surrogate = staticmethod(decaying)
+    surrogate = staticmethod(decaying_clip)
 
     def __post_init__(self) -> None:
         for field in ("eps_low", "eps_high", "n"):
             check_number(self, field, low=0)
         check_number(self, "m", low=0, above=True)
         if self.eps_low >= 1:
-            raise ValueError(f"Decaying: eps_low is {self.eps_low!r}, expected a number < 1, so that L is above 0")
+            raise ValueError(f"DecayingClip: eps_low is {self.eps_low!r}, expected a number < 1, so that L is above 0")
 
     @property
     def params(self) -> Tails:
@@ -70,10 +76,15 @@ class Decaying(gates.Gate):
     multiplier="r (r / L)^n below L for A < 0, r (U / r)^(1/m) above U for A > 0, else r",
     paper="2603.14389",
     provenance="official code",
-    notes="no dual clip; the loss's value is c A",
+    notes="no dual clip; the surrogate's value is c A, as in the authors' code",
 )
 def dgpo(eps_low: float = 0.2, eps_high: float = 0.2, n: float = 1.0, m: float = 2.0) -> Correction:
-    """c A with the gradient c A, c the ratio with decaying tails.
+    """Surrogate sg(c / r) r A, with c the ratio multiplied by decaying tails.
+
+    Args:
+        eps_low, eps_high: distances of L and U from 1; eps_low < 1.
+        n: exponent of the decay below L for A < 0; 0: no decay.
+        m: inverse exponent of the decay above U for A > 0; at m = 1 c stays at U.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)
@@ -84,6 +95,6 @@ def dgpo(eps_low: float = 0.2, eps_high: float = 0.2, n: float = 1.0, m: float =
     """
     return Correction(
         ratio=ratios.Token(),
-        gate=Decaying(eps_low, eps_high, n, m),
+        gate=DecayingClip(eps_low, eps_high, n, m),
         aggregate="token-mean",
     )

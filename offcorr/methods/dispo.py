@@ -1,7 +1,13 @@
-"""DISPO: a detached ratio, clipped by bounds that depend on the sign of the advantage.
+"""DISPO: the policy gradient weighted by a clipped ratio, with bounds that depend on the sign of the advantage.
 
-dL/dlogp_t = -clip(r_t, low, high) A_t / Z, [pos_low, pos_high] for A > 0 and [neg_low, neg_high] for A <= 0, so the
-multiplier is never 0 where its lower bound is above 0.
+    dL/dlogp_t = -c_t A_t / Z
+    c_t = clip(r_t, pos_low, pos_high) for A_t > 0, clip(r_t, neg_low, neg_high) for A_t <= 0
+
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio, detached: it scales the gradient and receives none; A_t
+is the advantage and Z the denominator of the aggregation. With pos_low above 0, every token with A_t > 0 keeps a
+gradient.
+
+Source: secondary notes about 2602.00983; there is no official code.
 """
 
 from __future__ import annotations
@@ -22,21 +28,23 @@ class SignBounds(NamedTuple):
     neg_high: float
 
 
-def sign_capped(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
+def sign_clip(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
-    praised = ops.clamp(ratio, p.pos_low, p.pos_high)
-    blamed = ops.clamp(ratio, p.neg_low, p.neg_high)
-    gradient = ops.where(advantage > 0, praised, blamed) * advantage
+    for_positive = ops.clamp(ratio, p.pos_low, p.pos_high)
+    for_negative = ops.clamp(ratio, p.neg_low, p.neg_high)
+    gradient = ops.where(advantage > 0, for_positive, for_negative) * advantage
     return gradient * logp, gradient
 
 
 @dataclass(frozen=True)
-class SignCapped(gates.Gate):
-    """sg(clip(ratio)) A log pi, between bounds that depend on the sign of A.
+class SignClip(gates.Gate):
+    """Surrogate sg(clip(ratio)) A log pi, with bounds that depend on the sign of A (DISPO, 2602.00983).
+
+    The multiplier is the clipped ratio.
 
     Args:
-        pos_low, pos_high: absolute bounds on the ratio where A > 0.
-        neg_low, neg_high: absolute bounds on the ratio where A <= 0.
+        pos_low, pos_high: bounds on the ratio itself for A > 0.
+        neg_low, neg_high: bounds on the ratio itself for A <= 0.
     """
 
     pos_low: float = 0.8
@@ -44,7 +52,7 @@ class SignCapped(gates.Gate):
     neg_low: float = 0.0
     neg_high: float = 101.0
 
-    surrogate = staticmethod(sign_capped)
+    surrogate = staticmethod(sign_clip)
     detached = True
 
     def __post_init__(self) -> None:
@@ -62,11 +70,15 @@ class SignCapped(gates.Gate):
     "dispo",
     multiplier="clip(r, pos_low, pos_high) for A > 0, clip(r, neg_low, neg_high) for A <= 0",
     paper="2602.00983",
-    provenance="secondary",
+    provenance="secondary notes",
     notes="no official code",
 )
 def dispo(pos_low: float = 0.8, pos_high: float = 11.0, neg_low: float = 0.0, neg_high: float = 101.0) -> Correction:
-    """sg(clip(r, by the sign of A)) A log pi.
+    """Surrogate sg(c) A log pi, with c the ratio clipped between bounds chosen by the sign of A.
+
+    Args:
+        pos_low, pos_high: bounds on r for A > 0.
+        neg_low, neg_high: bounds on r for A <= 0.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)
@@ -77,6 +89,6 @@ def dispo(pos_low: float = 0.8, pos_high: float = 11.0, neg_low: float = 0.0, ne
     """
     return Correction(
         ratio=ratios.Token(),
-        gate=SignCapped(pos_low, pos_high, neg_low, neg_high),
+        gate=SignClip(pos_low, pos_high, neg_low, neg_high),
         aggregate="token-mean",
     )

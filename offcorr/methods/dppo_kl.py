@@ -1,7 +1,14 @@
-"""DPPO with the Bernoulli KL in the place of a difference of probabilities.
+"""DPPO with the Bernoulli KL in place of the difference of probabilities.
 
-dL/dlogp_t = -min(R_t, cap) M_t A_t / Z, R the total ratio, detached.  M drops a token whose Bernoulli KL from the
-rollout's is above ``delta`` and that moves on in the direction that A pushes.
+    dL/dlogp_t = -M_t min(R_t, cap) A_t / Z
+    M_t = 0 where the Bernoulli KL(mu_t, p_t) > delta and p_t has moved from mu_t in the direction that A_t pushes it;
+          else 1
+
+p_t = exp(logp_t) and mu_t = exp(rollout_logp_t); R_t = p_t / mu_t is the token's total ratio, detached; A_t is the
+advantage and Z the denominator of the aggregation, a constant length by default. The Bernoulli distributions are those
+of this token against all others.
+
+Source: the authors' code, 2602.04879.
 """
 
 from __future__ import annotations
@@ -13,13 +20,17 @@ from offcorr.methods.registry import register
 
 @register(
     "dppo_kl",
-    multiplier="min(R, cap)",
+    multiplier="min(R, cap); the rejection drops tokens whose Bernoulli KL is too large",
     paper="2602.04879",
     provenance="official code",
-    notes='dppo with divergence="kl"; the anchor is the rollout policy',
+    notes='dppo with divergence="kl"; ratios are relative to the rollout policy',
 )
 def dppo_kl(delta: float = 0.05, cap: float | None = 20.0) -> Correction:
-    """sg(min(R, cap)) A log pi on the tokens whose Bernoulli KL stayed small, or that move back.
+    """Surrogate sg(min(R, cap)) A log pi on the tokens that are kept.
+
+    Args:
+        delta: bound on the KL, in nats.
+        cap: upper bound on R; None: no bound.
 
     >>> import torch, offcorr
     >>> rollout = torch.full((1, 3), -2.0)

@@ -1,6 +1,12 @@
-"""Rejection of sequences by their geometric engine ratio.
+"""Rejection of sequences by the geometric mean of their engine ratios.
 
-dL/dlogp_t = -1[low <= (prod rho)^(1/T) <= high] c_t A_t / Z, c_t as PPO.
+    dL/dlogp_t = -1[low <= (prod_t rho_t)^(1/T) <= high] c_t A_t / Z
+
+rho_t = exp(old_logp_t - rollout_logp_t) is the token's engine ratio; T is the number of valid tokens of the sequence;
+c_t is PPO's multiplier, exp(logp_t - old_logp_t) or 0 where that ratio is clipped (see ``offcorr.methods.ppo``), A_t is
+the advantage and Z the denominator of the aggregation. The mask is detached.
+
+Source: verl's and slime's code.
 """
 
 from __future__ import annotations
@@ -12,9 +18,10 @@ from offcorr.stages import gates, ratios, rejections
 
 @register(
     "geo_rs",
-    multiplier="1 inside [low, high], else 0; * ppo",
+    multiplier="as ppo; the rejection keeps sequences with low <= (prod rho)^(1/T) <= high",
     paper="verl; slime",
     provenance="framework code",
+    notes="SkyRL's bounds are .99 and 1.01",
 )
 def geo_rs(
     low: float = 0.999,
@@ -23,7 +30,11 @@ def geo_rs(
     eps_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Correction:
-    """Keep a sequence where low <= (prod rho)^(1/T) <= high, on the PPO gate.
+    """Rejection of sequences whose geometric engine ratio is outside [low, high], on the surrogate of PPO.
+
+    Args:
+        low, high: bounds on the geometric ratio itself.
+        eps_low, eps_high, dual_clip: options of PPO's clip (see ``ppo``).
 
     >>> import torch, offcorr
     >>> rollout = torch.full((1, 3), -2.0)

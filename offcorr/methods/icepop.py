@@ -1,6 +1,12 @@
-"""IcePop: masked importance sampling, token by token.
+"""IcePop: token importance weights for the trainer/engine mismatch, set to 0 outside an interval.
 
-dL/dlogp_t = -rho_t 1[low <= rho_t <= high] c_t A_t / Z, c_t as PPO.
+    dL/dlogp_t = -rho_t 1[low <= rho_t <= high] c_t A_t / Z
+
+rho_t = exp(old_logp_t - rollout_logp_t) is the token's engine ratio; c_t is PPO's multiplier, exp(logp_t - old_logp_t)
+or 0 where that ratio is clipped (see ``offcorr.methods.ppo``), A_t is the advantage and Z the denominator of the
+aggregation. The weight is detached: it scales the gradient and receives none.
+
+Source: verl's and NeMo's code; paper 2510.18855.
 """
 
 from __future__ import annotations
@@ -12,9 +18,9 @@ from offcorr.stages import gates, ratios, weights
 
 @register(
     "icepop",
-    multiplier="rho inside [low, high], else 0; * ppo",
+    multiplier="as ppo; the weight is rho inside [low, high], otherwise 0",
     paper="2510.18855",
-    provenance="framework code",
+    provenance="framework code (verl, NeMo)",
 )
 def icepop(
     low: float = 0.5,
@@ -23,7 +29,11 @@ def icepop(
     eps_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Correction:
-    """rho where low <= rho <= high, else 0, on the PPO gate.
+    """Importance weight rho where low <= rho <= high, otherwise 0, on the surrogate of PPO.
+
+    Args:
+        low, high: bounds on rho itself.
+        eps_low, eps_high, dual_clip: options of PPO's clip (see ``ppo``).
 
     >>> import torch, offcorr
     >>> rollout = torch.full((1, 3), -2.0)

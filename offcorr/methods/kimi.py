@@ -1,6 +1,12 @@
-"""Kimi's policy mirror descent (DRO is the same at token level): REINFORCE with a quadratic pull to the anchor.
+"""Kimi's policy mirror descent, at token level the same as DRO: REINFORCE with a quadratic penalty.
 
-dL/dlogp_t = -(A_t - tau (logp_t - old_logp_t)) / Z.
+    dL/dlogp_t = -(A_t - tau (logp_t - old_logp_t)) / Z
+
+A_t is the advantage and Z the denominator of the aggregation. The penalty tau / 2 (logp_t - old_logp_t)^2 keeps the
+policy near the one that supplies ``old_logp``.
+
+Source: ROLL's and verl's code; papers 2501.12599 (Kimi k1.5) and 2405.19107 (DRO). The papers square the log-ratio of
+the whole sequence; the frameworks and this method square each token's.
 """
 
 from __future__ import annotations
@@ -24,10 +30,12 @@ def quadratic(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
 
 @dataclass(frozen=True)
 class Quadratic(gates.Gate):
-    """A log pi - tau / 2 (log ratio)^2, for ratios in token form.
+    """Surrogate A log pi - tau / 2 (log ratio)^2, for ratios in token form (Kimi k1.5, 2501.12599).
+
+    The derivative is A - tau log ratio.
 
     Args:
-        tau: strength of the pull, in units of A per nat.
+        tau: strength of the penalty, in units of A per nat, >= 0.
     """
 
     tau: float = 0.1
@@ -47,12 +55,15 @@ class Quadratic(gates.Gate):
     "kimi",
     aliases=("dro",),
     multiplier="1 - tau (logp - old_logp) / A",
-    paper="2501.12599; DRO 2405.19107",
-    provenance="ROLL's and verl's code",
-    notes="token level; the papers square the whole sequence's log-ratio",
+    paper="2501.12599; 2405.19107 (DRO)",
+    provenance="framework code (ROLL, verl)",
+    notes="each token's log-ratio is squared; the papers square that of the whole sequence",
 )
 def kimi(tau: float = 0.1) -> Correction:
-    """A log pi - tau / 2 (logp - old_logp)^2.
+    """Surrogate A log pi - tau / 2 (logp - old_logp)^2.
+
+    Args:
+        tau: strength of the penalty, in units of A per nat, >= 0.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

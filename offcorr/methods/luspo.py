@@ -1,7 +1,14 @@
 """LUSPO: GSPO with every sequence weighted by its length.
 
-dL/dlogp_t = -s A_t / Z inside or recovering, else 0; s is the geometric ratio.  The factor T is in the aggregation: a
-sum over tokens, averaged over sequences.
+    dL/dlogp_t = -c_t A_t / Z,    s = (prod_t r_t)^(1/T)
+    c_t = s, unless s is outside [1 - eps_low, 1 + eps_high] on the side that the advantage pushes towards
+          (above for A_t > 0, below for A_t < 0): then 0
+
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; T is the number of valid tokens of the sequence; A_t is
+the advantage and Z the number of sequences. The aggregation sums over tokens before it averages over sequences, and
+that sum is LUSPO's factor T: do not multiply by the length again.
+
+Source: the paper's text, 2602.05261.
 """
 
 from __future__ import annotations
@@ -13,13 +20,18 @@ from offcorr.stages import gates, ratios
 
 @register(
     "luspo",
-    multiplier="s inside or recovering, else 0",
+    multiplier="s = (prod r)^(1/T); 0 where clipped (s > 1 + eps_high for A > 0, s < 1 - eps_low for A < 0)",
     paper="2602.05261",
     provenance="paper text",
-    notes="the factor T is the token sum of the aggregation; do not multiply by it again",
+    notes="the aggregation's sum over tokens is the paper's factor T; do not multiply by the length again",
 )
 def luspo(eps_low: float = 2e-3, eps_high: float = 2.5e-3, dual_clip: float | None = None) -> Correction:
-    """min(s A, clip(s) A), s the geometric ratio, in token form, summed over tokens.
+    """Surrogate min(s A, clip(s, 1 - eps_low, 1 + eps_high) A), summed over tokens, with s the geometric ratio.
+
+    Args:
+        eps_low, eps_high: distances of the clip bounds from 1.
+        dual_clip: for A < 0 the loss term is at most dual_clip |A|, and the gradient is 0 where the ratio is above
+            dual_clip; None: no such bound.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

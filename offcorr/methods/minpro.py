@@ -1,9 +1,13 @@
-"""MinPRO: the token ratio times the smallest ratio before it.
+"""MinPRO: the policy gradient weighted by the token's ratio times the smallest ratio before it.
 
-dL/dlogp_t = -clip(r_t min_{s<t} r_s, 1 - eps_low, 1 + eps_high) A_t / Z, the ratio detached.
+    dL/dlogp_t = -clip(r_t min_{s < t} r_s, 1 - eps_low, 1 + eps_high) A_t / Z
 
-The paper publishes no eps and no code.  The lower bound decides much: .8 did as badly as no correction in trials, so
-eps_low defaults to 1 (no lower bound).  The running minimum is taken literally; ``bounded`` keeps it at or below 1.
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; the minimum is over earlier valid tokens, and 1 for the
+first; the weight is detached; A_t is the advantage and Z the denominator of the aggregation.
+
+Source: secondary notes about 2601.22718, which publishes neither eps nor code. The lower bound matters: in trials, .8
+did no better than no correction, so eps_low is 1 by default, which is no lower bound. The running minimum may exceed 1,
+as in the formula; ``bounded=True`` bounds it by 1.
 """
 
 from __future__ import annotations
@@ -15,13 +19,17 @@ from offcorr.stages import gates, ratios
 
 @register(
     "minpro",
-    multiplier="clip(r_t min of the ratios before, 1 - eps_low, 1 + eps_high)",
+    multiplier="clip(r_t min_{s < t} r_s, 1 - eps_low, 1 + eps_high)",
     paper="2601.22718",
-    provenance="secondary",
+    provenance="secondary notes",
     notes="eps is unpublished; no official code",
 )
 def minpro(eps_low: float = 1.0, eps_high: float = 0.28, bounded: bool = False) -> Correction:
-    """sg(clip(min-prefix ratio)) A log pi.
+    """Surrogate sg(clip(w, 1 - eps_low, 1 + eps_high)) A log pi, with w the ratio times the smallest ratio before it.
+
+    Args:
+        eps_low, eps_high: distances of the bounds from 1; eps_low = 1 is no lower bound.
+        bounded: whether the running minimum is bounded by 1.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

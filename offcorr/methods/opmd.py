@@ -1,6 +1,11 @@
-"""OPMD, as in Trinity-RFT: REINFORCE with a step shortened by 1 + tau.
+"""OPMD as in Trinity-RFT: REINFORCE with a gradient divided by 1 + tau.
 
-dL/dlogp_t = -A_t / ((1 + tau) Z).  No ratio: what regularises is the length of the step alone.
+    dL/dlogp_t = -A_t / ((1 + tau) Z)
+
+A_t is the advantage and Z the denominator of the aggregation. There is no ratio: the division is the only
+regularisation.
+
+Source: Trinity-RFT's code, 2505.17826. Kimi's online policy mirror descent is a different loss (see ``kimi``).
 """
 
 from __future__ import annotations
@@ -18,18 +23,22 @@ class Temperature(NamedTuple):
     tau: float
 
 
-def shortened(logp: Any, advantage: Any, p: Any) -> Any:
+def scaled_score(logp: Any, advantage: Any, p: Any) -> Any:
     gradient = advantage / (1 + p.tau)
     return gradient * logp, gradient
 
 
 @dataclass(frozen=True)
-class Shortened(gates.Gate):
-    """A log pi / (1 + tau): no ratio, multiplier 1 / (1 + tau)."""
+class ScaledScore(gates.Gate):
+    """Surrogate A log pi / (1 + tau), without a ratio; the multiplier is 1 / (1 + tau) (Trinity-RFT, 2505.17826).
+
+    Args:
+        tau: strength of the regularisation, >= 0.
+    """
 
     tau: float = 1.0
 
-    surrogate = staticmethod(shortened)
+    surrogate = staticmethod(scaled_score)
     detached = True
     uses_ratio = False
 
@@ -44,13 +53,16 @@ class Shortened(gates.Gate):
 @register(
     "opmd",
     multiplier="1 / (1 + tau)",
-    paper="Trinity-RFT 2505.17826",
+    paper="2505.17826 (Trinity-RFT)",
     provenance="official code",
     on_policy=False,
-    notes="Kimi's online mirror descent has another loss: see kimi",
+    notes="Kimi's online policy mirror descent is a different loss: see kimi",
 )
 def opmd(tau: float = 1.0) -> Correction:
-    """A log pi / (1 + tau).
+    """Surrogate A log pi / (1 + tau).
+
+    Args:
+        tau: strength of the regularisation, >= 0.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)
@@ -59,4 +71,4 @@ def opmd(tau: float = 1.0) -> Correction:
     >>> -3 * offcorr.get("opmd")(batch).coefficient  # the multipliers
     tensor([[0.5000, 0.5000, 0.5000]])
     """
-    return Correction(ratio=None, gate=Shortened(tau), aggregate="token-mean")
+    return Correction(ratio=None, gate=ScaledScore(tau), aggregate="token-mean")

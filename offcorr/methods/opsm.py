@@ -1,6 +1,12 @@
-"""Off-policy sequence masking: negative sequences that have drifted.
+"""Off-policy sequence masking: rejection of sequences with a negative advantage that have become unlikely.
 
-dL/dlogp_t = -1[A >= 0 or mean_t(anchor - logp) <= delta] c_t A_t / Z, c_t as PPO.
+    dL/dlogp_t = -1[A_t >= 0 or mean_t(q_t - logp_t) <= delta] c_t A_t / Z
+
+q_t is rollout_logp_t, or old_logp_t where there is no ``rollout_logp``; the mean is over the sequence; c_t is PPO's
+multiplier, exp(logp_t - old_logp_t) or 0 where that ratio is clipped (see ``offcorr.methods.ppo``), A_t is the
+advantage and Z the denominator of the aggregation. The mask is detached.
+
+Source: TRL's code, after the report of DeepSeek-V3.2. delta is unpublished; .5 is a value in use.
 """
 
 from __future__ import annotations
@@ -12,13 +18,17 @@ from offcorr.stages import gates, ratios, rejections
 
 @register(
     "opsm",
-    multiplier="1 unless A < 0 and far, then 0; * ppo",
+    multiplier="as ppo; the rejection drops sequences with A < 0 and a mean log-ratio below -delta",
     paper="DeepSeek-V3.2",
-    provenance="framework code",
-    notes="delta is unpublished; .5 is a guess in use",
+    provenance="framework code (TRL)",
+    notes="delta is unpublished; .5 is a value in use",
 )
 def opsm(delta: float = 0.5, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None) -> Correction:
-    """Drop sequences with A < 0 whose mean log-ratio fell by more than ``delta`` nats, on the PPO gate.
+    """Rejection of sequences with A < 0 whose mean log-prob fell by more than ``delta``, on the surrogate of PPO.
+
+    Args:
+        delta: bound on the mean fall of the log-prob, in nats per token.
+        eps_low, eps_high, dual_clip: options of PPO's clip (see ``ppo``).
 
     >>> import torch, offcorr
     >>> rollout = torch.full((1, 3), -2.0)

@@ -1,6 +1,11 @@
 """Plain importance sampling with the running product of ratios.
 
-dL/dlogp_t = -min(ratio_t, cap) * A_t / Z, the ratio detached.
+    dL/dlogp_t = -min(w_t, cap) A_t / Z,    w_t = prod_{s <= t} r_s
+
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; A_t is the advantage and Z the denominator of the
+aggregation. The weight w_t is detached: it scales the gradient and receives none.
+
+Source: Precup et al., 2000 (per-decision importance sampling).
 """
 
 from __future__ import annotations
@@ -13,12 +18,15 @@ from offcorr.stages import gates, ratios
 @register(
     "prefix_is",
     aliases=("cumulative_is",),
-    multiplier="the ratio, at most cap",
+    multiplier="min(prod of r_s up to and including t, cap)",
     paper="Precup et al. 2000",
     provenance="textbook",
 )
 def prefix_is(cap: float | None = None) -> Correction:
-    """sg(min(ratio, cap)) A log pi, ratio = the running product of ratios; ``cap`` None: none.
+    """Surrogate sg(min(w, cap)) A log pi, with w the running product of ratios.
+
+    Args:
+        cap: upper bound on w; None: no bound.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

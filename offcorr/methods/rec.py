@@ -1,12 +1,17 @@
 """REC: REINFORCE with clipping as a mask, with or without the importance ratio.
 
-dL/dlogp_t = -M_t r_t A_t / Z, or -M_t A_t / Z with ``weighted=False``, both detached.  With L = 1 - eps_low and
-U = 1 + eps_high, M keeps
+    dL/dlogp_t = -M_t r_t A_t / Z,  or -M_t A_t / Z with weighted=False
 
-    one-side:  r <= U for A >= 0, r >= L for A < 0          (weighted, it has the gradient of PPO)
-    two-side:  L <= r <= U
-    ring:      two-side, or far out while coming back:  A > 0 and r <= 1 - eps_low_prime,
-               A <= 0 and r >= 1 + eps_high_prime
+    one-side:  M_t = 1 where r_t <= U for A_t >= 0, r_t >= L for A_t < 0    (weighted: the gradient of PPO)
+    two-side:  M_t = 1 where L <= r_t <= U
+    ring:      M_t = 1 where two-side, or where r_t is far outside and the gradient leads back:
+               r_t <= 1 - eps_low_prime for A_t > 0, r_t >= 1 + eps_high_prime for A_t <= 0
+
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio, detached; L = 1 - eps_low and U = 1 + eps_high; M_t is 0
+elsewhere; A_t is the advantage and Z the denominator of the aggregation.
+
+Source: the authors' code (Trinity-RFT), 2509.24203. The mask is a rejection, so ``reject=`` replaces it;
+``weighted=False`` is the paper's NoIS.
 """
 
 from __future__ import annotations
@@ -53,12 +58,15 @@ RULES = {"one-side": one_side, "two-side": two_side, "ring": ring}
 
 @dataclass(frozen=True)
 class REC(rejections.Rejection):
-    """Keep the tokens whose ratio lies within a clip's bounds, as a mask (2509.24203; see ``methods/rec.py``).
+    """Keeps the tokens whose ratio is within a clip's bounds (REC, 2509.24203).
+
+    The rules of the three modes are in the module's docstring.
 
     Args:
         mode: "one-side", "two-side" or "ring".
-        eps_low, eps_high: distances from 1.
-        eps_low_prime, eps_high_prime: distances from 1 of the ring's outer parts.
+        eps_low, eps_high: distances of the bounds from 1.
+        eps_low_prime, eps_high_prime: distances of the outer bounds from 1, for "ring".
+        mismatch: the pair of policies whose ratio is compared.
     """
 
     mode: Mode = "one-side"
@@ -87,7 +95,7 @@ class REC(rejections.Rejection):
 
 @register(
     "rec",
-    multiplier="r or 1, masked one-side, two-side or in a ring",
+    multiplier="r, or 1 with weighted=False; the rejection masks one-side, two-side or ring",
     paper="2509.24203",
     provenance="official code",
     notes="the mask is a rejection, so reject= replaces it; weighted=False is the paper's NoIS",
@@ -100,7 +108,13 @@ def rec(
     eps_high_prime: float = 2.0,
     weighted: bool = True,
 ) -> Correction:
-    """sg(r) A log pi, or A log pi, under a mask.
+    """Surrogate sg(r) A log pi, or A log pi with ``weighted=False``, on the tokens that the mask keeps.
+
+    Args:
+        mode: "one-side", "two-side" or "ring".
+        eps_low, eps_high: distances of the bounds from 1.
+        eps_low_prime, eps_high_prime: distances of the outer bounds from 1, for "ring".
+        weighted: whether the ratio multiplies the gradient.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

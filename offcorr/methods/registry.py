@@ -1,4 +1,4 @@
-"""Methods by name: discovery, options, configurations."""
+"""Registry of the methods: discovery, lookup by name, options and configurations."""
 
 from __future__ import annotations
 
@@ -19,21 +19,36 @@ from offcorr.correction import FIELDS, Correction, named
 from offcorr.stages.base import stage_from_config
 from offcorr.stages.checks import nearest
 
+__all__ = [
+    "Method",
+    "available",
+    "catalogue",
+    "find",
+    "from_config",
+    "get",
+    "register",
+    "resolve",
+    "unregister",
+]
+
 _SLOTS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
 _COMMON = ("aggregate", "max_length", "weight", "reject", "count_rejected", "strict")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A named composition and what is said of it.
+    """A named method: the function that builds its correction, and its description.
 
-    build: keyword options -> Correction.
-    multiplier: c_t, in words or a formula: dL/dlogp_t = -c_t A_t / Z, before weights and rejections.
-    paper: arXiv id or name. provenance: "official code", "paper text", "secondary" ... where the formula was read.
-    on_policy: whether its gradient on-policy is REINFORCE's.
-    notes: one line on where frameworks differ or what is unpublished.
-    schedules: for trainers: the options that change over the training unless they are given, as
-        {"start": ..., "end": ...}.
+    Attributes:
+        name, aliases: names under which ``offcorr.get`` finds it.
+        build: function from keyword options to a Correction.
+        multiplier: c_t in words or as a formula: dL/dlogp_t = -c_t w_t A_t / Z, with w_t the product of its weights.
+        paper: arXiv id or name.
+        provenance: where the formula was read: "official code", "framework code", "paper text", "secondary notes" ...
+        notes: one line on what is unpublished or where frameworks differ.
+        on_policy: whether its gradient equals that of REINFORCE when the three policies agree.
+        schedules: options that a trainer changes during training unless they are given, as
+            {"start": ..., "end": ...}.
     """
 
     name: str
@@ -48,10 +63,11 @@ class Method:
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
+        """The method's own options, with their defaults."""
         return dict(inspect.signature(self.build).parameters)
 
     def __call__(self, **options: Any) -> Correction:
-        """The correction with these options."""
+        """Returns the correction with the given options."""
         known = [*self.options, *(name for name in _COMMON if name not in self.options)]
         for name in options:
             if name not in known:
@@ -74,15 +90,16 @@ _METHODS: dict[str, Method] = {}
 
 
 def register(name: str, **about: Any) -> Callable[[Any], Any]:
-    """Make a method known by ``name``: decorates a function (or class) from keyword options to a Correction.
+    """Decorator that registers a function (or class) from keyword options to a Correction as the method ``name``.
 
-    Takes the fields of ``Method``: aliases, multiplier, paper, provenance, notes, on_policy, schedules.
+    The other arguments are the fields of ``Method``: aliases, multiplier, paper, provenance, notes, on_policy,
+    schedules.
 
     Raises:
-        ValueError: the name exists already.
+        ValueError: another method has this name or alias.
 
     >>> import offcorr
-    >>> @offcorr.register("half_ppo", multiplier="as ppo, half as wide")
+    >>> @offcorr.register("half_ppo", multiplier="as ppo, with half the clip range")
     ... def half_ppo(eps: float = 0.1) -> offcorr.Correction:
     ...     return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))
     >>> offcorr.get("half_ppo", eps=0.05).gate.eps_low
@@ -104,7 +121,7 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
 
 
 def _calling(method: Method, build: Any) -> Any:
-    """``build`` with its own signature, giving the named method: ``ppo(...)`` is ``offcorr.get("ppo", ...)``."""
+    """Wraps ``build`` so that it returns the named method: ``ppo(...)`` equals ``offcorr.get("ppo", ...)``."""
     signature = inspect.signature(build)
 
     @functools.wraps(build)
@@ -116,7 +133,7 @@ def _calling(method: Method, build: Any) -> Any:
 
 
 def registered(build: Any) -> Method | None:
-    """The method that a decorated function or class was registered as; None if it was not."""
+    """Returns the method as which a function or class was registered; None if it was not."""
     own = getattr(build, "method", None)
     if isinstance(own, Method):
         return own
@@ -124,32 +141,33 @@ def registered(build: Any) -> Method | None:
 
 
 def unregister(name: str) -> None:
-    """Forget a method and its aliases."""
+    """Removes a method and its aliases from the registry."""
     method = _method(name)
     for word in (method.name, *method.aliases):
         _METHODS.pop(word, None)
 
 
 def available() -> list[str]:
-    """Names of all methods, aliases among them, sorted."""
+    """Returns the names of all methods, including aliases, sorted."""
     _discover()
     return sorted(_METHODS)
 
 
 def catalogue() -> list[Method]:
-    """Every method once, by name."""
+    """Returns every method once, sorted by name."""
     _discover()
     return [method for name, method in sorted(_METHODS.items()) if name == method.name]
 
 
 def get(spec: str, **options: Any) -> Correction:
-    """The method of this name, with its options.
+    """Returns the correction of the method ``spec`` with the given options.
 
-    ``weight=`` and ``reject=`` replace the method's own, None removes them.  Options may stand in the name itself, as
-    literal values: ``"minpro?eps_high=0.28&aggregate=sum"``.
+    ``weight=`` and ``reject=`` replace the method's own stages; None removes them.  Options may also be part of the
+    name, as literal values: ``"minpro?eps_high=0.28&aggregate=sum"``.
 
     Raises:
-        ValueError: unknown method or option (with the nearest name), a value out of range, or an option given twice.
+        ValueError: the method or an option is unknown (the nearest name is suggested), a value is out of range, or an
+            option is given twice.
 
     >>> import offcorr
     >>> offcorr.get("dapo", eps_high=0.3).gate
@@ -165,10 +183,12 @@ def get(spec: str, **options: Any) -> Correction:
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """A name and the options that stand behind its "?", as Python literals; other words are strings.
+    """Splits a spec into its name and the options after its "?".
+
+    Values are read as Python literals; any other text is a string.
 
     Raises:
-        ValueError: an option has no value, or stands there twice.
+        ValueError: an option has no value, or is given twice.
 
     >>> split_spec("icepop?high=2&aggregate=token-mean")
     ('icepop', {'high': 2, 'aggregate': 'token-mean'})
@@ -195,7 +215,10 @@ def _joined(spec: str, given: Mapping[str, Any], options: Mapping[str, Any]) -> 
 
 
 def from_config(config: Mapping[str, Any]) -> Correction:
-    """A correction from plain data: ``{"method": name, **options}``, or ``"custom"`` with stages spelled out.
+    """Builds a correction from plain data: ``{"method": name, **options}``, or ``"custom"`` with its stages as options.
+
+    Raises:
+        ValueError: there is no method, or an option is unknown.
 
     >>> import offcorr
     >>> loss_fn = offcorr.from_config({"method": "ppo", "weight": {"name": "truncate", "cap": 2.0}})
@@ -206,7 +229,7 @@ def from_config(config: Mapping[str, Any]) -> Correction:
         raise ValueError(f"config is {config!r}, expected a mapping with a 'method'")
     options = dict(config)
     name = options.pop("method")
-    _discover()  # some stages live in the file of the one method that uses them
+    _discover()  # some stages are defined in the file of the only method that uses them
     if name != "custom":
         return resolve(name, **options)
     for option in options:
@@ -219,9 +242,9 @@ def from_config(config: Mapping[str, Any]) -> Correction:
 
 
 def resolve(spec: str, **options: Any) -> Correction:
-    """A correction from a trainer's ``loss_type``.
+    """Builds a correction from a trainer's ``loss_type``.
 
-    "minpro", "offcorr:dapo" or "my_file.py:my_loss", each with options behind a "?" if there are any; see ``get``.
+    It is "minpro", "offcorr:dapo" or "my_file.py:my_loss", with options after a "?" if there are any (see ``get``).
     """
     name, given = split_spec(spec)
     options = _joined(spec, given, options)
@@ -234,7 +257,7 @@ def resolve(spec: str, **options: Any) -> Correction:
 
 
 def find(spec: str) -> Method | Correction:
-    """The method, or the finished Correction, that ``spec`` names, options aside; see ``resolve``."""
+    """Returns the method, or the finished Correction, that ``spec`` names, without its options (see ``resolve``)."""
     name, _ = split_spec(spec)
     path, _, symbol = name.rpartition(":")
     if path == "offcorr" or not path:
@@ -279,7 +302,7 @@ def _source(build: Any) -> str:
 
 @functools.cache
 def _discover() -> None:
-    """Import every file of ``offcorr.methods`` and every entry point of the group ``offcorr.methods``."""
+    """Imports every file of ``offcorr.methods`` and every entry point of the group ``offcorr.methods``."""
     import offcorr.methods
 
     for module in pkgutil.iter_modules(offcorr.methods.__path__):

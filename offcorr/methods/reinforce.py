@@ -1,6 +1,10 @@
-"""REINFORCE: the policy gradient, uncorrected.
+"""REINFORCE: the policy gradient without any off-policy correction.
 
-dL/dlogp_t = -A_t / Z
+    dL/dlogp_t = -A_t / Z
+
+A_t is the advantage and Z the denominator of the aggregation.
+
+Source: Williams, 1992.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from offcorr.stages import gates
     provenance="textbook",
 )
 def reinforce() -> Correction:
-    """A log pi, token-mean: dL/dlogp_t = -A_t / Z.
+    """Surrogate A log pi, averaged over tokens; no ratio and no options.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

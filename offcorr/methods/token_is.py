@@ -1,6 +1,11 @@
 """Plain importance sampling with the token's ratio.
 
-dL/dlogp_t = -min(ratio_t, cap) * A_t / Z, the ratio detached.
+    dL/dlogp_t = -min(w_t, cap) A_t / Z,    w_t = r_t
+
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; A_t is the advantage and Z the denominator of the
+aggregation. The weight w_t is detached: it scales the gradient and receives none.
+
+Source: Precup et al., 2000.
 """
 
 from __future__ import annotations
@@ -12,12 +17,15 @@ from offcorr.stages import gates, ratios
 
 @register(
     "token_is",
-    multiplier="the ratio, at most cap",
+    multiplier="min(r_t, cap)",
     paper="Precup et al. 2000",
     provenance="textbook",
 )
 def token_is(cap: float | None = None) -> Correction:
-    """sg(min(ratio, cap)) A log pi, ratio = the token's ratio; ``cap`` None: none.
+    """Surrogate sg(min(w, cap)) A log pi, with w the token's ratio.
+
+    Args:
+        cap: upper bound on w; None: no bound.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

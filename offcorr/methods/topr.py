@@ -1,7 +1,13 @@
-"""TOPR: full gradient on what was rewarded, tapered importance sampling on what was not.
+"""TOPR: the full policy gradient for rewarded sequences, truncated importance sampling for the others.
 
-dL/dlogp_t = -c_t A_t / Z, c = 1 where the *reward* is above 0, else min(ratio, 1), detached.  The ratio is the
-sequence's, or the token's with ``level="token"``.
+    dL/dlogp_t = -c_t A_t / Z
+    c_t = 1 where the reward is above 0, otherwise min(w, 1)
+
+w is the product of the sequence's ratios r_t = exp(logp_t - old_logp_t), or the token's own ratio with
+``level="token"``, detached; A_t is the advantage and Z the number of sequences. The rule depends on the sign of the
+*reward*, not of the advantage.
+
+Source: the paper's text, 2503.14286.
 """
 
 from __future__ import annotations
@@ -22,7 +28,10 @@ def tapered(log_ratio: Any, logp: Any, advantage: Any, reward: Any) -> Any:
 
 @dataclass(frozen=True)
 class Tapered(gates.Gate):
-    """A log pi where the reward is above 0, sg(min(ratio, 1)) A log pi elsewhere; needs ``Batch.rewards``."""
+    """Surrogate A log pi where the reward is above 0, otherwise sg(min(ratio, 1)) A log pi (TOPR, 2503.14286).
+
+    The multiplier is 1 where the reward is above 0, otherwise min(ratio, 1). Needs ``Batch.rewards``.
+    """
 
     surrogate = staticmethod(tapered)
     detached = True
@@ -30,13 +39,19 @@ class Tapered(gates.Gate):
 
 @register(
     "topr",
-    multiplier="1 where reward > 0, else min(ratio, 1)",
+    multiplier="1 where reward > 0, otherwise min(w, 1), w the sequence's or the token's ratio",
     paper="2503.14286",
     provenance="paper text",
-    notes="keyed on the sign of the reward, not of the advantage; needs rewards",
+    notes="depends on the sign of the reward, not of the advantage; needs rewards",
 )
 def topr(level: Literal["sequence", "token"] = "sequence") -> Correction:
-    """A log pi where the reward is above 0, else sg(min(ratio, 1)) A log pi.
+    """Surrogate A log pi where the reward is above 0, otherwise sg(min(w, 1)) A log pi; needs ``Batch.rewards``.
+
+    Args:
+        level: "sequence" or "token": the ratio w.
+
+    Raises:
+        ValueError: ``level`` is neither "sequence" nor "token".
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

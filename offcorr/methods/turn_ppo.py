@@ -1,9 +1,14 @@
-"""Turn-level PPO: clip the geometric ratio of the turn that a token is in.
+"""Turn-level PPO: PPO's clip on the geometric mean of the ratios in a token's turn.
 
-dL/dlogp_t = -s_turn A_t / Z where s_turn is inside [1 - eps_low, 1 + eps_high] or recovering, else 0.
+    dL/dlogp_t = -c_t A_t / Z,    s = (product of r over the turn of t)^(1 / valid tokens of the turn)
+    c_t = s, unless s is outside [1 - eps_low, 1 + eps_high] on the side that the advantage pushes towards
+          (above for A_t > 0, below for A_t < 0): then 0
 
-It is the ratio of ST-PPO alone; that paper's correction of the gradient's bias cannot be reproduced from what is
-public. Turns are ``Batch.turn_ids``, or the contiguous runs of the mask.
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; A_t is the advantage and Z the denominator of the
+aggregation. Turns are given by ``Batch.turn_ids``; without them every contiguous run of the mask is a turn.
+
+Source: the paper's text, 2511.20718 (ST-PPO). Only the ratio of ST-PPO is implemented: its correction of the gradient's
+bias cannot be reproduced from what is public.
 """
 
 from __future__ import annotations
@@ -15,13 +20,18 @@ from offcorr.stages import gates, ratios
 
 @register(
     "turn_ppo",
-    multiplier="the turn's geometric ratio inside or recovering, else 0",
+    multiplier="s, the turn's geometric ratio; 0 where clipped (s > 1 + eps_high for A > 0, s < 1 - eps_low for A < 0)",
     paper="2511.20718",
     provenance="paper text",
     notes="the ratio of ST-PPO, without its gradient-bias correction",
 )
 def turn_ppo(eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None) -> Correction:
-    """min(s A, clip(s) A), s the turn's geometric ratio, in token form.
+    """Surrogate min(s A, clip(s, 1 - eps_low, 1 + eps_high) A), with s the geometric ratio of the turn.
+
+    Args:
+        eps_low, eps_high: distances of the clip bounds from 1.
+        dual_clip: for A < 0 the loss term is at most dual_clip |A|, and the gradient is 0 where the ratio is above
+            dual_clip; None: no such bound.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

@@ -1,6 +1,12 @@
-"""VACO's mask: in sequences that have drifted, tokens that move on are dropped and tokens that move back are kept.
+"""VACO's mask: rejection of the tokens that move further away, in sequences that have drifted.
 
-dL/dlogp_t = -r_t 1[A_t log R_t <= 0 or mean_t |R_t - 1| <= bound] A_t / Z, R the total ratio.
+    dL/dlogp_t = -r_t 1[A_t log R_t <= 0 or mean_t |R_t - 1| <= bound] A_t / Z
+
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; R_t = exp(logp_t - rollout_logp_t) is the token's total
+ratio (the staleness ratio where there is no ``rollout_logp``); the mean is over the sequence; A_t is the advantage and
+Z the denominator of the aggregation. The mask is detached.
+
+Source: the code of open-instruct; paper 2603.01365. The mask replaces a clip. The default bound is a guess.
 """
 
 from __future__ import annotations
@@ -12,13 +18,16 @@ from offcorr.stages import gates, ratios, rejections
 
 @register(
     "vaco",
-    multiplier="r unless far and moving on, then 0",
+    multiplier="r; the rejection drops tokens with A log R > 0 in sequences with mean |R - 1| > bound",
     paper="2603.01365",
-    provenance="framework code",
-    notes="the mask in the place of a clip; its bound is a guess; compares r where there is no rollout_logp",
+    provenance="framework code (open-instruct)",
+    notes="the mask replaces a clip; the default bound is a guess; compares r where there is no rollout_logp",
 )
 def vaco(bound: float = 0.2) -> Correction:
-    """r A on what the mask keeps.
+    """Surrogate r A on the tokens that the mask keeps.
+
+    Args:
+        bound: upper bound on the sequence's mean |R - 1|.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

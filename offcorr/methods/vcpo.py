@@ -1,7 +1,14 @@
-"""VCPO, its loss: REINFORCE weighted by the truncated total sequence ratio.
+"""VCPO's loss: REINFORCE weighted by the truncated total ratio of the sequence.
 
-dL/dlogp_t = -min(prod R, cap) A_t / Z, the weight detached.  The rest of VCPO is not part of a loss: a learning rate
-that follows the effective sample size, and a minimum-variance baseline in the advantages.
+    dL/dlogp_t = -min(prod_t R_t, cap) A_t / Z
+
+R_t = exp(logp_t - rollout_logp_t) is the token's total ratio; A_t is the advantage and Z the denominator of the
+aggregation. The weight is detached: it scales the gradient and receives none. The two other parts of VCPO are outside
+the loss: the learning rate that follows the effective sample size (``offcorr.training.ess_lr``) and the
+minimum-variance baseline (``offcorr.training.baselines``).
+
+Source: the authors' code, 2602.17616. Their weight compares old_logp with rollout_logp; here it compares logp with
+rollout_logp, which is the same at the first optimizer step on a batch.
 """
 
 from __future__ import annotations
@@ -16,10 +23,14 @@ from offcorr.stages import gates, weights
     multiplier="1; the weight is min(prod R, cap)",
     paper="2602.17616",
     provenance="official code",
-    notes="the weight is of the total ratio; the released code's is old - rollout, the same at a batch's first step",
+    notes="the weight is the total ratio; the released code's compares old_logp with rollout_logp, the same at "
+    "the first step on a batch",
 )
 def vcpo(cap: float = 8.0) -> Correction:
-    """min(sequence R, cap) A log pi.
+    """Surrogate sg(min(prod R, cap)) A log pi.
+
+    Args:
+        cap: upper bound on the sequence's total ratio.
 
     >>> import torch, offcorr
     >>> rollout = torch.full((1, 3), -2.0)

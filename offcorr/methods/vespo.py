@@ -1,7 +1,12 @@
-"""VESPO: a smooth kernel of the sequence ratio in place of a clip.
+"""VESPO: a smooth function of the sequence ratio in place of a clip.
 
-dL/dlogp_t = -phi(W) A_t / Z, W the sequence ratio, detached, phi(W) = W^k exp(lam (1 - W)), (k, lam) by the sign of A.
-phi(1) = 1; the largest phi is at W = k / lam; far out on either side it is 0.
+    dL/dlogp_t = -phi(W) A_t / Z,    phi(W) = W^k exp(lam (1 - W)),  W = prod_t r_t
+
+r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; W is detached: phi(W) scales the gradient and receives
+none; (k, lam) is (k_pos, lam_pos) for A_t >= 0 and (k_neg, lam_neg) for A_t < 0; A_t is the advantage and Z the
+denominator of the aggregation. phi(1) = 1; phi is largest at W = k / lam and falls to 0 for small and for large W.
+
+Source: the paper's text, 2602.10693.
 """
 
 from __future__ import annotations
@@ -31,11 +36,13 @@ def gamma_kernel(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
 
 @dataclass(frozen=True)
 class GammaKernel(gates.Gate):
-    """sg(phi(ratio)) A log pi, phi(W) = W^k exp(lam (1 - W)): a Gamma density's shape, 1 at W = 1.
+    """Surrogate sg(phi(ratio)) A log pi, with phi(W) = W^k exp(lam (1 - W)) (VESPO, 2602.10693).
+
+    phi has the shape of a Gamma density and is 1 at W = 1. The multiplier is phi(ratio).
 
     Args:
-        k_pos, lam_pos: shape and rate where A >= 0.
-        k_neg, lam_neg: shape and rate where A < 0.
+        k_pos, lam_pos: shape and rate for A >= 0; lam_pos > 0.
+        k_neg, lam_neg: shape and rate for A < 0; lam_neg > 0.
     """
 
     k_pos: float = 2.0
@@ -57,12 +64,16 @@ class GammaKernel(gates.Gate):
 
 @register(
     "vespo",
-    multiplier="phi(W) = W^k exp(lam (1 - W))",
+    multiplier="phi(W) = W^k exp(lam (1 - W)), W the product of r over the sequence, k and lam by the sign of A",
     paper="2602.10693",
     provenance="paper text",
 )
 def vespo(k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0) -> Correction:
-    """sg(phi(sequence ratio)) A log pi.
+    """Surrogate sg(phi(W)) A log pi, with W the ratio of the sequence.
+
+    Args:
+        k_pos, lam_pos: shape and rate of phi for A >= 0; lam_pos > 0.
+        k_neg, lam_neg: shape and rate of phi for A < 0; lam_neg > 0.
 
     >>> import torch, offcorr
     >>> old = torch.full((1, 3), -2.0)

@@ -1,6 +1,12 @@
-"""Veto of sequences with a token the trainer finds all but impossible.
+"""Rejection of sequences with a token that is far less likely under the trainer than under the engine.
 
-dL/dlogp_t = -1[no valid token has rho < threshold] c_t A_t / Z, c_t as PPO.
+    dL/dlogp_t = -1[no valid token of the sequence has rho < threshold] c_t A_t / Z
+
+rho_t = exp(old_logp_t - rollout_logp_t) is the token's engine ratio; it is not clamped for this comparison; c_t is
+PPO's multiplier, exp(logp_t - old_logp_t) or 0 where that ratio is clipped (see ``offcorr.methods.ppo``), A_t is the
+advantage and Z the denominator of the aggregation. The mask is detached.
+
+Source: the code of slime and of older versions of verl.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from offcorr.stages import gates, ratios, rejections
 
 @register(
     "veto",
-    multiplier="1 unless vetoed, then 0; * ppo",
+    multiplier="as ppo; the rejection drops sequences with a token of rho < threshold",
     paper="slime; verl",
     provenance="framework code",
 )
@@ -22,7 +28,11 @@ def veto(
     eps_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Correction:
-    """Drop a sequence that has a valid token with unclamped rho < threshold, on the PPO gate.
+    """Rejection of sequences that have a valid token with rho < threshold, on the surrogate of PPO.
+
+    Args:
+        threshold: lower bound on rho itself, above 0.
+        eps_low, eps_high, dual_clip: options of PPO's clip (see ``ppo``).
 
     >>> import torch, offcorr
     >>> rollout = torch.full((1, 3), -2.0)

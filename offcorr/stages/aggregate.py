@@ -14,8 +14,10 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from offcorr.shapes import PerSequence, Scalar
+from offcorr.shapes import IntScalar, PerSequence, Scalar
 from offcorr.stages.checks import nearest
+
+__all__ = ["AGGREGATIONS", "Aggregation"]
 
 
 class Aggregation(NamedTuple):
@@ -38,6 +40,7 @@ AGGREGATIONS = {
     "sum": Aggregation("none"),
     "seq-mean-token-sum-norm": Aggregation("sequences", constant_length=True),
 }
+"""The aggregations, by the name that ``aggregate=`` takes."""
 
 
 def check_aggregate(name: str, max_length: int | None) -> None:
@@ -65,7 +68,7 @@ def row_constant(name: str, max_length: int | None, width: int) -> float:
     return 1.0 / (max_length or max(width, 1))
 
 
-def own_total(name: str, count: PerSequence, sequences: Scalar | int) -> Scalar | float:
+def own_total(name: str, count: PerSequence, sequences: Scalar | IntScalar | int) -> Scalar | IntScalar | float:
     """Z of a batch by itself, at least 1."""
     unit = AGGREGATIONS[name].unit
     if unit == "none":

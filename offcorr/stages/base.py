@@ -22,6 +22,8 @@ from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.stages import definition, spans
 from offcorr.stages.checks import nearest
 
+__all__ = ["Controller", "GateSpec", "Number", "Plan", "Pointwise", "Spec", "Stage"]
+
 Number = float | Tensor
 """A number of a stage: a Python float, or a 0-dim tensor on the batch's device, which is never read on the host."""
 
@@ -103,7 +105,7 @@ class Stage:
         return ()
 
     @property
-    def asks_for(self) -> frozenset[str]:
+    def inputs(self) -> frozenset[str]:
         """The inputs that the pointwise functions name."""
         return frozenset(name for part in self.PARTS for name in arguments(getattr(self, part))) - {"p"}
 
@@ -263,7 +265,7 @@ class Controller(Stage, kind="controller"):
         """The plain stage that the merged statistics of the optimizer batch make of it."""
         raise NotImplementedError
 
-    def found(self, resolved: Any) -> dict[str, Number]:
+    def logged(self, resolved: Any) -> dict[str, Number]:
         """Numbers of the resolved stage by name, logged under ``offcorr/control/``."""
         return {}
 

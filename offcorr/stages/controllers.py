@@ -13,7 +13,7 @@ A controller stands in the place of a gate, a weight or a rejection (``becomes``
         loss_fn(part, denominator=z, statistics=merged).loss.backward()
 
 Nothing is kept between steps, so there is no state to save.  ``loss_fn.resolve(merged)`` shows the resolved stages; the
-numbers that ``found(resolved)`` names are logged under ``offcorr/control/``.
+numbers that ``logged(resolved)`` names are logged under ``offcorr/control/``.
 
 There is no host synchronisation: the numbers stay on the device as 0-dim tensors and are read only when logged.  (The
 tokens of a packed batch are padded first, which reads the longest length.)
@@ -60,6 +60,8 @@ from offcorr.stages.base import Controller, Number
 from offcorr.stages.checks import check_mismatch, check_number, check_order
 from offcorr.stages.gates import Clip
 from offcorr.stages.rejections import K2
+
+__all__ = ["BalancedClip", "Controller", "MomentBudget"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +145,7 @@ class BalancedClip(Controller):
         eps_low, eps_high = _path(tuple(self.lows), tuple(self.highs), positive.device).index_select(0, first)[0]
         return Clip(eps_low, eps_high, self.dual_clip)
 
-    def found(self, resolved: Clip) -> dict[str, Number]:
+    def logged(self, resolved: Clip) -> dict[str, Number]:
         """The bounds on the ratio."""
         return {"c_low": 1 - resolved.eps_low, "c_high": 1 + resolved.eps_high}
 
@@ -212,6 +214,6 @@ class MomentBudget(Controller):
         largest = kept.amax() if len(kept) else kept.sum()
         return K2(largest / 2, level="token", mismatch=self.mismatch)
 
-    def found(self, resolved: K2) -> dict[str, Number]:
+    def logged(self, resolved: K2) -> dict[str, Number]:
         """The largest squared log-ratio that is kept."""
         return {"squared_log_ratio": 2 * resolved.bound}

@@ -26,7 +26,7 @@ INPUTS = {
 }
 """The inputs of a pointwise function, chosen by the names of its arguments; ``p`` is the stage's ``params``."""
 
-_NOT_CALLED = ("__call__", "spec", "inputs", "truncated", "kept")
+_NOT_CALLED = ("__call__", "spec", "truncated", "kept")
 
 
 def check(cls: Any) -> None:

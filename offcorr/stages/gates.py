@@ -18,6 +18,17 @@ from offcorr.stages import ops
 from offcorr.stages.base import Number, Pointwise, Stage
 from offcorr.stages.checks import check_number, check_order
 
+__all__ = [
+    "Clip",
+    "DetachedClip",
+    "DetachedRatio",
+    "Gate",
+    "PositionClip",
+    "ScoreFunction",
+    "SoftClip",
+    "Unclipped",
+]
+
 
 class Gate(Stage, kind="gate"):
     """Base class: a frozen dataclass with a pointwise ``surrogate``."""

@@ -16,6 +16,19 @@ from offcorr.stages import ops
 from offcorr.stages.base import Pointwise, Stage, own
 from offcorr.stages.checks import check_mismatch, check_number
 
+__all__ = [
+    "ClippedGeometric",
+    "Geometric",
+    "MinPrefix",
+    "PowerMean",
+    "Prefix",
+    "PrefixGeometric",
+    "Ratio",
+    "Sequence",
+    "Token",
+    "Turn",
+]
+
 
 def token_form(value: Any) -> Any:
     return value, ops.zeros_like(value) + 1

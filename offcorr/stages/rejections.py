@@ -19,6 +19,8 @@ from offcorr.stages import ops
 from offcorr.stages.base import Number, Pointwise, Stage, own
 from offcorr.stages.checks import check_choice, check_mismatch, check_number, check_order
 
+__all__ = ["BinaryKL", "DPPO", "Geometric", "K1", "K2", "K3", "OPSM", "Rejection", "VACO", "Veto"]
+
 Level = Literal["token", "seq-sum", "seq-mean", "seq-max"]
 _SPAN_OF_LEVEL = {
     "token": "token",

@@ -17,6 +17,23 @@ from offcorr.batch import Rows
 from offcorr.shapes import PerSequence, PerToken
 from offcorr.stages.checks import nearest
 
+__all__ = [
+    "SPANS",
+    "bounded_min_prefix",
+    "geometric",
+    "log_mean_exp",
+    "min_prefix",
+    "prefix",
+    "prefix_geometric",
+    "register",
+    "sequence",
+    "sequence_max",
+    "sequence_min",
+    "token",
+    "turn",
+    "unregister",
+]
+
 
 def over_row(per_sequence: PerSequence, rows: Rows) -> PerToken:
     return repeat(per_sequence, "b -> b t", t=rows.mask.shape[1])

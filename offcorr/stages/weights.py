@@ -20,6 +20,8 @@ from offcorr.stages.base import Controller, Number, Pointwise, Stage, own, plain
 from offcorr.stages.checks import check_choice, check_mismatch, check_number, check_order
 from offcorr.stages.reference import weight_of
 
+__all__ = ["Bound", "Mask", "SelfNormalise", "Truncate", "Weight"]
+
 Level = Literal["token", "turn", "prefix", "geometric", "sequence"]
 
 

@@ -1,4 +1,4 @@
-"""Folders in the user's cache: built once, whole or not at all, and checked before use."""
+"""Folders in the user's cache, built once, complete or not at all, and verified before use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MANIFEST = "offcorr_manifest.json"
 
 
 def cache_root() -> Path:
-    """The library's cache folder: `OFFCORR_CACHE`, or `offcorr` in the platform's usual place."""
+    """Returns the library's cache folder: `OFFCORR_CACHE`, or `offcorr` in the platform's cache folder."""
     if override := os.environ.get("OFFCORR_CACHE"):
         return Path(override).expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -29,10 +29,10 @@ def cache_root() -> Path:
 
 
 def cached_folder(name: str, build: Callable[[Path], None]) -> Path:
-    """The cached folder `name`; `build(folder)` fills it if it is missing or damaged.
+    """Returns the cached folder `name`; `build(folder)` fills it if it is missing or damaged.
 
-    The work is done in a temporary folder that is then renamed, so nobody sees half of it; of two
-    processes that build at once, the later one takes the earlier one's result.
+    The folder is built under a temporary name and then renamed, so no process sees an incomplete one.
+    If two processes build it at once, the later one uses the earlier one's result.
     """
     root = cache_root()
     target = root / name
@@ -46,14 +46,14 @@ def cached_folder(name: str, build: Callable[[Path], None]) -> Path:
         build(built)
         _write_manifest(built)
         while not is_intact(target):
-            # A damaged folder goes out of the way first: a rename replaces no folder with files.
+            # A rename cannot replace a folder that holds files, so a damaged one is moved away first.
             with contextlib.suppress(FileNotFoundError):
                 target.rename(Path(tempfile.mkdtemp(prefix="damaged-", dir=scratch)) / name)
             try:
                 built.rename(target)
                 break
             except OSError:
-                if not target.exists():  # else another process was quicker: look at its result
+                if not target.exists():  # otherwise another process was faster: check its result
                     raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -61,7 +61,7 @@ def cached_folder(name: str, build: Callable[[Path], None]) -> Path:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether the folder holds every file that was written, with the bytes that were written."""
+    """Returns whether the folder holds every file of its manifest, unchanged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return bool(manifest) and all(_digest(folder / name) == digest for name, digest in manifest.items())

@@ -1,4 +1,4 @@
-"""The task: reasoning-gym's `chain_sum`, rendered for a character model and scored by its scorer."""
+"""The toy task: reasoning-gym's `chain_sum` in characters, scored by reasoning-gym's scorer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FILLER = "."
 ALPHABET = "0123456789+-=" + FILLER + LABELS
 
 MAX_PROMPT = 3 * MAX_TERMS + 1
-"""Tokens of the longest prompt: label, sign and digit of each term, and the equals sign."""
+"""Length of the longest prompt in tokens: label, sign and digit of each term, and the equals sign."""
 
 MAX_COMPLETION = 6 * MAX_TERMS + 1
-"""Tokens of the longest demonstration: five a step, a filler after each, and the end token."""
+"""Length of the longest demonstration in tokens: five per step, a filler after each, and the end token."""
 
 HELD_OUT_SHARE = 8  # one prompt in eight is a test prompt
 
@@ -33,10 +33,13 @@ Split = Literal["train", "test"]
 
 
 def dataset(size: int, seed: int = 0, split: Split = "train") -> Dataset:
-    """`size` examples with the string columns `prompt` and `answer` (two digits, `07`).
+    """Returns `size` examples with the string columns `prompt` and `answer` (two digits, such as `07`).
 
-    Train and test are disjoint for every size and seed: a hash of the prompt says which of the two
-    a prompt belongs to. Raises ValueError on an unknown split.
+    Train and test are disjoint for every size and seed, because a hash of the prompt decides which
+    of the two it belongs to.
+
+    Raises:
+        ValueError: the split is neither "train" nor "test".
     """
     from datasets import Dataset
 
@@ -50,10 +53,10 @@ def dataset(size: int, seed: int = 0, split: Split = "train") -> Dataset:
 
 
 def reward(completions: Sequence[str], answer: Sequence[str], **kwargs: Any) -> list[float]:
-    """1.0 where the last running sum of a completion is the answer, else 0.0; a TRL reward function.
+    """TRL reward function: 1.0 where the last running sum of a completion is the answer, else 0.0.
 
-    The score is reasoning-gym's own `score_answer`. The answers keep their two digits, because that
-    scorer gives part of the point to an answer that merely contains the right one (`7` in `17`).
+    The score is reasoning-gym's `score_answer`. Answers keep their two digits, because that scorer
+    gives part of the point to an answer that merely contains the right one (`7` in `17`).
     """
     score = _scorer()
     return [
@@ -62,7 +65,7 @@ def reward(completions: Sequence[str], answer: Sequence[str], **kwargs: Any) -> 
 
 
 def parse_answer(completion: str) -> str | None:
-    """The last running sum as two digits, high digit first; None if the completion ends otherwise."""
+    """Returns the last running sum as two digits, high digit first; None if the completion does not end in one."""
     match = re.search(r"([0-9])([0-9])\.*$", completion)
     return match[2] + match[1] if match else None
 
@@ -75,10 +78,13 @@ def accuracy(
     seed: int = 0,
     batch_size: int = 512,
 ) -> float:
-    """Share of `examples` (rows with `prompt` and `answer`) answered right in one sample each.
+    """Returns the share of `examples` (rows with `prompt` and `answer`) whose sampled answer is right.
 
-    `temperature=0` decodes greedily. The draws depend on `seed` alone, and the global random state
-    is left as it was. Raises ValueError without examples.
+    One answer is sampled per example; `temperature=0` decodes greedily. The samples depend only on
+    `seed`, and the global random state is not changed.
+
+    Raises:
+        ValueError: there are no examples.
     """
     rows = list(examples)
     if not rows:
@@ -114,37 +120,39 @@ def accuracy(
 
 
 def items(size: int, seed: int, split: Split) -> Iterator[list[Term]]:
-    """The first `size` chain sums of a split: those that never leave 0 to 99 on the way."""
+    """Yields the first `size` chain sums of a split whose running sums all lie in 0 to 99."""
     from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 
-    # reasoning-gym draws item i from Random(seed + i): nearby seeds would repeat each other's items.
-    spread = Random(f"offcorr.toy {seed}").getrandbits(60)
+    # reasoning-gym draws item i from Random(seed + i), so nearby seeds would share items: hash the seed first. The text
+    # is part of the seed; another text gives other prompts than those of the published results.
+    spread = Random(f"offcorr.embedded {seed}").getrandbits(60)
     source = ChainSumDataset(
         ChainSumConfig(min_terms=MIN_TERMS, max_terms=MAX_TERMS, min_digits=1, max_digits=1, seed=spread)
     )
-    found = index = 0
-    while found < size:
+    count = index = 0
+    while count < size:
         terms = _parse_expression(source[index]["metadata"]["expression"])
         index += 1
         if _stays_in_range(terms) and split_of(render_prompt(terms)) == split:
-            found += 1
+            count += 1
             yield terms
 
 
 def split_of(prompt: str) -> Split:
-    """Which split a prompt belongs to, by a hash of its characters."""
+    """Returns the split of a prompt, decided by a hash of its characters."""
     return "test" if zlib.crc32(prompt.encode()) % HELD_OUT_SHARE == 0 else "train"
 
 
 def render_prompt(terms: Sequence[Term]) -> str:
-    """`[(1, 3), (-1, 2)]` as `a+3b-2=`."""
+    """Renders a prompt: `[(1, 3), (-1, 2)]` as `a+3b-2=`."""
     return "".join(map(_render_term, LABELS, terms)) + "="
 
 
 def render_working(terms: Sequence[Term], rng: Random, error_rate: float = 0.0, filler_rate: float = 0.0) -> str:
-    """A demonstration: each term, then the running sum, low digit first.
+    """Renders a demonstration: each term, then the running sum, low digit first.
 
-    With `error_rate` a step's low digit is wrong; the steps after it go on from what was written.
+    With probability `error_rate` a step's low digit is wrong, and the later steps continue from the
+    wrong sum. With probability `filler_rate` a step is followed by a filler.
     """
     text, total = [], 0
     for label, (sign, digit) in zip(LABELS, terms, strict=False):
@@ -165,13 +173,13 @@ def _render_term(label: str, term: Term) -> str:
 
 
 def _parse_expression(expression: str) -> list[Term]:
-    """`3 + 9 - 4` as signed digits."""
+    """Parses `3 + 9 - 4` into signed digits."""
     signed = ["+", *expression.split()]
     return [(1 if sign == "+" else -1, int(digit)) for sign, digit in zip(signed[::2], signed[1::2], strict=True)]
 
 
 def _stays_in_range(terms: Sequence[Term]) -> bool:
-    """Whether every running sum can be written with two digits and no sign."""
+    """Returns whether every running sum can be written with two digits and no sign."""
     total = 0
     for sign, digit in terms:
         total += sign * digit

@@ -1,4 +1,4 @@
-"""The model: a small Qwen3 with a character tokenizer, warm-started by SFT and kept in the cache."""
+"""The toy model: a small Qwen3 with a character tokenizer, warm-started by SFT and cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the warm-started weights, beside the seed."""
+    """Settings that, together with the seed, determine the warm-started weights."""
 
     hidden_size: int = 64
     intermediate_size: int = 192
@@ -40,19 +40,19 @@ class Recipe:
     error_rate: float = 0.12
     filler_rate: float = 0.25
     version: int = 1
-    """Raise it when the code that reads these settings changes what comes out."""
+    """To be raised when a change of the code changes the weights."""
 
     def fingerprint(self) -> str:
-        """Twelve hexadecimal digits that change with any setting."""
+        """Returns twelve hexadecimal digits that change with every setting."""
         settings = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(settings.encode()).hexdigest()[:12]
 
 
 def model_path(seed: int = 0, progress: bool = True, recipe: Recipe | None = None) -> str:
-    """Folder of the warm-started model and its tokenizer, for `from_pretrained`.
+    """Returns the folder of the warm-started model and its tokenizer, for `from_pretrained`.
 
-    The first call for a seed trains it (about a minute on one core) and keeps it in the user's
-    cache; `OFFCORR_CACHE` moves the cache. A folder that was damaged is built again.
+    The first call for a seed trains the model (about a minute on one core) and saves it in the
+    user's cache, whose place `OFFCORR_CACHE` changes. A damaged folder is built again.
     """
     recipe = recipe or Recipe()
 
@@ -62,11 +62,11 @@ def model_path(seed: int = 0, progress: bool = True, recipe: Recipe | None = Non
             model.save_pretrained(folder)
         save_tokenizer(folder)
 
-    return str(cached_folder(f"embedded-{recipe.fingerprint()}-seed{seed}", build))
+    return str(cached_folder(f"toy-{recipe.fingerprint()}-seed{seed}", build))
 
 
 def train(recipe: Recipe, seed: int, progress: bool = False) -> Qwen3ForCausalLM:
-    """Supervised training on demonstrations with mistakes; on one machine, bitwise by seed."""
+    """Trains on demonstrations with mistakes; the same seed gives the same bits on the same machine."""
     rng = Random(f"warm start {seed}")
     tokenizer = build_tokenizer()
     ids = tokenizer.get_vocab()
@@ -98,7 +98,7 @@ def train(recipe: Recipe, seed: int, progress: bool = False) -> Qwen3ForCausalLM
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 of the recipe's size; the global random state is left as it was."""
+    """Returns an untrained Qwen3 of the recipe's size; the global random state is not changed."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -123,7 +123,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character of the task, and the three special ones."""
+    """Returns a tokenizer with one token per character of the task and three special tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -143,7 +143,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Save the tokenizer so that transformers 4 reads it too: 5 writes a class name that 4 does not know."""
+    """Saves the tokenizer for transformers 4 and 5; version 5 writes a class name that version 4 cannot load."""
     build_tokenizer().save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -151,7 +151,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def collate(rows: list[tuple[str, str]], ids: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded token ids [B, T], and labels with -100 on prompts and padding."""
+    """Returns right-padded token ids [B, T] and labels with -100 on prompts and padding."""
     width = max(len(prompt) + len(working) for prompt, working in rows) + 1
     input_ids = torch.full((len(rows), width), ids[PAD])
     labels = torch.full((len(rows), width), -100)
@@ -163,7 +163,7 @@ def collate(rows: list[tuple[str, str]], ids: dict[str, int]) -> tuple[torch.Ten
 
 
 def _schedule(recipe: Recipe, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Factor on the learning rate: a linear warm-up, then a cosine down to a tenth."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps
     done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
@@ -172,7 +172,7 @@ def _schedule(recipe: Recipe, step: int) -> float:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """A sum split over threads is rounded differently from run to run: use one."""
+    """Runs torch on one thread, because sums split over threads are rounded differently from run to run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -183,7 +183,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_shard_bar() -> Iterator[None]:
-    """transformers draws a progress bar for saving a file of half a megabyte."""
+    """Hides the progress bar that transformers shows while it saves the weights."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -198,4 +198,4 @@ def _no_shard_bar() -> Iterator[None]:
 def _progress(steps: int, enabled: bool) -> Iterator[int]:
     from rich.progress import track
 
-    yield from track(range(steps), description="warm-starting the embedded model", disable=not enabled)
+    yield from track(range(steps), description="warm-starting the toy model", disable=not enabled)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from offcorr.batch import Batch
 from offcorr.correction import Correction
-from offcorr.shapes import PerToken
 from offcorr.stages import gates
 from offcorr.stages.reference import weight_of
 from offcorr.stages.weights import Truncate, Weight
@@ -111,7 +110,7 @@ def check_proportional(loss_fn: Correction) -> None:
     >>> import offcorr
     >>> check_proportional(offcorr.get("vcpo"))
     """
-    sensitive = [s for place, s in loss_fn.stages.items() if place != "gate" and "advantage" in s.asks_for]
+    sensitive = [s for place, s in loss_fn.stages.items() if place != "gate" and "advantage" in s.inputs]
     sensitive += [] if type(loss_fn.gate) in PROPORTIONAL_GATES else [loss_fn.gate]
     if sensitive:
         raise ValueError(
@@ -129,7 +128,7 @@ def token_baseline(
     batch: Batch,
     returns: Tensor | None = None,
     weight: Weight | None = Truncate(8.0, level="sequence", mismatch="total"),  # noqa: B008  (frozen)
-) -> PerToken:
+) -> Tensor:
     """OTB (2602.07078), the proxy of OPOB that needs no gradients: b_t = sum G_t W_t / sum W_t over the prompt group.
 
     W_t = sum over s <= t of w^2 |s|^2, where |s|^2 = 1 - 2 p + sum over the vocabulary of p^2 is the squared gradient

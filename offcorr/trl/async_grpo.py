@@ -32,6 +32,8 @@ from offcorr.trl.config import PREFIX, TRL_LOSSES, CorrectionOptions, given, nam
 from offcorr.trl.patch import patched
 from offcorr.trl.step import StepCallback, log_metrics, make_step, share_done
 
+__all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer"]
+
 COLUMNS = {"rewards": torch.float32, "group_ids": torch.long, "rollout_version": torch.long, "old_logp": torch.float32}
 """The columns that the collator adds to TRL's batch: [rows, terms], one number for each loss term."""
 

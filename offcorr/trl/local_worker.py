@@ -21,6 +21,8 @@ from offcorr.rollout import Sampling, decode, score
 from offcorr.training import Precision, Replica
 from offcorr.trl.async_grpo import CorrectedSample
 
+__all__ = ["LocalWorker"]
+
 
 class LocalWorker:
     """Samples with the last weights it was sent: both ``rollout_worker=`` and ``weight_transfer=`` of the trainer.

@@ -1,4 +1,4 @@
-"""What lies beyond the loss: noise in the numerator, supervised terms, a teacher's advantages; on a small Qwen3."""
+"""Tests of ALP, CHORD and distillation advantages, on a small Qwen3."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def token_logp(policy, ids, **kwargs):
 
 
 def test_noise_is_in_the_numerator_alone(model, ids):
-    """Without a seed the wrapped model is the model, to the bit; with one it is another policy, the same each time."""
+    """Without a seed the wrapped model equals the model bit for bit; a seed gives one perturbed policy."""
     plain = token_logp(model, ids)
     policy = LayerPerturbation(model, std=0.1)
     assert torch.equal(token_logp(policy, ids), plain)
@@ -44,7 +44,7 @@ def test_noise_is_in_the_numerator_alone(model, ids):
 
 
 def test_noise_is_added_to_the_input_of_each_layer(model, ids):
-    """By hand: every layer's input is what the one before gave, and std times unit noise."""
+    """Every layer's input is the output of the layer before plus std times unit noise."""
     policy = LayerPerturbation(model, std=0.2)
     clean, noisy, given = [], [], []
     for layer in model.model.layers:
@@ -85,10 +85,10 @@ def test_starts_at_the_papers_std_and_learns_it(model, ids):
 
 @pytest.mark.parametrize("by", ["transformers", "wrapper", "reentrant wrapper"])
 def test_gradient_checkpointing_replays_the_noise(model, ids, by):
-    """The backward recomputes the layers after other seeds and other draws: same gradients as without checkpointing.
+    """Gradients are those without checkpointing, although other seeds and other random draws come in between.
 
-    transformers 5 checkpoints a layer's forward and leaves hooks outside; the wrapper of FSDP, as transformers 4,
-    recomputes them too.
+    transformers 5 recomputes a layer's forward without its hooks; the wrapper of FSDP and transformers 4 recompute the
+    hooks too.
     """
     policy = LayerPerturbation(model, std=0.3)
     ran = []
@@ -134,7 +134,7 @@ def test_refuses_what_it_could_not_perturb(model, ids):
 
     model = type(model)(model.config)
 
-    class Deaf(torch.nn.Module):
+    class IgnoresTheSeed(torch.nn.Module):
         def __init__(self, inner):
             super().__init__()
             self.inner = inner
@@ -145,8 +145,8 @@ def test_refuses_what_it_could_not_perturb(model, ids):
         def forward(self, input_ids, noise_seed=None):
             return self.inner(input_ids=input_ids)
 
-    with pytest.raises(RuntimeError, match="reached 0 of 3 layers: Deaf"):
-        LayerPerturbation(Deaf(model))(ids, noise_seed=1)
+    with pytest.raises(RuntimeError, match="reached 0 of 3 layers: IgnoresTheSeed"):
+        LayerPerturbation(IgnoresTheSeed(model))(ids, noise_seed=1)
 
 
 # -- CHORD ---------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_refuses_what_it_could_not_perturb(model, ids):
 @pytest.mark.parametrize("phi", [True, False])
 @pytest.mark.parametrize("mu", [0.0, 0.3, 1.0])
 def test_chord_against_its_formula(model, ids, mu, phi):
-    """Gradients of the model: (1 - mu) those of the correction, mu those of weighted cross-entropy, by hand."""
+    """The model's gradient is (1 - mu) that of the correction plus mu that of the weighted cross-entropy."""
     loss_fn, mask = offcorr.get("dapo"), torch.ones(2, 6, dtype=torch.bool)
     advantages = torch.tensor([1.0, -0.5])
     expert = ids.flip(0).roll(2, 1)
@@ -185,7 +185,7 @@ def test_chord_against_its_formula(model, ids, mu, phi):
 
 
 def test_chord_does_not_depend_on_the_split():
-    """Micro-batches with the global denominators add up to the whole."""
+    """Micro-batches with the global denominators add up to the full batch."""
     generator = torch.Generator().manual_seed(0)
     logp = torch.rand(4, 5, generator=generator).log()
     expert = torch.rand(4, 5, generator=generator).log()
@@ -216,15 +216,15 @@ def test_chord_refuses():
 
 
 def enumerated(model, ids):
-    """Every next token after each of the first states: [states, V] log-probs, with a graph."""
+    """Log-probs of every next token in every state, [states, V], with a graph."""
     return model(input_ids=ids, use_cache=False).logits.log_softmax(-1).flatten(0, 1)
 
 
 @pytest.mark.parametrize("behaviour", ["on-policy", "off-policy"])
 def test_distillation_is_the_gradient_of_the_reverse_kl(model, ids, behaviour):
-    """Expected over the vocabulary, exactly: sum of policy gradients times p = grad KL(pi || nu), at fixed states.
+    """The expectation over the vocabulary is exact: the mean policy gradient is grad KL(pi || nu) at fixed states.
 
-    Off-policy the tokens come from a third distribution, and the token ratio puts that right.
+    Off-policy, the tokens come from a third distribution, and the token ratio corrects for it.
     """
     model = model.double()
     generator = torch.Generator().manual_seed(4)
@@ -234,7 +234,7 @@ def test_distillation_is_the_gradient_of_the_reverse_kl(model, ids, behaviour):
 
     logp = enumerated(model, ids)
     sampled_from = logp.detach() if behaviour == "on-policy" else sampler
-    # One single-token sequence for each state and token; how often each is drawn goes into its advantage.
+    # One single-token sequence per state and token; the probability of sampling it multiplies its advantage.
     advantages = distillation_advantages(logp, teacher) * sampled_from.exp()
     assert not advantages.requires_grad
     batch = Batch(

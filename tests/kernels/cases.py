@@ -1,6 +1,6 @@
-"""Batches for the correction kernel, and what it is held against.
+"""Batches for the correction kernel, and the error budget of its results.
 
-The budget: the kernel may be off by a small multiple of what the float32 reference is off by, plus float32's rounding.
+The kernel's error may be a small multiple of the error of the float32 reference plus the rounding of float32.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ PER_TOKEN = ("logp", "old_logp", "rollout_logp", "mask", "turn_ids")
 
 
 def padded(rows: int = 3, width: int = 65, seed: int = 0, spread: float = 0.3, **fields: Any) -> Batch:
-    """Float32, tool spans in the middle, an empty sequence, unscored tokens, garbage under the mask."""
+    """A float32 batch with tool spans, an empty sequence, unscored tokens and garbage under the mask."""
     draw = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(shape, generator=draw)  # noqa: E731
     logp = -normal(rows, width).abs() - 0.05
@@ -44,7 +44,7 @@ def padded(rows: int = 3, width: int = 65, seed: int = 0, spread: float = 0.3, *
 
 
 def packed(batch: Batch, lengths: list[int]) -> Batch:
-    """The first ``lengths`` tokens of each row, end to end."""
+    """A packed batch of the first ``lengths`` tokens of each row."""
     length = torch.tensor(lengths)
     inside = torch.arange(batch.logp.shape[1]) < length[:, None]
     present = {name: getattr(batch, name) for name in PER_TOKEN if getattr(batch, name) is not None}
@@ -59,7 +59,7 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def run(loss_fn: offcorr.Correction, batch: Batch, backend: str, **options: Any):
-    """(out, gradient of 3 * loss)."""
+    """Returns (output, gradient of 3 * loss)."""
     logp = batch.logp.clone().requires_grad_()
     with dispatch.use(backend):
         out = loss_fn(dataclasses.replace(batch, logp=logp), **options)
@@ -68,7 +68,7 @@ def run(loss_fn: offcorr.Correction, batch: Batch, backend: str, **options: Any)
 
 
 def within_budget(loss_fn: offcorr.Correction, batch: Batch, **options: Any) -> offcorr.Output:
-    """Run both, compare everything; the kernel's output."""
+    """Runs kernel and reference, compares all results, and returns the kernel's output."""
     with dispatch.use("triton"):
         assert dispatch.backend(loss_fn, batch) == "triton"
     wide = {n: v.double() if isinstance(v, torch.Tensor) and n == "denominator" else v for n, v in options.items()}
@@ -85,7 +85,7 @@ def within_budget(loss_fn: offcorr.Correction, batch: Batch, **options: Any) -> 
         assert off <= allowed, f"{what} is off by {off:.3g}, allowed {allowed:.3g}"
 
     sizes = exact.coefficient.abs()
-    # what the loss adds up may cancel: it is of the size of its terms
+    # the terms of the loss may cancel, so the tolerance is relative to their size
     check("loss", out.loss, exact.loss, single.loss, sizes.sum())
     check("coefficient", out.coefficient, exact.coefficient, single.coefficient, sizes.max())
     assert out.coefficient.dtype == torch.float32 and gradient.dtype == batch.logp.dtype
@@ -96,7 +96,7 @@ def within_budget(loss_fn: offcorr.Correction, batch: Batch, **options: Any) -> 
     for name, value in wanted.items():
         allowed = TIMES_REFERENCE * abs(reference[name] - value) + 2 * ROUNDING * max(1.0, abs(value))
         assert abs(got[name] - value) <= allowed, f"{name} is {got[name]}, expected {value} +- {allowed:.2g}"
-    # Read-outs hide a count that is wrong where its sum is 0; merging would not.
+    # A wrong count does not show in a mean whose sum is 0, but would after merging: compare the vectors.
     assert [type(kind) for kind in out.metrics.data.values()] == [type(kind) for kind in single.metrics.data.values()]
     torch.testing.assert_close(vectors(out), vectors(single), rtol=1e-4, atol=1e-4)
     for name in ("offcorr/engine/abs_histogram", "offcorr/staleness/abs_histogram"):
@@ -110,7 +110,7 @@ def vectors(out: offcorr.Output) -> dict[str, torch.Tensor]:
 
 
 def prepared(loss_fn: offcorr.Correction, batch: Batch, denominator: Any = None) -> launch.Launch:
-    """A correction on a batch, ready to be launched."""
+    """Prepares a correction on a batch for its launch."""
     with dispatch.use("triton"):
         resolved = loss_fn.resolve(loss_fn.statistics(batch))
         batch = resolved.prepared(batch)

@@ -1,24 +1,18 @@
-"""Where the kernels run: on a CPU under Triton's interpreter (TRITON_INTERPRET=1), else on the GPU that there is.
+"""The device of the kernel tests: a CPU under Triton's interpreter, or the GPU that there is (see tests/conftest.py).
 
-Triton reads the variable when it is imported, so these tests have a process of their own (see the Makefile).  On a GPU
-they are the same: tensors and generators are made there unless they say otherwise.
+On a GPU the tests are the same: tensors and generators are made there unless they say otherwise.
 """
+
+import os
 
 import pytest
 import torch
-
-from tests.kernels.cases import INTERPRETED
-
-
-def pytest_configure(config):
-    if not INTERPRETED and not torch.cuda.is_available():
-        raise pytest.UsageError("there is no GPU: run tests/kernels with TRITON_INTERPRET=1")
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     """The device that everything is made on."""
-    if INTERPRETED:
+    if os.environ.get("TRITON_INTERPRET") == "1":
         yield torch.device("cpu")
         return
     make = torch.Generator

@@ -1,16 +1,16 @@
-"""The log-prob kernels: against their torch twins, and the whole against float64.
+"""Tests of the log-prob kernels against their torch twins, and of the whole function against float64.
 
-Calls take the layout of a GPU: padded chunks, half-precision factors, no counting of the mask.  The tiles themselves
-come from torch.mm: the kernels hold no dot.
+Calls use the layout of a GPU: padded chunks, half-precision factors, masked tokens computed too.  The tiles come from
+torch.mm, since the kernels do no matrix product.
 """
 
 import pytest
 import torch
 
-from offcorr.kernels import logprob_tiles as torch_tiles
-from offcorr.kernels import logprob_triton as triton_tiles
 from offcorr.kernels.correction import use
+from offcorr.kernels.logprob import fold as triton_tiles
 from offcorr.kernels.logprob import linear_logprob, logits_logprob, naive_logprob, out_of_vocabulary
+from offcorr.kernels.logprob import tiles as torch_tiles
 from offcorr.kernels.logprob.tiles import Transform
 from tests.waits import Waits
 
@@ -24,7 +24,7 @@ COLUMNS = [1, 63, 65, 1000, 5000]
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """torch.empty gives NaN."""
+    """Fills the memory that ``torch.empty`` returns with NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
     yield
@@ -56,7 +56,7 @@ def test_tiles_agree_with_their_twin(columns, transform, entropy, squares, biase
     if biased and columns > 1:
         bias[columns // 2] = -torch.inf
     target = torch.tensor([0, first, first + columns // 3, first + columns - 1, first + columns])
-    products[1][2, columns // 3 - 1] = 30  # the target's logit is in no maximum
+    products[1][2, columns // 3 - 1] = 30  # the largest logit is the target's, which no maximum includes
     states, written = [], []
     for tiles in (torch_tiles, triton_tiles):
         state = torch_tiles.start(tokens, products[0])
@@ -86,7 +86,7 @@ def test_tiles_agree_with_their_twin(columns, transform, entropy, squares, biase
     assert outs[1][1, 0] == rows[4, 1]
 
 
-def test_a_dead_row_is_not_read():
+def test_a_row_without_a_gradient_is_not_read():
     products = torch.full((2, 70), torch.nan)
     rows = torch.tensor([[1.0, 1.0], [0, 0], [0, 1], [0, 0], [3, 4]])
     out = torch.full((2, 70), torch.nan)
@@ -143,16 +143,16 @@ def test_error_budget(size, dtype, options, frozen, with_entropy):
         assert (mine - true).abs().max() <= 1e-5
     for mine, theirs, true in zip(got_grads, low_grads, want_grads, strict=True):
         assert mine.dtype == dtype
-        # A result in half precision is half an ulp off at best; where naive is as good, there is no better.
+        # A half-precision result is rounded to half an ulp at best, so that much error is always allowed.
         rounding = torch.finfo(dtype).eps / 2 * true.norm()
         assert (mine - true).norm() <= torch.maximum((theirs - true).norm(), 1.2 * rounding) + 4e-6 * true.norm()
 
 
 def test_several_vocabulary_tiles(monkeypatch):
-    from offcorr.kernels import logprob
+    from offcorr.kernels.logprob import linear
 
-    layout = logprob._tiles_for
-    monkeypatch.setattr(logprob, "_tiles_for", lambda *given: layout(*given) | {"columns": 96})
+    layout = linear._tiles_for
+    monkeypatch.setattr(linear, "_tiles_for", lambda *given: layout(*given) | {"columns": 96})
     hidden, weight, bias, target, d = problem(11, 6, 300, torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     for frozen in (False, True):
@@ -190,8 +190,8 @@ def test_confident_tokens_keep_their_gradient_in_bf16(frozen):
     assert ((mine - theirs).norm(dim=1) / theirs.norm(dim=1)).max() < 2**-7
 
 
-def test_float16_keeps_gradients_that_it_could_not_hold():
-    """Every p d is below what float16 holds; a common offset of the head cancels only if they are not lost."""
+def test_float16_keeps_gradients_that_would_underflow():
+    """Every p d underflows in float16, and a common offset of the head cancels only if none of them is lost."""
     hidden, weight, _, target, d = problem(9, 16, 1000, torch.float16)
     with torch.no_grad():
         weight += 4
@@ -205,17 +205,17 @@ def test_float16_keeps_gradients_that_it_could_not_hold():
     assert (mine - want).norm() < 0.02 * want.norm()
 
 
-@pytest.mark.parametrize("given", [1e-3, 1e-30, 1e-42, 1e-45])
-def test_float16_stays_finite_however_small_the_gradient(given):
+@pytest.mark.parametrize("incoming", [1e-3, 1e-30, 1e-42, 1e-45])
+def test_float16_stays_finite_however_small_the_gradient(incoming):
     hidden, weight, _, target, _ = problem(5, 8, 65, torch.float16)
     with use("triton"):
         found = linear_logprob(hidden, weight, target, chunk=4)
-    gradients = torch.autograd.grad((found.logp * torch.tensor(given)).sum(), [hidden, weight])
+    gradients = torch.autograd.grad((found.logp * torch.tensor(incoming)).sum(), [hidden, weight])
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def test_the_target_is_not_rounded_with_the_tile():
-    """In a head where the target's row alone is not zero, dlogp/dhidden is (1 - p) W_y, rounded once and not twice."""
+    """Where only the target's row of the head is not zero, dlogp/dhidden is (1 - p) W_y, rounded once and not twice."""
     weight = torch.zeros(300, 8, dtype=torch.bfloat16)
     weight[5] = torch.linspace(0.7, 1.9, 8)
     hidden = (torch.arange(1, 40)[:, None] / 16).expand(39, 8).bfloat16().requires_grad_()
@@ -224,7 +224,7 @@ def test_the_target_is_not_rounded_with_the_tile():
         found = linear_logprob(hidden, weight.requires_grad_(), target, chunk=4)
     (mine,) = torch.autograd.grad(found.logp.sum(), [hidden])
     want = -torch.expm1(naive_logprob(hidden.double(), weight.double(), target).logp)[:, None] * weight[5].double()
-    assert (mine != want.bfloat16()).sum() <= 3  # of 312: float32 may fall on the other side of a tie
+    assert (mine != want.bfloat16()).sum() <= 3  # of 312: near a tie, float32 may round the other way
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -248,8 +248,8 @@ def test_masks_and_targets_outside_the_vocabulary(frozen):
         assert (mine[~mask] == 0).all() and mine[bad].isnan().all()
         torch.testing.assert_close(mine[fine], theirs, rtol=1e-5, atol=1e-5)
     leaves = [hidden] if frozen else [hidden, weight, bias]
-    spared = torch.where(bad, 0, found.logp)
-    got = torch.autograd.grad((spared * d[0]).sum(), leaves, retain_graph=True)
+    without_bad = torch.where(bad, 0, found.logp)
+    got = torch.autograd.grad((without_bad * d[0]).sum(), leaves, retain_graph=True)
     wanted = torch.autograd.grad((want.logp * d[0, fine]).sum(), leaves)
     for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,6 @@
 """Every correction as its paper writes it, to check the library against.
 
-`evaluate` gives the loss and dL/dlogp of a named method, `evaluate_stations` of any combination of
+`evaluate` gives the loss and dL/dlogp of a named method, `evaluate_stages` of any combination of
 stages, in float64 Python loops (`oracle_stages.py`). A case is a dict of nested lists: `logp`,
 `old_logp`, `rollout_logp` (None: not given; None or NaN inside: unscored), `advantages` ([B] or
 [B][T]), `mask`, `rewards`, `group_ids`, `turn_ids`.
@@ -9,10 +9,9 @@ stages, in float64 Python loops (`oracle_stages.py`). A case is a dict of nested
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.methods import oracle_stages as stages
 from tests.methods.oracle_stages import (
@@ -23,22 +22,26 @@ from tests.methods.oracle_stages import (
     Composition,
     Sequence,
     Stage,
-    difference,
-    mean,
-    near,
-    power,
     read,
     run,
 )
 
 Builder = Callable[[SimpleNamespace, list[Sequence]], Composition]
-METHODS: dict[str, tuple[Builder, str, dict[str, Any]]] = {}
+
+
+class Method(NamedTuple):
+    build: Builder
+    aggregate: str
+    defaults: dict[str, Any]
+
+
+METHODS: dict[str, Method] = {}
 
 
 def method(*names: str, aggregate: str = TOKEN_MEAN, **defaults: Any) -> Callable[[Builder], Builder]:
     def add(builder: Builder) -> Builder:
         for name in names:
-            METHODS[name] = (builder, aggregate, defaults)
+            METHODS[name] = Method(builder, aggregate, defaults)
         return builder
 
     return add
@@ -71,7 +74,7 @@ def evaluate(
     return run(composed, batch, len(case["mask"][0]), max_length, denominator, count_rejected)
 
 
-def evaluate_stations(
+def evaluate_stages(
     case: dict[str, Any],
     *,
     gate: Stage,
@@ -191,7 +194,7 @@ def _aipo(o, batch):
 
 @method("dispo", pos_low=0.8, pos_high=11.0, neg_low=0.0, neg_high=101.0)
 def _dispo(o, batch):
-    return Composition(("SignCapped", vars(o)), TOKEN)
+    return Composition(("SignClip", vars(o)), TOKEN)
 
 
 @method("sapo", aggregate=SMTM, tau_pos=1.0, tau_neg=1.05)
@@ -234,31 +237,27 @@ def _dppo_kl(o, batch):
 
 @method("vespo", k_pos=2.0, lam_pos=3.0, k_neg=3.0, lam_neg=2.0)
 def _vespo(o, batch):
-    return Composition(("Phi", vars(o)), ("Sequence", {}))
+    return Composition(("GammaKernel", vars(o)), ("Sequence", {}))
 
 
 @method("dgpo", eps_low=0.2, eps_high=0.2, n=1.0, m=2.0)
 def _dgpo(o, batch):
-    return Composition(("Decay", vars(o)), TOKEN)
+    return Composition(("DecayingClip", vars(o)), TOKEN)
 
 
 @method("topr", aggregate=SMTS, level="sequence")
 def _topr(o, batch):
-    return Composition(("RewardCapped", {}), ("Sequence" if o.level == "sequence" else "Token", {}))
+    return Composition(("Tapered", {}), ("Sequence" if o.level == "sequence" else "Token", {}))
 
 
 @method("asymre", delta_v=-0.1)
 def _asymre(o, batch):
-    groups = defaultdict(list)
-    for sequence in batch:
-        groups[sequence.group].append(sequence.reward)
-    baseline = {group: mean(rewards) for group, rewards in groups.items()}
-    return Composition(("Asymmetric", {"baseline": baseline, "delta_v": o.delta_v}))
+    return Composition(("Asymmetric", {"delta_v": o.delta_v}))
 
 
 @method("opmd", tau=1.0)
 def _opmd(o, batch):
-    return Composition(("Scaled", vars(o)))
+    return Composition(("ScaledScore", vars(o)))
 
 
 @method("kimi", "dro", tau=0.1)
@@ -288,17 +287,7 @@ def _rec(o, batch):
 
 @method("m2po", tau=0.04)
 def _m2po(o, batch):
-    """Drop the largest log^2 r until the mean over the tokens left is at most tau."""
-    squares = sorted(
-        difference(token, "staleness") ** 2 for sequence in batch for token in sequence.tokens if token.finite
-    )
-    while squares:
-        average = mean(squares)
-        near(average, o.tau)
-        if average <= o.tau:
-            break
-        squares.pop()
-    return Composition(("Unclipped", {}), TOKEN, [], [("SquareBound", {"bound": squares[-1] if squares else -1.0})])
+    return Composition(("Unclipped", {}), TOKEN, [], [("MomentBudget", {"tau": o.tau})])
 
 
 @method(
@@ -313,30 +302,4 @@ def _m2po(o, batch):
     dual_clip=3.0,
 )
 def _bapo(o, batch):
-    """Widen the bounds, c_low first, until s = positive / negative terms reaches the target."""
-
-    def share(low: float, high: float) -> float:
-        positive = negative = 0.0
-        for sequence in batch:
-            for token in sequence.tokens:
-                a, r = token.advantage, power(difference(token, "staleness"))
-                if token.finite and a >= 0:
-                    positive += min(r, high) * a
-                elif token.finite:
-                    negative -= max(r, low) * a
-        result = positive / negative if negative else math.inf
-        near(result, o.target)
-        return result
-
-    low, high = o.low_start, o.high_start
-    low_steps = round((o.low_max - o.low_start) / o.low_step)
-    high_steps = round((o.high_max - o.high_start) / o.high_step)
-    for step in range(low_steps + high_steps):
-        if share(low, high) >= o.target:
-            break
-        if step < low_steps:
-            low = o.low_start + (step + 1) * o.low_step
-        else:
-            high = o.high_start + (step + 1 - low_steps) * o.high_step
-    bounds = {"eps_low": 1.0 - low, "eps_high": high - 1.0, "dual_clip": o.dual_clip}
-    return Composition(("Clip", bounds), TOKEN)
+    return Composition(("BalancedClip", vars(o)), TOKEN)

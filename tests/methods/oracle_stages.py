@@ -14,7 +14,7 @@ from typing import Any
 
 LIMIT = 20.0  # nats; a token's log-ratio, and every exponent
 TOKEN_MEAN, SMTM = "token-mean", "seq-mean-token-mean"
-SMTS, SMTS_NORM = "seq-mean-token-sum", "seq-mean-token-sum-norm"
+SMTS, SMTS_NORM, SUM = "seq-mean-token-sum", "seq-mean-token-sum-norm", "sum"
 
 Stage = tuple[str, dict[str, Any]]
 
@@ -31,6 +31,7 @@ class Token:
     finite: bool
     advantage: float
     turn: int
+    weight: float  # given with the batch; it multiplies the token's term
 
 
 @dataclass
@@ -120,6 +121,9 @@ def read(case: dict[str, Any]) -> list[Sequence]:
             advantage = case["advantages"][row]
             if isinstance(advantage, (list, tuple)):
                 advantage = advantage[column]
+            given = 1.0 if case.get("weight") is None else case["weight"][row]
+            if isinstance(given, (list, tuple)):
+                given = given[column]
             if case.get("turn_ids") is not None:
                 turn = case["turn_ids"][row][column]  # ... unless the case says otherwise
             tokens.append(
@@ -132,6 +136,7 @@ def read(case: dict[str, Any]) -> list[Sequence]:
                     finite=math.isfinite(logp) and math.isfinite(old),
                     advantage=float(advantage),
                     turn=turn,
+                    weight=float(given),
                 )
             )
         reward = case["rewards"][row] if case.get("rewards") is not None else math.nan
@@ -278,11 +283,11 @@ def gate(stage: Stage, log_ratio: float, position: int, token: Token, sequence: 
         p = 1.0 / (1.0 + math.exp(-x)) if x > -700 else 0.0
         q = 1.0 / (1.0 + math.exp(x)) if x < 700 else 0.0  # 1 - p without cancellation
         return a * 4.0 / tau * p, a * 4.0 * p * q * r, False
-    if name == "SignCapped":  # DISPO
+    if name == "SignClip":  # DISPO
         low, high = (o["pos_low"], o["pos_high"]) if a > 0 else (o["neg_low"], o["neg_high"])
         c = clamp(r, low, high)
         return a * c * l, a * c, True
-    if name == "Decay":  # DGPO: the loss reports c A itself, as the authors' code does
+    if name == "DecayingClip":  # DGPO: the loss reports c A itself, as the authors' code does
         low, high, n, m = 1.0 - o["eps_low"], 1.0 + o["eps_high"], o["n"], o["m"]
         c = r
         if a < 0 and not inside(r, low, None):
@@ -290,14 +295,14 @@ def gate(stage: Stage, log_ratio: float, position: int, token: Token, sequence: 
         elif a > 0 and not inside(r, None, high):
             c = r ** (1.0 - 1.0 / m) * high ** (1.0 / m)
         return a * c, a * c, False
-    if name == "Phi":  # VESPO
+    if name == "GammaKernel":  # VESPO
         k, lam = (o["k_pos"], o["lam_pos"]) if a >= 0 else (o["k_neg"], o["lam_neg"])
         phi = math.exp(lam + k * log_ratio - lam * r)  # at most 1.25; far out it goes to 0
         return a * phi * l, a * phi, True
-    if name == "RewardCapped":  # TOPR
+    if name == "Tapered":  # TOPR
         c = 1.0 if sequence.reward > 0 else clamp(r, 0.0, 1.0)
         return a * c * l, a * c, True
-    if name == "Scaled":  # OPMD
+    if name == "ScaledScore":  # OPMD
         return a * l / (1.0 + o["tau"]), a / (1.0 + o["tau"]), True
     if name == "Quadratic":  # Kimi, DRO; the anchor's distance is the clamped log-ratio
         return a * l - o["tau"] / 2.0 * log_ratio**2, a - o["tau"] * log_ratio, True
@@ -472,6 +477,70 @@ def probability_kept(stage: Stage, token: Token, of: str) -> bool:
     return inside(bernoulli_kl(log_mu, log_p), None, o["delta"]) or not moving_away
 
 
+# --- controllers: the stage that the whole batch makes of them ------------------------------------
+
+
+def resolved(stage: Stage, batch: list[Sequence]) -> Stage:
+    """A controller as the plain stage that it becomes in this batch; any other stage as it is."""
+    return CONTROLLERS[stage[0]](stage[1], batch) if stage[0] in CONTROLLERS else stage
+
+
+def asymmetric(o: dict[str, Any], batch: list[Sequence]) -> Stage:
+    """The baseline is the mean reward of each prompt's group."""
+    groups = defaultdict(list)
+    for sequence in batch:
+        groups[sequence.group].append(sequence.reward)
+    baseline = {group: mean(rewards) for group, rewards in groups.items()}
+    return "Asymmetric", {"baseline": baseline, "delta_v": o["delta_v"]}
+
+
+def moment_budget(o: dict[str, Any], batch: list[Sequence]) -> Stage:
+    """Drop the largest log^2 r until the mean over the tokens left is at most tau."""
+    squares = sorted(
+        difference(token, "staleness") ** 2 for sequence in batch for token in sequence.tokens if token.finite
+    )
+    while squares:
+        average = mean(squares)
+        near(average, o["tau"])
+        if average <= o["tau"]:
+            break
+        squares.pop()
+    return "SquareBound", {"bound": squares[-1] if squares else -1.0}
+
+
+def balanced_clip(o: dict[str, Any], batch: list[Sequence]) -> Stage:
+    """Widen the bounds, c_low first, until s = positive / negative terms reaches the target."""
+
+    def share(low: float, high: float) -> float:
+        positive = negative = 0.0
+        for sequence in batch:
+            for token in sequence.tokens:
+                a, r = token.advantage, power(difference(token, "staleness"))
+                if token.finite and a >= 0:
+                    positive += min(r, high) * a
+                elif token.finite:
+                    negative -= max(r, low) * a
+        result = positive / negative if negative else math.inf
+        near(result, o["target"])
+        return result
+
+    low, high = o["low_start"], o["high_start"]
+    low_steps = round((o["low_max"] - o["low_start"]) / o["low_step"])
+    high_steps = round((o["high_max"] - o["high_start"]) / o["high_step"])
+    for step in range(low_steps + high_steps):
+        if share(low, high) >= o["target"]:
+            break
+        if step < low_steps:
+            low = o["low_start"] + (step + 1) * o["low_step"]
+        else:
+            high = o["high_start"] + (step + 1 - low_steps) * o["high_step"]
+    return "Clip", {"eps_low": 1.0 - low, "eps_high": high - 1.0, "dual_clip": o["dual_clip"]}
+
+
+CONTROLLERS = {"Asymmetric": asymmetric, "MomentBudget": moment_budget, "BalancedClip": balanced_clip}
+"""Beside these, SelfNormalise is a weight of its own above."""
+
+
 # --- the pipeline --------------------------------------------------------------------------------
 
 
@@ -484,7 +553,7 @@ def run(
     count_rejected: bool = True,
 ) -> tuple[float, list[list[float]]]:
     """Loss and dL/dlogp of a method on a batch of sequences padded to `width`."""
-    weight = [[1.0] * len(sequence.tokens) for sequence in batch]
+    weight = [[token.weight for token in sequence.tokens] for sequence in batch]
     kept = [[True] * len(sequence.tokens) for sequence in batch]
     for stage in method.weights:
         inner = stage[1]["inner"] if stage[0] == "SelfNormalise" else stage
@@ -495,6 +564,7 @@ def run(
                 if zeroes and w == 0.0:
                     kept[b][t] = False
     for stage in method.rejects:
+        stage = resolved(stage, batch)
         for b, sequence in enumerate(batch):
             for t, keep in enumerate(rejections(stage, sequence)):
                 kept[b][t] = kept[b][t] and keep
@@ -507,22 +577,25 @@ def run(
         lengths = [sum(row) for row in kept]
     if denominator is not None:
         total = float(denominator)
+    elif method.aggregate == SUM:
+        total = 1.0
     else:
         total = float(sum(lengths) if method.aggregate == TOKEN_MEAN else len(counted))
     span = width if max_length is None else max_length
 
+    chosen = resolved(method.gate, batch)
     terms = []
     trace.unit = 0.0
     coefficient = [[0.0] * width for _ in batch]
     for b, sequence in enumerate(batch):
         if not lengths[b] or not total:
             continue
-        z = total * {TOKEN_MEAN: 1, SMTM: lengths[b], SMTS: 1, SMTS_NORM: span}[method.aggregate]
+        z = total * {TOKEN_MEAN: 1, SMTM: lengths[b], SMTS: 1, SMTS_NORM: span, SUM: 1}[method.aggregate]
         ratios = ratio(method.ratio, sequence)
         for t, (token, (log_ratio, slope)) in enumerate(zip(sequence.tokens, ratios, strict=True)):
             if not token.finite or not kept[b][t]:
                 continue
-            surrogate, derivative, detached = gate(method.gate, log_ratio, t + 1, token, sequence)
+            surrogate, derivative, detached = gate(chosen, log_ratio, t + 1, token, sequence)
             if not detached:
                 derivative *= slope
             trace.unit = max(trace.unit, abs(weight[b][t] * token.advantage / z))

@@ -1,6 +1,6 @@
-"""recipes/accelerate_loop.py: one update is the same however it is laid out and split; runs end above their start.
+"""Tests of recipes/accelerate_loop.py: layout and split do not change an update, and runs end above their start.
 
-As a script, started by torchrun, this file is one of two processes that share an update.
+Started by torchrun as a script, this file is one of two processes that share an update.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 import accelerate_loop as loop  # noqa: E402
 
-# Token-mean; mean over sequences; looks at the whole update before its first step; looks at whole groups of it.
+# Token-mean; mean over sequences; statistics of the whole update; statistics of whole groups.
 METHODS = ("minpro", "gspo", "m2po", "asymre")
-# What two processes must agree on with one: each method, the optimal baseline, the rate of the effective sample size.
+# Cases in which two processes must agree with one: each method, the optimal baseline, the ESS learning rate.
 SHARED = {name: {"method": name} for name in METHODS}
 SHARED |= {"opob": {"method": "vcpo", "opob": True}, "opob-m2po": {"method": "m2po", "opob": True}}
 SHARED |= {"ess": {"method": "minpro", "ess": True}, "vcpo": {"method": "vcpo", "opob": True, "ess": True}}
@@ -45,7 +45,7 @@ def tiny_model():
 
 
 def some_samples(n=8):
-    """Of very different lengths, and with log-probs some way off."""
+    """Returns samples of very different lengths, whose log-probs differ from the model's."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(low, high):
@@ -69,7 +69,7 @@ def one_process(accumulation=1):
 
 
 def updated_weights(accelerator, method, packed=True, samples=None, opob=False, ess=False):
-    """After one update on this process's part of the samples, and what was measured."""
+    """Returns the weights after one update on this process's part of the samples, and the metrics."""
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -91,13 +91,13 @@ def updated_weights(accelerator, method, packed=True, samples=None, opob=False, 
 
 def assert_same(found, wanted):
     before = tiny_model().state_dict()
-    assert max(float((wanted[name] - before[name]).abs().max()) for name in wanted) > 1e-3  # it did step
+    assert max(float((wanted[name] - before[name]).abs().max()) for name in wanted) > 1e-3  # the weights changed
     for name, weight in wanted.items():
         torch.testing.assert_close(found[name], weight, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_log_probs_are_the_models_own():
-    """Packed rows see nothing of their neighbours: the log-probs of each sequence alone."""
+    """Packed rows do not attend to their neighbours: the log-probs are those of each sequence alone."""
     samples, model = some_samples(4), tiny_model()
     batch = loop.trained_batch(model, loop.lay_out(samples, True, "cpu")).padded()
     del model.forward  # the plain model again
@@ -124,7 +124,7 @@ def attention_by_cu_seqlens(module, query, key, value, mask, *, cu_seq_lens_q, c
 
 
 def test_the_same_cu_seqlens_reach_attention_and_loss():
-    """The keywords of flash_attention_2 are enough: an attention with nothing else gives the same log-probs."""
+    """The keywords of flash_attention_2 suffice: attention from them alone gives the same log-probs."""
     AttentionInterface.register("by_cu_seqlens", attention_by_cu_seqlens)
     AttentionMaskInterface.register("by_cu_seqlens", lambda **kwargs: None)
     micro = loop.lay_out(some_samples(), True, "cpu")
@@ -148,7 +148,7 @@ def test_packed_and_padded_give_the_same_update(method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("accumulation", [2, 4])
 def test_accumulation_changes_nothing(method, accumulation):
-    """Micro-batches hold different numbers of tokens; the mean is over all of them."""
+    """Micro-batches have different numbers of tokens, and the mean is over all of them."""
     whole, measured = updated_weights(one_process(), method)
     split, measured_split = updated_weights(one_process(accumulation), method)
     assert_same(split, whole)
@@ -157,7 +157,7 @@ def test_accumulation_changes_nothing(method, accumulation):
 
 @pytest.mark.slow
 def test_processes_change_nothing(tmp_path):
-    """Two processes, of two micro-batches each or of a trajectory at a time, against one process with everything."""
+    """Two processes, with two micro-batches each or one trajectory at a time, against one process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launch(torchrun, __file__, [str(tmp_path)])
     for name, options in SHARED.items():
@@ -172,7 +172,7 @@ def test_processes_change_nothing(tmp_path):
 
 
 def rewarded(samples, baseline):
-    """The samples with what is left of the reward for advantage; ``baseline``: a number for each group."""
+    """Returns the samples with reward minus ``baseline``, one number per group, as the advantage."""
     return [
         sample.with_advantages([sample.reward - baseline[sample.group]] * len(sample.advantages)) for sample in samples
     ]
@@ -181,7 +181,7 @@ def rewarded(samples, baseline):
 @pytest.mark.parametrize("method", ["vcpo", "reinforce", "cispo", "m2po"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_opob_with_a_constant_baseline_is_the_corrections_own_gradient(method, packed, monkeypatch):
-    """Take its baseline away and what is left is the update on advantages R - 0.3, and what that measures."""
+    """With its baseline replaced by 0.3, the update and the metrics are those of the advantages R - 0.3."""
 
     class Constant(loop.OPOB):
         def end_group(self):
@@ -198,7 +198,7 @@ def test_opob_with_a_constant_baseline_is_the_corrections_own_gradient(method, p
 
 
 def test_opob_is_the_baseline_of_least_variance():
-    """b* = sum w^2 |g|^2 R / sum w^2 |g|^2 for each prompt, g that of the mean log-prob, w written out."""
+    """b* = sum w^2 |g|^2 R / sum w^2 |g|^2 per prompt, with g the gradient of the mean log-prob."""
     model, samples = tiny_model(), some_samples()
     energy, praise = [0.0, 0.0], [0.0, 0.0]
     for sample in samples:
@@ -217,7 +217,7 @@ def test_opob_is_the_baseline_of_least_variance():
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_token_advantages(packed):
-    """R - b_t, b_t from the whole softmax of the model as it is."""
+    """The advantages are R - b_t, with b_t computed from the model's full softmax."""
     model, samples = tiny_model(), some_samples()
     found = loop.less_token_baseline(model, rewarded(samples, [0.0, 0.0]), packed, "cpu")
     micro = loop.lay_out(samples, False, "cpu")
@@ -296,12 +296,12 @@ RUNS_ON = {
 
 
 def train(folder, config, *flags):
-    """`accelerate launch recipes/accelerate_loop.py`; the logged history."""
+    """Runs `accelerate launch recipes/accelerate_loop.py` and returns the logged history."""
     toy.model_path(progress=False)
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{config}.yaml")]
     said = launch(launcher, ROOT / "recipes" / "accelerate_loop.py", ["--output_dir", str(folder), *flags])
-    assert f"{RUNS_ON[config]}\n" in said  # and no plain data parallelism under another name
+    assert f"{RUNS_ON[config]}\n" in said  # the kind of run, as the script prints it
     assert "held-out sampled accuracy, end" in said
     assert (folder / "history.png").stat().st_size > 10_000
     assert (folder / "model" / "config.json").exists()
@@ -310,7 +310,7 @@ def train(folder, config, *flags):
 
 @pytest.mark.slow
 def test_one_process(tmp_path):
-    """A stale, quantised sampler, a corrected loss and a learning rate that follows the effective sample size."""
+    """A run with a stale, quantised sampler, a corrected loss and the ESS learning rate."""
     flags = ("--loss", "minpro", "--lag", "4", "--precision", "int8", "--ess_lr", "sqrt")
     history = train(tmp_path, "one_process", *flags, "--generations", "4", "--eval_every", "4", "--use_cpu")
     assert_improved(history)
@@ -323,7 +323,7 @@ def test_one_process(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("baseline", ["token", "opob"])
 def test_baselines(tmp_path, baseline):
-    """VCPO with either baseline logs what the group's does, and learns."""
+    """VCPO learns with either baseline."""
     flags = ("--loss", "vcpo", "--baseline", baseline, "--ess_lr", "sqrt", "--lag", "4", "--precision", "int8")
     history = train(tmp_path, "one_process", *flags, "--generations", "4", "--eval_every", "4", "--use_cpu")
     assert_improved(history)
@@ -347,7 +347,7 @@ def test_two_processes(two_plain_processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["deepspeed_zero2_cpu", "deepspeed_zero3_cpu", "fsdp2_cpu"])
 def test_sharded_runs_are_the_same_run(tmp_path, two_plain_processes, config):
-    """Gradients, optimizer state and weights split over two processes: the numbers of the run that splits nothing."""
+    """Sharding gradients, optimizer state and weights over two processes does not change the numbers."""
     history = train(tmp_path, config, *DISTRIBUTED)
     assert_improved(history)
     for found, wanted in zip(history, two_plain_processes, strict=True):

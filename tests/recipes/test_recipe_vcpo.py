@@ -1,4 +1,4 @@
-"""recipes/vcpo.py, run as a user runs it: held-out accuracy must end above its start."""
+"""Tests of recipes/vcpo.py, started as by a user: held-out accuracy must end above its start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_sixteen_updates_behind(tmp_path):
 
 
 def test_its_probabilities_are_the_trainers(tmp_path):
-    """logp as TRL computes it, the sum of squares as a plain softmax has it, and one advantage a token."""
+    """logp equals TRL's, the sum of squares that of a plain softmax, and there is one advantage per token."""
     path = toy.model_path(progress=False)
     tokenizer = grpo.AutoTokenizer.from_pretrained(path)
     args = vcpo.Arguments(

@@ -1,4 +1,4 @@
-"""The recipes, run as a user runs them, to the end: held-out accuracy must end above its start."""
+"""Tests of the recipes, started as by a user and run to the end: held-out accuracy must end above its start."""
 
 import json
 import math
@@ -16,7 +16,7 @@ EVALUATED = 256
 
 
 def launch(folder, *flags, recipe="grpo.py", config=None, steps=12):
-    """`accelerate launch recipes/...`; the logged history."""
+    """Runs `accelerate launch recipes/...` and returns the logged history."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{config or 'one_process'}.yaml")]
     fixed = ["--output_dir", str(folder), "--disable_tqdm", "true"]
@@ -36,7 +36,7 @@ def launch(folder, *flags, recipe="grpo.py", config=None, steps=12):
 
 
 def assert_improved(history):
-    """Ended at least two standard errors above the start."""
+    """Asserts that accuracy ended at least two standard errors above its start."""
     accuracy = [entry["eval_reward"] for entry in history if "eval_reward" in entry]
     start, end = accuracy[0], accuracy[-1]
     error = math.sqrt((start * (1 - start) + end * (1 - end)) / EVALUATED)
@@ -49,17 +49,17 @@ def warm_start():
 
 
 def test_a_configuration_file_and_flags(tmp_path):
-    """recipes/configs/minpro.yaml, with a flag that wins over the file."""
+    """recipes/configs/minpro.yaml, with a flag that overrides the file."""
     history = launch(tmp_path, "--config", str(ROOT / "recipes/configs/minpro.yaml"), "--lag", "2")
     assert_improved(history)
     trained = [entry for entry in history if "offcorr/staleness/lag_max" in entry]
-    assert max(entry["offcorr/staleness/lag_max"] for entry in trained) == 2 + 3  # four updates a generation
+    assert max(entry["offcorr/staleness/lag_max"] for entry in trained) == 2 + 3  # four updates per generation
     assert all(entry["offcorr/engine/abs_mean"] > 0 for entry in trained)
 
 
 @pytest.mark.parametrize("config", ["two_cpu_processes", "deepspeed_zero2_cpu"])
 def test_two_processes(tmp_path, config):
-    """Half the batch on each of two processes: the same number of samples an update."""
+    """Each of two processes has half the batch, so an update has the same number of samples."""
     flags = ("--loss_type", "ctpo", "--per_device_train_batch_size", "32", "--per_device_eval_batch_size", "128")
     assert_improved(launch(tmp_path, *flags, config=config))
 
@@ -80,7 +80,7 @@ def test_on_policy_learning(tmp_path, seed):
 
 
 def test_questions_of_a_file(tmp_path):
-    """A .jsonl with question and answer, a local model folder, answers checked with math-verify."""
+    """A .jsonl file with question and answer, a local model folder, and answers checked with math-verify."""
     rows = [{"question": f"{a}+{b}=", "answer": f"Add.\n#### {a + b}"} for a in range(1, 9) for b in range(1, 9)]
     file = tmp_path / "sums.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))

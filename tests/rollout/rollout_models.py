@@ -1,4 +1,4 @@
-"""A tiny Qwen3 model and its character tokenizer, built from nothing, for the rollout tests."""
+"""A tiny Qwen3 model and its character tokenizer for the rollout tests, without downloads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAD, EOS = 0, 1
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, a pad and an end token, and a chat template."""
+    """Returns a tokenizer with one token per character, a pad and an end token, and a chat template."""
     vocabulary = {"<pad>": PAD, "<eos>": EOS, **{c: i + 2 for i, c in enumerate(ALPHABET)}}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -25,7 +25,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def fresh_model(seed: int = 0, **changes) -> Qwen3ForCausalLM:
-    """A 2-layer model with logits sharp enough (std about 1) for samplers to disagree."""
+    """Returns a 2-layer model with logits of standard deviation about 1, so that samplers differ."""
     settings = {
         "vocab_size": len(ALPHABET) + 2,
         "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""The parts of offcorr.rollout, without TRL: the ring, the precisions, the replica, the decode."""
+"""Tests of offcorr.rollout without TRL: the ring of weights, the precisions, the replica and the decoding loop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_ring_keeps_copies_not_views():
     weight = torch.ones(4)
     ring = SnapshotRing(2)
     ring.push(0, [("w", weight)])
-    weight.zero_()  # what an optimizer step does
+    weight.zero_()  # as an optimizer step does
     assert torch.equal(ring[0]["w"], torch.ones(4))
 
 
@@ -131,7 +131,7 @@ def test_replica_is_the_model_and_never_writes_to_it():
 def test_replica_uses_its_own_weights_where_the_model_is_patched_and_hooked():
     model = fresh_model()
     original = model.forward
-    model.forward = lambda *args, **kwargs: original(*args, **kwargs)  # as trainers patch it
+    model.forward = lambda *args, **kwargs: original(*args, **kwargs)  # as trainers patch the model
     model.model.embed_tokens.register_forward_hook(lambda *_: pytest.fail("the model's own hook"))
     other = fresh_model(seed=1)
     module = Replica(model, "cpu").load(dict(changing_weights(other)))
@@ -177,7 +177,7 @@ def test_nothing_to_quantise_is_said():
 
 
 def by_hand(logits, temperature, top_p, top_k):
-    """The same distribution in float64 loops: sort, keep, renormalise."""
+    """The same distribution by float64 loops: sort, keep, renormalise."""
     p = [math.exp(x / temperature) for x in logits]
     order = sorted(range(len(p)), key=lambda i: -p[i])
     order = order[: top_k or len(p)]
@@ -241,8 +241,8 @@ def test_tokens_are_drawn_from_the_distribution_that_is_reported():
 
 @torch.no_grad()
 def step_by_step(model, prompts, completions, sampling):
-    """The same decode by the plainest means, with the tokens given: transformers' own growing
-    cache, left padding, every row to the end."""
+    """The same decode with given tokens: transformers' growing cache, left padding, and every row
+    decoded to the end."""
     cache, width = DynamicCache(config=model.config), max(map(len, prompts))
     feed = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     real = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -255,7 +255,7 @@ def step_by_step(model, prompts, completions, sampling):
     return torch.stack(logps, dim=-1).tolist()
 
 
-# A full forward sums in another order; in 16 bits that is a rounding at every layer.
+# A full forward sums in another order, which in 16 bits rounds differently at every layer.
 FULL_FORWARD_TOLERANCE = {
     **dict.fromkeys(["fp32", "int8", "fp8_e4m3", "fp8_e5m2"], 1e-5),
     "bf16": 0.08,

@@ -1,4 +1,4 @@
-"""OffPolicy inside TRL's own trainer: versions, exactness, evaluation, checkpoints, adapters."""
+"""Tests of OffPolicy in TRL's trainer: versions, exactness, evaluation, checkpoints, adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reward(completions, **kwargs):
 
 
 class Watch(TrainerCallback):
-    """Keeps every version's weights by itself, to hold the sampler's against."""
+    """Callback that keeps the weights of every version, to compare them with the sampler's."""
 
     def __init__(self, model):
         self.weights = {0: self.copy(model)}
@@ -37,8 +37,8 @@ class Watch(TrainerCallback):
 
 
 class Recording(OffPolicy):
-    """An OffPolicy that remembers what it returned, at which step, and the trainer's own
-    log-probs of the same tokens at that moment."""
+    """OffPolicy that records its return values, their steps, and the trainer's log-probs of the same
+    tokens at the time."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -101,19 +101,19 @@ def flat(rows):
 
 
 def gap(a, b):
-    """Largest absolute difference between two ragged lists of log-probs (nats)."""
+    """Returns the largest absolute difference between two ragged lists of log-probs (nats)."""
     return float((flat(a) - flat(b)).abs().max())
 
 
 def scored(weights, call, precision="fp32", temperature=1.0):
-    """The call's tokens under given weights, by a fresh model and a full forward."""
+    """Returns the log-probs of the call's tokens under given weights, from a new model and a full forward."""
     model = fresh_model(seed=99)
     sampler = Replica(model, "cpu").load(weights, Precision.named(precision))
     return score(sampler, call["prompt_ids"], call["completion_ids"], temperature=temperature)
 
 
 def run(folder, lag=0, precision="fp32", **options):
-    """Train with a Recording sampler; (sampler, watch, trainer)."""
+    """Trains with a Recording sampler and returns (sampler, watch, trainer)."""
     model = fresh_model()
     sampler, watch = Recording(lag=lag, precision=precision), Watch(model)
     trainer = trainer_of(sampler, folder, model, callbacks=[watch], **options)
@@ -127,10 +127,10 @@ def test_lag_k_samples_with_the_weights_of_k_updates_ago(tmp_path):
     for call in sampler.train:
         version = max(0, call["step"] - 2)
         assert call["rollout_version"] == [version] * 8
-        # exactly these weights, in the trainer's precision and in the sampler's ...
+        # these weights exactly, in the trainer's precision and in the sampler's ...
         assert gap(call["old_logp"], scored(watch.weights[version], call)) < 1e-5
         assert gap(call["logprobs"], scored(watch.weights[version], call, "int8")) < 1e-5
-        # ... and no neighbour's
+        # ... and not those of a neighbouring version
         for other in (version - 1, version + 1):
             if other in watch.weights:
                 assert gap(call["old_logp"], scored(watch.weights[other], call)) > 1e-2
@@ -154,7 +154,7 @@ def test_on_policy_fp32_has_no_mismatch(tmp_path, temperature):
     assert not sampler.ring.versions  # lag 0 needs no copies
     for call in sampler.train:
         assert gap(call["old_logp"], call["logprobs"]) < 1e-5
-        assert call["old_logp"] == call["current"]  # to the bit: the trainer's own function
+        assert call["old_logp"] == call["current"]  # bit for bit, because it is the trainer's function
 
 
 def test_old_logp_is_the_trainers_own_under_mixed_precision(tmp_path):
@@ -167,7 +167,7 @@ def test_old_logp_is_the_trainers_own_under_mixed_precision(tmp_path):
 def test_top_p_logprobs_are_the_engines_renormalised_ones(tmp_path):
     sampler, _, _ = run(tmp_path, max_steps=2, top_p=0.8)
     for call in sampler.train:
-        kept = flat(call["old_logp"]) - flat(call["logprobs"])  # the log of the kept mass
+        kept = flat(call["old_logp"]) - flat(call["logprobs"])  # log of the probability mass that is kept
         assert (kept < 1e-5).all() and (kept > torch.log(torch.tensor(0.8)) - 1e-5).all()
         assert kept.mean() < -1e-2
 
@@ -216,7 +216,7 @@ def test_evaluation_asks_about_the_current_weights_and_disturbs_nothing(tmp_path
         assert call["rollout_version"] == [call["step"]] * len(call["prompt_ids"])
         assert gap(call["logprobs"], scored(watch.weights[call["step"]], call)) < 1e-5
     texts = [call["completion_ids"] for call in loud.eval if call["step"] == 2]
-    assert len({str(t) for t in texts}) == len(texts)  # batches of one evaluation differ
+    assert len({str(t) for t in texts}) == len(texts)  # the batches of one evaluation differ
 
 
 def test_messages_go_through_the_chat_template(tmp_path):
@@ -309,7 +309,7 @@ def test_a_checkpoint_elsewhere_is_restored_by_path_or_missed_by_name(tmp_path):
 def test_state_dict_round_trip_reproduces_the_next_samples(tmp_path):
     sampler, _, trainer = run(tmp_path, lag=2, precision="bf16")
     trainer.model.train()
-    sampler(PROMPTS, trainer)  # a second call at one version draws anew ...
+    sampler(PROMPTS, trainer)  # a second call at the same version draws other samples ...
     state = sampler.state_dict()
     fresh = Recording(lag=2, precision="bf16")
     fresh.attach(trainer)

@@ -1,4 +1,4 @@
-"""Controllers see the global batch: whatever the split, the same bounds and the same update."""
+"""Tests of controllers: every split of the global batch gives the same bounds and the same update."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def batch_of(sequences=64, width=24, dtype=torch.float64, seed=0):
         "rewards": normal(sequences).sign(),
     }
     mask = torch.rand((sequences, width), generator=draw) > 0.3
-    # Groups of eight, dealt out so that every split tears them apart.
+    # Groups of eight, dealt out so that every split divides them.
     return Batch(**{k: v.to(dtype) for k, v in fields.items()}, mask=mask, group_ids=torch.arange(sequences) % 8)
 
 
 def through_bytes(statistics):
-    """As they travel between ranks."""
+    """Pickles and unpickles statistics, as when they are sent between ranks."""
     written = io.BytesIO()
     torch.save(statistics, written)
     return torch.load(io.BytesIO(written.getvalue()), weights_only=False)
 
 
 def merged(loss_fn, parts, ranks=1):
-    """Each rank merges its micro-batches, then the ranks are merged."""
+    """Merges the micro-batches of each rank, then the ranks."""
     own = [reduce(Statistics.merge, map(loss_fn.statistics, parts[rank::ranks])) for rank in range(ranks)]
     return reduce(Statistics.merge, map(through_bytes, own))
 
@@ -78,14 +78,14 @@ def test_the_split_changes_nothing(name, micro_batches, ranks, dtype):
     exact = {"rtol": 1e-12, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-9}
     torch.testing.assert_close(torch.cat([out.coefficient for out in outs]), whole.coefficient, **exact)
     torch.testing.assert_close(torch.stack([out.loss for out in outs]).sum(), whole.loss, rtol=1e-5, atol=1e-7)
-    if name in ("bapo", "m2po"):  # the numbers found are the same to the last bit
+    if name in ("bapo", "m2po"):  # the resolved numbers are the same bit for bit
         alone, together = (loss_fn.resolve(s) for s in (loss_fn.statistics(batch), statistics))
         assert (alone.gate, alone.reject) == (together.gate, together.reject)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_micro_batch_alone_is_not_the_global_batch(name):
-    """Else the test above would pass on statistics that nobody looks at."""
+    """Otherwise the test above would pass on statistics that are never used."""
     loss_fn, batch = correction(name), batch_of()
     z = float(batch.mask.sum())
     whole = loss_fn(batch, denominator=z).coefficient
@@ -97,7 +97,7 @@ def test_a_micro_batch_alone_is_not_the_global_batch(name):
 
 
 def bounds_by_hand(gate, batch):
-    """The search as the authors write it: one bound at a time, the sums taken anew at every step."""
+    """The authors' search: one bound at a time, with new sums at every step."""
     tokens = [
         (math.exp(float(d)), float(a))
         for d, a, m in zip(
@@ -135,7 +135,7 @@ def test_bapo_finds_the_bounds_of_the_authors_search(target, seed):
 
 @pytest.mark.parametrize("low_start, high_start", [(0.6, 1.5), (0.8, 1.5), (0.6, 2.0), (0.8, 2.0)])
 def test_bapo_takes_the_first_bounds_that_balance(low_start, high_start):
-    """Of any sums, ties among them; the last bounds if none do."""
+    """Arbitrary sums, including ties; the last bounds if none balance."""
     gate = BalancedClip(target=2.0, low_start=low_start, high_start=high_start, low_step=0.1, high_step=0.25)
     path = [(i, 0) for i in range(len(gate.lows))] + [(-1, j) for j in range(1, len(gate.highs))]
     draw, places = torch.Generator().manual_seed(0), set()
@@ -160,7 +160,7 @@ def test_bapo_stops_part_of_the_way():
 
 
 def test_bapo_raising_the_lower_bound_never_helps_the_balance():
-    """As said in its docstring: a token clipped at c_low still counts, with c_low |A|."""
+    """A token clipped at c_low still counts, with c_low |A|."""
     blame = BalancedClip().statistics(offcorr.batch.Tokens(batch_of())).negative
     assert (blame.diff() > 0).all()
 
@@ -176,7 +176,7 @@ def test_bapo_tries_every_step_up_to_the_maximum():
 
 @pytest.mark.parametrize("sign, bounds", [(1.0, (0.6, 1.2)), (-1.0, (0.8, 2.0))])
 def test_bapo_with_one_kind_of_advantage(sign, bounds):
-    """Nothing to balance keeps the first bounds; nothing to praise goes to the last."""
+    """Without negative terms the first bounds stay; without positive ones the last are taken."""
     batch = batch_of()
     batch = dataclasses.replace(batch, advantages=sign * batch.advantages.abs())
     loss_fn = offcorr.get("bapo")
@@ -205,7 +205,7 @@ def test_bapo_refuses(options, said):
 
 
 def largest_kept_by_hand(squares, tau):
-    """The paper's loop: drop the largest until the mean over what is left is at most tau."""
+    """The paper's loop: drops the largest until the mean over the remaining tokens is at most tau."""
     left = sorted(float(s) for s in squares)
     while left and math.fsum(left) / len(left) > tau:
         left.pop()
@@ -231,7 +231,7 @@ def test_m2po_keeps_unmoved_tokens_and_ties():
         return MomentBudget(tau).resolve(SquaredLogRatios(torch.tensor(values))).bound * 2
 
     assert bound([0.0, 0.0, 1.0], 0.0) == 0.0
-    assert bound([1.0, 4.0], 0.5) == 0.0  # nothing fits: only tokens that did not move, of which there are none
+    assert bound([1.0, 4.0], 0.5) == 0.0  # no token fits: only unchanged tokens would, and there are none
     assert bound([], 0.04) == 0.0
     assert bound([4.0, 1.0, 1.0], 1.0) == 1.0
     assert bound([4.0, 1.0, 1.0], 2.0) == 4.0
@@ -246,7 +246,7 @@ def test_m2po_shows_its_threshold():
 
 
 def test_m2po_joins_parts_of_any_width():
-    """A masked token holds a place in the statistics and counts nowhere; neither does a part that has none else."""
+    """A masked token has an entry in the statistics but does not count; nor does a part with masked tokens only."""
     loss_fn, batch = offcorr.get("m2po"), batch_of()
     alone = loss_fn.resolve(loss_fn.statistics(batch)).reject
     fields = {name: getattr(batch, name) for name in ("logp", "old_logp", "mask")}
@@ -277,7 +277,7 @@ def test_tokens_that_are_no_number_are_not_counted(name):
 
 @pytest.mark.parametrize("name", ["bapo", "m2po", "asymre"])
 def test_what_was_found_is_a_plain_correction(name):
-    """Resolved, it needs no statistics and gives the same numbers."""
+    """The resolved correction needs no statistics and gives the same numbers."""
     loss_fn, batch = offcorr.get(name), batch_of()
     found = loss_fn.resolve(loss_fn.statistics(batch))
     assert loss_fn.statistics(batch) is not None and found.statistics(batch) is None
@@ -285,7 +285,7 @@ def test_what_was_found_is_a_plain_correction(name):
 
 
 def test_what_was_found_is_logged():
-    """As the mean over micro-batches and ranks of a number that is the same in each."""
+    """The logged mean over micro-batches and ranks is of a number that is the same in each."""
     batch = batch_of()
     parts = [batch.rows(slice(i, i + 16)) for i in range(0, 64, 16)]
     for loss_fn, wanted in (
@@ -304,7 +304,7 @@ def found_by(loss_fn, batch):
     return loss_fn.resolve(loss_fn.statistics(batch))
 
 
-# -- nothing waits for the device ----------------------------------------------------------------------------
+# -- no host synchronisation ---------------------------------------------------------------------------------
 
 
 def on(device, batch):
@@ -332,7 +332,7 @@ def on(device, batch):
     ],
 )
 def test_what_waits_is_seen(wait):
-    """On one device or the other, by the recorder or by torch."""
+    """Every synchronisation is seen on the CPU or on "meta", by the recorder or by an error of torch."""
     waits = 0
     for device in ("cpu", "meta"):
         with Waits() as recorder:
@@ -385,7 +385,7 @@ def test_statistics_of_packed_rows_wait_only_for_a_length_that_is_not_known(name
     for given in (packed, known):
         torch.testing.assert_close(loss_fn(given, denominator=9.0).coefficient, expected, rtol=0, atol=0)
     for device in ("cpu", "meta"):
-        given = on(device, known)  # where a CPU looks at it
+        given = on(device, known)  # a CPU reads it
         loss_fn.resolve(loss_fn.statistics(given))  # tables that are made once for a device
         with Waits() as recorder:
             loss_fn.resolve(loss_fn.statistics(given))
@@ -433,7 +433,7 @@ def with_station(stage):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("stage", STATIONS, ids=repr)
 def test_numbers_may_be_tensors(stage, dtype):
-    """The same update in the same precision: a 0-dim float64 raises no float32 to it."""
+    """The update and its precision are the same: a 0-dim float64 does not turn float32 into float64."""
     batch = batch_of(dtype=dtype)
     plainly, loss_fn = with_station(stage), with_station(with_tensors(stage))
     wanted, out = (one(batch, denominator=1000.0) for one in (plainly, loss_fn))
@@ -441,7 +441,7 @@ def test_numbers_may_be_tensors(stage, dtype):
     torch.testing.assert_close(out.coefficient, wanted.coefficient, **exact)
     torch.testing.assert_close(out.loss, wanted.loss, **exact)
     without = offcorr.Correction()(batch, denominator=1000.0).coefficient
-    assert not torch.equal(out.coefficient, without)  # the stage does something here
+    assert not torch.equal(out.coefficient, without)  # the stage changes something here
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -486,7 +486,7 @@ def test_a_number_is_no_vector(shape):
 
 
 def test_where_of_two_numbers_has_no_precision():
-    """Neither of two plain ones, nor of tensors: the answer would be float64 for float32 tokens."""
+    """Neither of two Python numbers nor of tensors: the result would be float64 for float32 tokens."""
     mask, number = torch.ones(2, 3).bool(), torch.tensor(0.5, dtype=torch.float64)
     for a, b in ((0.5, 1.0), (number, 1.0), (0.5, number), (number, number)):
         with pytest.raises(TypeError, match="ops.where of two plain numbers"):

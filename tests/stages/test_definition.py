@@ -1,4 +1,4 @@
-"""A user's own stage: every mistake is named when its class is defined, or else once it is made."""
+"""Tests of user-defined stages: every mistake is named when the class is defined, or else when it is instantiated."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_stage_with_an_unknown_span():
 
 
 def test_two_classes_of_one_name_may_exist():
-    """The library's own keeps the short name; a user's is known by its module and name."""
+    """The library's class keeps the short name; a user's class is named by module and name."""
     theirs = define(gates.Gate, "Clip", surrogate=staticmethod(without_params), __qualname__="Clip")
     assert gates.Clip().to_config()["name"] == "clip"
     config = offcorr.Correction(gate=theirs()).to_config()
@@ -138,7 +138,7 @@ def test_two_classes_of_one_name_may_exist():
         base.form("gate", "nowhere:Clip")
 
 
-# -- configurations that say what is there ---------------------------------------------------------------------
+# -- configurations ---------------------------------------------------------------------------------------------
 
 
 def test_a_replaced_field_makes_a_custom_correction():

@@ -1,4 +1,4 @@
-"""Spans of a user's own: a torch function is enough, and its parameters are the stage's."""
+"""Tests of user-defined spans: a torch function suffices, and its parameters are those of the stage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def traced(value, log_ratio):
 
 @dataclass(frozen=True)
 class Traced(ratios.Ratio):
-    """The exponential of a trace of the log-ratio that decays."""
+    """Exponential of a decaying trace of the log-ratio."""
 
     decay: float = 0.9
     span = "test_decayed_trace"

@@ -1,4 +1,4 @@
-"""The embedded default: the task, the warm start, and the cache folder that holds it."""
+"""Tests of the toy task, the warm start of the toy model, and the cache folder that holds it."""
 
 import dataclasses
 import multiprocessing
@@ -30,11 +30,11 @@ def test_dataset_has_the_size_and_columns_and_follows_the_seed():
     assert first.column_names == ["prompt", "answer"] and len(first) == 50
     assert first.to_list() == again.to_list()
     assert toy.dataset(20, 3)["prompt"] == first["prompt"][:20]
-    # reasoning-gym's own seeds would shift the same items by one place
+    # with reasoning-gym's own seeds, nearby seeds share items
     assert not set(first["prompt"]) & set(other["prompt"])
 
 
-def test_answers_are_what_the_prompts_say():
+def test_answers_are_the_sums_in_the_prompts():
     for row in toy.dataset(300, seed=1):
         assert re.fullmatch(r"([a-h][+-]\d){4,8}=", row["prompt"])
         signed = re.findall(r"[+-]\d", row["prompt"])
@@ -71,7 +71,7 @@ def test_working_of_the_documented_example():
     assert task.render_working(terms, Random(0)) == "a+330b+921c-480"
 
 
-def test_a_mistake_is_carried_on_and_costs_the_reward():
+def test_a_mistake_affects_later_sums_and_the_reward():
     rng, right = Random(0), 0
     drawn = list(task.items(2000, seed=0, split="train"))
     for terms in drawn:
@@ -110,10 +110,10 @@ def test_reward_reads_the_last_two_digits_low_digit_first(completion, score):
     assert toy.reward([completion], ["12"]) == [score]
 
 
-def test_reward_gives_no_part_of_a_point():
+def test_reward_gives_no_partial_credit():
     from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 
-    # reasoning-gym would give .5 for "17" against "7"
+    # reasoning-gym gives .5 for "17" where "7" is right
     scorer = ChainSumDataset(ChainSumConfig()).score_answer
     assert scorer("17", {"answer": "7"}) == 0.5
     answers = [f"{number:02d}" for number in range(100)]
@@ -142,7 +142,7 @@ def test_demonstrations_have_the_promised_length():
 # ---- model
 
 
-def test_tokenizer_is_one_token_a_character_and_survives_saving(tmp_path):
+def test_tokenizer_has_one_token_per_character_and_can_be_saved(tmp_path):
     from transformers import AutoTokenizer
 
     warm_start.save_tokenizer(tmp_path)
@@ -166,7 +166,7 @@ def test_labels_cover_the_working_and_the_end_token_only():
     assert torch.equal(labels[kept], input_ids[kept])
 
 
-def test_training_is_bitwise_by_seed_and_leaves_the_process_as_it_was():
+def test_training_is_reproducible_by_seed_and_does_not_change_global_state():
     torch.manual_seed(5)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     first = warm_start.train(TINY, seed=0).state_dict()
@@ -203,7 +203,7 @@ def test_model_path_is_a_folder_that_transformers_reads(own_cache):
 
 
 def test_warm_started_model_knows_the_task_and_samples_mistakes():
-    """The real thing, in the user's own cache: the demo and the recipes take the same folder."""
+    """The default model, in the user's own cache, which the demo and the recipes use too."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = toy.model_path(0, progress=False)
@@ -287,7 +287,7 @@ def test_of_two_builders_at_once_the_first_result_stays(own_cache):
     inner = []
 
     def slow(folder: Path) -> None:
-        build(inner)  # another process finishes while this one is at work
+        build(inner)  # as if another process finished first
         (folder / "weights").write_text("late")
 
     folder = cache.cached_folder("thing", slow)
@@ -299,7 +299,7 @@ def _build_together(root, barrier, queue):
     os.environ["OFFCORR_CACHE"] = root
 
     def write(folder: Path) -> None:
-        barrier.wait(timeout=120)  # both found the cache empty, and both are at work
+        barrier.wait(timeout=120)  # both processes have seen an empty cache
         (folder / "builder").write_text(str(os.getpid()))
 
     folder = cache.cached_folder("thing", write)

@@ -1,4 +1,4 @@
-"""Six steps of a small language model under ESSLearningRate; each rank writes the rates that its optimizer read.
+"""Runs six steps of a small language model under ESSLearningRate; each rank writes the rates that its optimizer read.
 
 torchrun --nproc-per-node 2 ess_worker.py BACKEND FOLDER        BACKEND: ddp, zero2, zero3 or fsdp2
 
@@ -28,7 +28,7 @@ def build():
 
 
 def data(step):
-    """(ids [8, 7], advantages [8], rollout_logp [8, 6]) of a step; the engine grows worse from step to step."""
+    """Returns (ids [8, 7], advantages [8], rollout_logp [8, 6]) of a step; the mismatch grows from step to step."""
     chance = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=chance)
     advantages = torch.randn(SEQUENCES, generator=chance)
@@ -52,7 +52,7 @@ def warm_up_and_decay(step):
 
 
 def reference():
-    """The rates, and the weights at the end."""
+    """Returns the rates, and the weights at the end."""
     model = build()
     rates = []
     for step in range(STEPS):
@@ -78,7 +78,7 @@ def main(backend, folder):
         inner = inner.optimizer
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, warm_up_and_decay)
     read, computed = [], []
-    # Registered after ours, so it sees what the update itself reads; ZeRO steps several times a step.
+    # Registered last, so it sees the rate that the update reads; ZeRO calls step several times per step.
     inner.register_step_pre_hook(lambda opt, *_: read[-1].extend(group["lr"] for group in opt.param_groups))
     rank, world = accelerator.process_index, accelerator.num_processes
     each = SEQUENCES // (world * ACCUMULATION)
@@ -97,7 +97,7 @@ def main(backend, folder):
                 applied = ess_lr.applied(lambda vector: accelerator.gather(vector[None])) if last else nullcontext(1.0)
                 with applied as lr_scale:
                     accelerator.backward(loss)
-                    optimizer.step()  # nothing under DeepSpeed
+                    optimizer.step()  # does nothing under DeepSpeed
         computed.append(scheduler.get_last_lr()[0] * lr_scale)
         assert inner.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
         scheduler.step()
@@ -106,16 +106,17 @@ def main(backend, folder):
 
 
 def prepare(backend, model):
-    """(accelerator, model, optimizer), as a user would have them."""
+    """Returns (accelerator, model, optimizer) as a user would prepare them."""
     from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
 
-    PartialState(cpu=True)  # an Accelerator told so itself would leave DeepSpeed out
+    PartialState(cpu=True)  # with use_cpu=True, Accelerator would ignore DeepSpeed
     settings = {"gradient_accumulation_steps": ACCUMULATION}
     if backend.startswith("zero"):
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at start on a CPU, for nothing
+        # Otherwise it would be compiled at start on a CPU and never used.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         plugin = DeepSpeedPlugin(zero_stage=int(backend[-1]), gradient_accumulation_steps=ACCUMULATION)
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = SEQUENCES // (2 * ACCUMULATION)
         plugin.deepspeed_config["zero_allow_untested_optimizer"] = True
@@ -124,7 +125,7 @@ def prepare(backend, model):
     elif backend == "fsdp2":
         settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
     accelerator = Accelerator(**settings)
-    if backend == "fsdp2":  # Accelerate offers it on accelerators only; it runs on gloo as well
+    if backend == "fsdp2":  # Accelerate offers it on accelerators only, but it also runs on gloo
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = settings["fsdp_plugin"]
     wanted = {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(backend, "DEEPSPEED")
@@ -142,4 +143,4 @@ def whole(model):
 if __name__ == "__main__":
     main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter's teardown
+    os._exit(0)  # threads of gloo may still run when the interpreter exits

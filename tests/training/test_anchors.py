@@ -1,4 +1,4 @@
-"""Anchors: who plays old_logp."""
+"""Tests of the anchors, which choose the policy that supplies old_logp."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY, B, T = 7, 4, 5
 
 
 class Bigram(nn.Module):
-    """The smallest language model: the next token from the last, and a buffer that training changes too."""
+    """A bigram language model, with a buffer that training changes too."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def batch(model, score):
 
 
 def train(model, steps=1):
-    """Move every weight, by different amounts; the weights after each step."""
+    """Changes every weight by a different amount per step; returns the weights after each step."""
     seen = []
     for step in range(steps):
         with torch.no_grad():
@@ -103,7 +103,7 @@ def test_rollout_refuses_to_count_the_engine_twice():
     with pytest.raises(ValueError, match=r"Rollout\(\) puts .* Geometric\("):
         Rollout().check(offcorr.get("geo_rs"))
     Rollout().check(offcorr.get("ppo"))
-    LogLinear().check(offcorr.get("decoupled_ppo"))  # splits the ratio, does not double it
+    LogLinear().check(offcorr.get("decoupled_ppo"))  # splits the total ratio into two factors
 
 
 # -- A-3PO ---------------------------------------------------------------------------------------------------------
@@ -117,12 +117,12 @@ def test_log_linear_between_its_ends(batch):
     logp, rollout = batch.logp.detach(), batch.rollout_logp
     torch.testing.assert_close(LogLinear().old_logp(stale), rollout + wanted * (logp - rollout))
     assert not LogLinear().old_logp(stale).requires_grad
-    # Sampled by weights newer than the proximal policy: no further than the engine.
+    # Sampled by weights newer than the proximal policy: alpha is clipped to 0.
     torch.testing.assert_close(LogLinear(3).alpha(stale)[0], torch.tensor([5 / 8, 1 / 4, 0.0, 0.0, 0.0]))
 
 
 def test_log_linear_ends_in_rollout_and_recomputed(model, score, batch):
-    """alpha = 0: sampled by the proximal policy itself. alpha = 1: the proximal policy is the current one."""
+    """alpha = 0 if the proximal policy sampled; alpha = 1 if the proximal policy is the current one."""
     train(model, 2)
     batch = dataclasses.replace(batch, logp=score(model), trainer_version=1)
     assert torch.equal(LogLinear().old_logp(batch), Rollout().old_logp(batch))
@@ -182,7 +182,7 @@ def test_ewma_resets_when_fewer_than_90_percent_stay_active(model, active, reset
     before = copy.deepcopy(model.state_dict())
     train(model)
     anchor.step(2, active=1.0)
-    if resets:  # it starts anew: the past before the reset has no share
+    if resets:  # weights from before the reset have no share in the mean
         for name, mean in anchor.weights().items():
             torch.testing.assert_close(mean, (0.5 * before[name] + model.state_dict()[name]) / 1.5)
 
@@ -219,7 +219,7 @@ def test_snapshots_score_each_token_with_its_own_version(model, score, batch):
         anchor.step(version)
     versions = torch.tensor([[0, 0, 1, 3, 3], [2, 2, 2, 2, 2], [1, 1, 1, 1, 0], [99, 0, 0, 0, 0]])
     mask = torch.ones(B, T).bool()
-    mask[3, 0] = False  # what lies there, version 99, is never looked at
+    mask[3, 0] = False  # version 99, under the mask, is never used
     batch = dataclasses.replace(batch, rollout_version=versions, mask=mask)
     calls = []
     old = anchor.old_logp(batch, lambda module: calls.append(1) or score(module))

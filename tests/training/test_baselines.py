@@ -1,4 +1,4 @@
-"""OPOB against an enumerated variance, and its proxy against the formula."""
+"""Tests of OPOB against an enumerated variance, and of its proxy against the formula."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offcorr import Batch, gates, rejections, weights
 from offcorr.training.baselines import OPOB, check_proportional, token_baseline
 
 FEATURES = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 0.5], [0.3, -1.2]], dtype=torch.float64)
-BEHAVIOUR = torch.tensor([4, 3, 2, 1])  # of 10 samples each action has this many: the sums below are expectations
+BEHAVIOUR = torch.tensor([4, 3, 2, 1])  # samples per action out of 10: the sums below are expectations
 REWARD = torch.tensor([1.0, 0.2, -0.5, 2.0], dtype=torch.float64)
 
 
@@ -22,12 +22,12 @@ def theta():
 
 
 def log_prob(theta):
-    """Four one-action trajectories, two parameters."""
+    """Log-probs of four trajectories of one action each, with two parameters."""
     return (FEATURES @ theta).log_softmax(0)
 
 
 def variance(theta, baseline):
-    """Trace of the covariance of one sample's estimate w (R - b) g, by enumeration of the four trajectories."""
+    """Trace of the covariance of one sample's estimate w (R - b) g, enumerated over the four trajectories."""
     chance = BEHAVIOUR / BEHAVIOUR.sum()
     scores = torch.autograd.functional.jacobian(log_prob, theta.detach())
     values = (log_prob(theta).exp().detach() / chance * (REWARD - baseline))[:, None] * scores
@@ -36,7 +36,7 @@ def variance(theta, baseline):
 
 
 def feed(theta, opob):
-    """Every trajectory as often as the behaviour draws it."""
+    """Passes every trajectory as often as the behaviour policy samples it."""
     chance = BEHAVIOUR / BEHAVIOUR.sum()
     for action, times in enumerate(BEHAVIOUR.tolist()):
         for _ in range(times):
@@ -51,7 +51,7 @@ def test_the_exact_baseline_minimises_the_enumerated_variance(theta):
     for away in (1e-4, 1e-2, 0.3):
         assert variance(theta, found - away) > least < variance(theta, found + away)
     mean_reward = (BEHAVIOUR / 10 * REWARD).sum().item()
-    assert least < 0.99 * variance(theta, mean_reward)  # and it is not the ordinary baseline
+    assert least < 0.99 * variance(theta, mean_reward)  # and it differs from the ordinary baseline
     plain = OPOB([theta], denominator=10)
     for action, times in enumerate(BEHAVIOUR.tolist()):
         for _ in range(times):
@@ -60,7 +60,7 @@ def test_the_exact_baseline_minimises_the_enumerated_variance(theta):
 
 
 def test_the_gradient_is_the_baselined_one(theta):
-    """Minus sum w (R - b*) g / Z, beside what p.grad held; each group has its own baseline and starts from nothing."""
+    """It is -sum w (R - b*) g / Z, added to p.grad; every group has its own baseline and its own sums."""
     theta.grad = torch.ones_like(theta)
     scores = torch.autograd.functional.jacobian(log_prob, theta.detach())
     weight = torch.tensor([0.7, 1.3, 2.0, 0.1], dtype=torch.float64)
@@ -86,7 +86,7 @@ def test_parameters_that_a_trajectory_does_not_reach(theta):
 def test_no_score_gives_baseline_0_not_nan():
     alone = torch.nn.Parameter(torch.zeros(1))
     opob = OPOB([alone], denominator=1)
-    opob.add(alone.log_softmax(0)[0], 1.0)  # the only action: log pi is 0 whatever the parameter
+    opob.add(alone.log_softmax(0)[0], 1.0)  # there is one action: log pi is 0 for every parameter
     assert opob.end_group() == 0.0
     assert alone.grad.item() == 0.0
 
@@ -131,7 +131,7 @@ def test_what_has_an_optimal_baseline_is_proportional_to_the_advantage(name):
         torch.testing.assert_close(loss_fn(scaled).coefficient, scale * unit)
 
 
-def test_a_station_that_looks_at_the_advantage_is_named():
+def test_a_stage_that_depends_on_the_advantage_is_named():
     with pytest.raises(ValueError, match="OPSM.* of 'reinforce' may treat advantages of one sign otherwise"):
         check_proportional(offcorr.get("reinforce", reject=rejections.OPSM()))
     check_proportional(offcorr.get("reinforce", weight=weights.SelfNormalise(weights.Truncate(8.0))))
@@ -148,7 +148,7 @@ def test_a_station_that_looks_at_the_advantage_is_named():
 
 @pytest.fixture
 def batch():
-    """Two prompts' samples, shuffled, with holes and garbage under the mask."""
+    """Samples of two prompts, shuffled, with gaps and garbage under the mask."""
     torch.manual_seed(0)
     logits = 2 * torch.randn(6, 5, 7, dtype=torch.float64)
     logp = logits.log_softmax(-1)
@@ -156,7 +156,7 @@ def batch():
     mask = torch.tensor(
         [
             [1, 1, 1, 1, 1],
-            [1, 0, 0, 1, 1],  # a tool's tokens in the middle
+            [1, 0, 0, 1, 1],  # tool tokens in the middle
             [1, 1, 0, 0, 0],
             [1, 1, 1, 0, 0],
             [0, 0, 0, 0, 0],
@@ -176,7 +176,7 @@ def batch():
 
 
 def by_the_formula(batch, cap):
-    """b_t = sum G_t W_t / sum W_t over the prompt's trajectories that have a t-th valid token, if several have."""
+    """b_t = sum G_t W_t / sum W_t over the prompt's trajectories with a t-th valid token, if there are several."""
     result = torch.zeros_like(batch.logp)
     for group in batch.group_ids.unique():
         rows = [i for i in range(len(batch.mask)) if batch.group_ids[i] == group]
@@ -204,7 +204,7 @@ def test_the_proxy_is_its_formula(batch, cap):
     found = token_baseline(batch, weight=weight)
     torch.testing.assert_close(found, by_the_formula(batch, cap))
     assert found[0, 4] == 0  # the only trajectory of its group with a fifth token
-    assert found[1, 3] != 0  # its second valid token, as others have
+    assert found[1, 3] != 0  # its second valid token, which others have too
 
 
 def test_the_proxy_does_not_depend_on_order_or_layout(batch):
@@ -228,7 +228,7 @@ def test_the_proxy_does_not_depend_on_order_or_layout(batch):
 
 
 def test_the_squared_score_is_the_gradient_over_logits():
-    """1 - 2 p + sum p^2, for the one number that the proxy rests on."""
+    """The proxy rests on |grad log p|^2 over the logits = 1 - 2 p + sum p^2."""
     logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
     logp = logits.log_softmax(0)
     (score,) = torch.autograd.grad(logp[2], logits)
@@ -241,7 +241,7 @@ def test_the_squared_score_is_the_gradient_over_logits():
         rewards=torch.tensor([1.0, 0.0]).double(),
         group_ids=torch.tensor([0, 0]),
     )
-    # Beside a token of known energy, 1 (p -> 0 in a huge vocabulary), b = E / (E + 1).
+    # Next to a token of squared score 1 (p -> 0 in a huge vocabulary), b = E / (E + 1), E the other's squared score.
     logp = two.logp.clone()
     logp[1], sum_sq = -1e3, two.sum_sq_probs.clone()
     sum_sq[1] = 0.0

@@ -1,4 +1,4 @@
-"""ESSLearningRate: the rate of each step, and that nothing else ever sees it."""
+"""Tests of ESSLearningRate: the rate of each step, and that only that step uses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("ess_worker.py")
 
 
 def batch_with(log_weights, dtype=torch.float32):
-    """One token a trajectory, whose total log-ratio is given."""
+    """Returns a batch of one-token trajectories with given total log-ratios."""
     rollout = torch.full((len(log_weights), 1), -1.0, dtype=dtype)
     return offcorr.Batch(
         logp=rollout + torch.tensor(log_weights, dtype=dtype)[:, None],
@@ -57,7 +57,7 @@ def test_on_policy_the_rate_is_the_optimizers_own(optimizer):
 
 @pytest.mark.parametrize("shift", [0.0, 900.0, -900.0])
 def test_weights_are_never_clamped(optimizer, shift):
-    """One trajectory that carries all the weight gives 1 / B, however large the ratios are."""
+    """If one trajectory has all the weight, the ESS is 1 / B, however large the ratios are."""
     ess_lr = ESSLearningRate(optimizer)
     ess_lr.add(batch_with([shift + 60.0, shift, shift, shift], torch.float64))
     assert ess_lr.ess() == pytest.approx(1 / 4)
@@ -97,12 +97,12 @@ def test_masked_empty_and_unscored(optimizer):
     )
     ess_lr = ESSLearningRate(optimizer)
     ess_lr.add(batch)
-    weight = torch.tensor([1.0, 0.0, 1.0]).exp()  # the last: its staleness, as every weight has it
+    weight = torch.tensor([1.0, 0.0, 1.0]).exp()  # the last: the staleness ratio, as in every weight
     assert ess_lr.ess() == pytest.approx((weight.sum() ** 2 / (3 * weight.square().sum())).item())
     with ess_lr.applied():
         pass
     ess_lr.add(batch.rows(slice(2, 3)))
-    assert ess_lr.scale() == 1.0  # nothing to learn from, so nothing to hold back
+    assert ess_lr.scale() == 1.0  # no valid token, so the rate is not reduced
 
 
 # -- the step ------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ SCHEDULES = {
 
 
 def rates_of(schedule, scale_rates, steps=8, inside=False):
-    """(rates applied, measured by how far SGD moved; rates logged; scales)."""
+    """Returns (rates applied, measured by the length of the SGD step; rates logged; scales)."""
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     scheduler = SCHEDULES[schedule](optimizer)
@@ -149,7 +149,7 @@ def rates_of(schedule, scale_rates, steps=8, inside=False):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_and_warm_up_are_undisturbed(schedule):
-    """Recursive schedulers read the rate back: had they seen a scaled one, it would compound."""
+    """A recursive scheduler reads the rate back, so a scaled rate would compound."""
     own, logged, _ = rates_of(schedule, scale_rates=False)
     applied, logged_scaled, scales = rates_of(schedule, scale_rates=True)
     assert logged_scaled == logged
@@ -213,7 +213,7 @@ def test_calibration_takes_the_mean_on_policy(optimizer):
 
 
 def test_a_step_that_is_calibrated_on_is_not_scaled(optimizer):
-    """Nor by what ``begin`` left in force at the step before."""
+    """The scale of the step before does not apply either."""
     weight = optimizer.param_groups[0]["params"][0]
     ess_lr = ESSLearningRate(optimizer)
     moved = []
@@ -225,7 +225,7 @@ def test_a_step_that_is_calibrated_on_is_not_scaled(optimizer):
         moved.append((before - weight.item(), ess_lr.lr_scale))
     scale = moved[0][1]
     assert 0 < scale < 0.8
-    assert moved == [pytest.approx(pair) for pair in ((scale, scale), (1, 1), (1, 1))]  # base is now this very ESS
+    assert moved == [pytest.approx(pair) for pair in ((scale, scale), (1, 1), (1, 1))]  # the base is now this ESS
 
 
 def test_it_says_what_it_wants(optimizer):
@@ -289,12 +289,13 @@ def test_resume_gives_the_same_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_the_applied_rate_is_the_computed_one_on_two_processes(backend, tmp_path):
-    """Read inside the optimizer's step, computed by hand in one process, and seen in where the weights end."""
+    """The rate is read inside the optimizer's step, computed in one process, and checked in the final weights."""
     settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     settings["PYTHONPATH"] = os.pathsep.join([str(WORKER.parents[1]), os.environ.get("PYTHONPATH", "")])
     if backend.startswith("zero"):
         pytest.importorskip("deepspeed")
         settings["ACCELERATE_USE_DEEPSPEED"] = "true"
+    pytest.importorskip("accelerate")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, str(WORKER), backend, str(tmp_path)],

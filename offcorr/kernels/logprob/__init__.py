@@ -1,4 +1,4 @@
-"""Log-probs of a language-model head without logits in memory."""
+"""Log-probabilities under a language-model head, without all logits in memory."""
 
 from offcorr.kernels.logprob.linear import LogProbs, linear_logprob, logits_logprob, naive_logprob, out_of_vocabulary
 

@@ -1,4 +1,4 @@
-"""What ``linear_logprob`` and ``logits_logprob`` take, and the errors for everything else."""
+"""Checks of the arguments of ``linear_logprob`` and ``logits_logprob``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def transform_of(logit_scale: float, soft_cap: float | None, temperature: float) -> Transform:
+    """The checked options as a ``Transform``.
+
+    Raises:
+        ValueError: temperature or soft_cap is not positive, or logit_scale is 0 or not finite.
+    """
     for name, value in (("temperature", temperature), ("soft_cap", soft_cap)):
         if value is not None and not (0 < value < math.inf):
             raise ValueError(f"{name} is {value}, expected a positive number")
@@ -22,6 +27,7 @@ def transform_of(logit_scale: float, soft_cap: float | None, temperature: float)
 
 
 def check_float(name: str, x: Tensor) -> None:
+    """Raises ValueError for a sharded tensor and TypeError for a dtype that is not supported."""
     if any(cls.__name__ == "DTensor" for cls in type(x).__mro__):
         raise ValueError(
             f"{name} is a DTensor ({getattr(x, 'placements', '')}): a vocabulary-sharded head is not supported; "
@@ -32,16 +38,21 @@ def check_float(name: str, x: Tensor) -> None:
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """The dtype to compute in."""
+    """Checks hidden states and head, and returns the dtype to compute in.
+
+    Raises:
+        ValueError: shapes do not fit together, a tensor is on another device, or the head is sharded.
+        TypeError: a dtype is not supported, or differs from that of hidden outside autocast.
+    """
     named = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
     kind = hidden.device.type
-    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    rounded = torch.get_autocast_dtype(kind) if casts else None
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast_dtype = torch.get_autocast_dtype(kind) if autocast else None
     for name, x in named.items():
         check_float(name, x)
         if x.device != hidden.device:
             raise ValueError(f"{name} is on {x.device}, expected {hidden.device}, where hidden is")
-        if rounded is None and x.dtype != hidden.dtype:
+        if autocast_dtype is None and x.dtype != hidden.dtype:
             raise TypeError(f"{name} is {x.dtype}, expected {hidden.dtype} like hidden (or autocast)")
     if hidden.ndim < 1 or hidden.shape[-1] < 1:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}, expected (..., H) with H at least 1")
@@ -52,16 +63,25 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dty
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({len(weight)},) to go with weight")
-    return hidden.dtype if rounded is None or hidden.dtype == torch.float64 else rounded
+    return hidden.dtype if autocast_dtype is None or hidden.dtype == torch.float64 else autocast_dtype
 
 
 def check_targets(target: Tensor, mask: Tensor | None, shape: torch.Size, name: str, device: torch.device) -> None:
-    for what, x in (("target", target), ("mask", mask)):
+    """Checks targets and mask against ``shape``, that of the argument called ``name`` without its last dimension.
+
+    Raises:
+        ValueError: wrong shape or device.
+        TypeError: target is not an integer tensor, or mask neither integer nor bool.
+    """
+    for field, x in (("target", target), ("mask", mask)):
         if x is None:
             continue
         if x.shape != shape:
-            raise ValueError(f"{what} has shape {tuple(x.shape)}, expected {tuple(shape)}, that of {name} but its last")
+            raise ValueError(
+                f"{field} has shape {tuple(x.shape)}, expected {tuple(shape)}, the shape of {name} without its last "
+                "dimension"
+            )
         if x.device != device:
-            raise ValueError(f"{what} is on {x.device}, expected {device}, where {name} is")
-        if x.dtype.is_floating_point or x.dtype.is_complex or (what == "target" and x.dtype == torch.bool):
-            raise TypeError(f"{what} is {x.dtype}, expected integers{' or bool' if what == 'mask' else ''}")
+            raise ValueError(f"{field} is on {x.device}, expected {device}, where {name} is")
+        if x.dtype.is_floating_point or x.dtype.is_complex or (field == "target" and x.dtype == torch.bool):
+            raise TypeError(f"{field} is {x.dtype}, expected integers{' or bool' if field == 'mask' else ''}")

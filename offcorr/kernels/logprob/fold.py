@@ -1,7 +1,7 @@
-"""``logprob_tiles`` for Triton, under the same names: both kernels read a tile once and do no matrix product.
+"""The functions of ``offcorr.kernels.logprob.tiles`` in Triton, under the same names.
 
-A row of the tile is one program's in ``fold_tile``; in ``grad_tile`` each block of a row is one's.  Sums over a row
-run in a fixed order: the same tile gives the same bits.
+``fold_tile`` starts one program per row of the tile, ``grad_tile`` one per block of a row.  Matrix products are left to
+torch.  Sums over a row run in a fixed order, so the same tile always gives the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from offcorr.kernels.logprob.tiles import Transform
 from offcorr.kernels.spans import expm1
 
 BLOCK, WARPS = 2048, 8
-"""Columns a program looks at together, and the warps that do."""
+"""Columns per block, and warps per program."""
 
 
 def fold_tile(
@@ -29,7 +29,7 @@ def fold_tile(
     entropy: bool = False,
     squares: bool = False,
 ) -> None:
-    """As ``logprob_tiles.fold_tile``; the tile itself is left as it is unless it is ``weights``."""
+    """Adds a tile of products to ``state``, as ``tiles.fold_tile``; overwrites the tile only if it is ``weights``."""
     rows, columns = tile.shape
     scale, soft_cap, inverse_temperature = _numbers(transform)
     fold_kernel[(rows,)](
@@ -65,7 +65,10 @@ def grad_tile(
     *,
     entropy: bool = False,
 ) -> None:
-    """As ``logprob_tiles.grad_tile``; a token with no incoming gradient gets zeros, whatever its tile holds."""
+    """Writes dL/d(product) of a tile to ``out``, as ``tiles.grad_tile``.
+
+    The tile is not read where a token has no incoming gradient; the gradient is 0 there.
+    """
     columns, block = tile.shape[1], _block(tile.shape[1])
     scale, soft_cap, inverse_temperature = _numbers(transform)
     grad_kernel[(tile.shape[0], triton.cdiv(columns, block))](
@@ -99,11 +102,11 @@ def _block(columns: int) -> int:
 
 @triton.jit
 def _logit(product, scale, soft_cap, inverse_temperature, CAPPED: tl.constexpr):
-    """(logit, d logit / d product)."""
+    """Returns (logit, d logit / d product)."""
     x = product * scale
     slope = tl.zeros_like(x) + scale * inverse_temperature
     if CAPPED:
-        # tanh(x) = -expm1(-2|x|) / (1 + e^(-2|x|)), with the sign of x: accurate at both ends.
+        # tanh(|x|) = -expm1(-2|x|) / (1 + e^(-2|x|)) is accurate for small and for large x.
         x = x / soft_cap
         e = tl.exp(-2 * tl.abs(x))
         bounded = -expm1(-2 * tl.abs(x)) / (1 + e)
@@ -155,7 +158,7 @@ def fold_kernel(
     if SQUARES:
         square = tl.load(state_ptr + 3 * stride + row)
 
-    if weights_ptr is not None:  # what is written is relative to the tile's maximum, so that comes first
+    if weights_ptr is not None:  # the weights are relative to the maximum after this tile, which is computed first
         for start in range(0, columns, BLOCK):
             at = start + lanes
             z, slope = _load(row_ptr, bias_ptr, at, at < columns, first, scale, soft_cap, inverse_temperature, CAPPED)
@@ -222,18 +225,18 @@ def grad_kernel(
     lse = tl.load(rows_ptr + row)
     d_logp = tl.load(rows_ptr + 2 * stride + row) + tl.zeros([BLOCK], tl.float32)
     d_target = tl.load(rows_ptr + 4 * stride + row)
-    alive = d_logp != 0
+    active = d_logp != 0
     if ENTROPY:
         mean = tl.load(rows_ptr + stride + row)
         d_entropy = tl.load(rows_ptr + 3 * stride + row) + tl.zeros([BLOCK], tl.float32)
-        alive = alive | (d_entropy != 0)
+        active = active | (d_entropy != 0)
     row_ptr = tile_ptr + row * tile_stride
-    z, slope = _load(row_ptr, bias_ptr, at, inside & alive, first, scale, soft_cap, inverse_temperature, CAPPED)
+    z, slope = _load(row_ptr, bias_ptr, at, inside & active, first, scale, soft_cap, inverse_temperature, CAPPED)
     log_p = z - lse
     p = tl.exp(log_p)
     grad = -d_logp * p
     if ENTROPY:
         grad -= tl.where(p > 0, d_entropy * p * (log_p + mean), 0.0)
     grad = tl.where(at == tl.load(target_ptr + row) - first, d_target, grad * slope)
-    grad = tl.where(alive, grad, 0.0)
+    grad = tl.where(active, grad, 0.0)
     tl.store(out_ptr + row * out_stride + at, grad.to(out_ptr.dtype.element_ty), mask=inside)

@@ -4,10 +4,11 @@
     logp = log softmax(logits)[target]      d logp / d logits_v = 1[v = target] - p_v
     entropy = -sum_v p_v log p_v            d entropy / d logits_v = -p_v (log p_v + entropy)
 
-The head is walked in vocabulary tiles, within each in chunks of tokens: a matrix product into one reused [chunk, tile]
-buffer, then ``fold_tile`` (torch here, Triton on a GPU).  Half-precision inputs give float32 products.  The backward
-computes the tiles again, for the tokens alone whose incoming gradient is not 0; under a frozen head the forward has
-already summed U = dlogp/dhidden, and the backward is one elementwise product.
+The outer loop runs over tiles of the vocabulary, the inner one over chunks of tokens.  Each step is a matrix product
+into one reused [chunk, tile] buffer, followed by ``fold_tile`` (in torch on a CPU, in Triton on a GPU).  Products of
+half-precision inputs are float32.  The backward pass computes the tiles again, only for tokens whose incoming gradient
+is not 0.  With a frozen head the forward pass has already computed dlogp/dhidden, and the backward pass is one
+elementwise product.
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ from offcorr.kernels.logprob.checks import check_float, check_head, check_target
 from offcorr.kernels.logprob.tiles import Finished, Transform
 
 ALIGNED = 64
-"""Numbers in a row, and rows in a chunk, whose multiples begin at addresses that all matrix products take alike."""
+"""With rows of a multiple of this many numbers, and chunks of a multiple of this many rows, every chunk starts at an
+address with the alignment that makes a matrix product pick the same kernel."""
 
 
 class LogProbs(NamedTuple):
-    """Per token, in the shape of ``target``, float32 (float64 for float64 inputs); 0 under the mask."""
+    """Results per token, in the shape of ``target``.
+
+    They are float32 (float64 for float64 inputs), and 0 on tokens that the mask excludes.
+    """
 
     logp: Tensor
-    """log p(target), nats."""
+    """log p(target), in nats."""
     entropy: Tensor | None
-    """Entropy of the whole distribution, nats."""
+    """Entropy of the distribution over the vocabulary, in nats; None unless it was requested."""
     sum_sq_probs: Tensor | None
-    """Sum over the vocabulary of p^2; detached."""
+    """Sum over the vocabulary of p^2, detached; None unless it was requested."""
 
 
 def linear_logprob(
@@ -56,30 +61,41 @@ def linear_logprob(
     batch_invariant: bool = False,
     chunk: int | None = None,
 ) -> LogProbs:
-    """Log-probabilities (and entropy) of ``target`` [...] under ``hidden`` [..., H] and a head ``weight`` [V, H].
+    """Log-probabilities (and entropies) of ``target`` under a linear head, without the [tokens, vocabulary] logits.
 
-    Differentiable in hidden, weight and bias through ``logp`` and ``entropy``; ``sum_sq_probs`` is detached.
+    The gradient reaches hidden, weight and bias through ``logp`` and ``entropy``; ``sum_sq_probs`` is detached.
+    With p = softmax(logits), d logp / d logits_v = 1[v = target] - p_v; the module's docstring has that of the entropy.
 
     Args:
+        hidden: [..., H], the last hidden states.
+        weight: [V, H], the head.
+        target: [...], integers: the tokens whose log-probability is computed.
         bias: [V].
-        mask: [...], bool or integer: the tokens that count.  Elsewhere nothing is read, results and gradients are 0.
-        frozen_head: Weight and bias get no gradient, and dlogp/dhidden [..., H] is summed in the forward pass
-            (2 matrix products, not 3).  None: where neither asks for one.  An entropy gradient costs a recomputation.
-        batch_invariant: A token's results do not depend on what else is in the batch, bit for bit: every matrix
-            product has ``chunk`` rows, the last padded.  ``chunk`` is rounded up to a multiple of 64, and H is padded
-            to one (which copies the head where it is none).
-        chunk: Tokens in a tile; None: 512 on a CPU, at most 4096 on a GPU.
+        mask: [...], bool or integer: the valid tokens.  Hidden states and targets of other tokens never enter a result
+            or a gradient; their results and gradients are 0.
+        temperature: divides the logits.
+        logit_scale: multiplies the product of hidden states and head.
+        soft_cap: bounds the scaled product x by soft_cap tanh(x / soft_cap); None: no bound.
+        entropy: whether to compute the entropy.
+        sum_sq_probs: whether to compute the sum of squared probabilities.
+        frozen_head: whether weight and bias receive no gradient.  Then dlogp/dhidden [..., H] is computed in the
+            forward pass, and a step takes 2 matrix products instead of 3; a gradient of the entropy still needs the
+            tiles a second time.  None: frozen if neither weight nor bias requires a gradient.
+        batch_invariant: whether the results of a token are the same, bit for bit, whatever else is in the batch.  Then
+            every matrix product has ``chunk`` rows, the last one padded; ``chunk`` is rounded up to a multiple of 64,
+            and H is padded to a multiple of 64, which copies the head if H is not one.
+        chunk: tokens per tile; None: 512 on a CPU, at most 4096 on a GPU.
 
-    A target outside the vocabulary where the mask is (-100 included) gives NaN in all results of its token and is
-    counted (``out_of_vocabulary``), without a host synchronisation.  Under autocast the inputs are rounded to its
-    dtype, as a linear layer does.
+    A valid target outside the vocabulary (-100, for example) makes every result of its token NaN and is counted
+    (see ``out_of_vocabulary``), without a host synchronisation.  Under autocast the inputs are rounded to its dtype, as
+    in a linear layer.
 
     Raises:
-        RuntimeError: a gradient of the gradient is asked for (``create_graph=True``).
-        ValueError: shapes that do not fit together, tensors on different devices, a vocabulary-sharded head,
-            temperature, soft_cap or chunk not positive.
-        TypeError: dtypes that differ (outside autocast) or are none of float16, bfloat16, float32, float64; a
-            target or mask of the wrong kind.
+        RuntimeError: a second derivative is requested (``create_graph=True``).
+        ValueError: shapes do not fit together, tensors are on different devices, the head is sharded over the
+            vocabulary, or temperature, soft_cap or chunk is not positive.
+        TypeError: dtypes differ (outside autocast) or are not one of float16, bfloat16, float32 and float64, or target
+            or mask has the wrong dtype.
 
     >>> hidden, weight = torch.zeros(2, 4), torch.ones(8, 4)
     >>> linear_logprob(hidden, weight, torch.tensor([0, 7])).logp.exp()
@@ -93,23 +109,22 @@ def linear_logprob(
         frozen_head = not (weight.requires_grad or (bias is not None and bias.requires_grad))
     if frozen_head:
         weight, bias = weight.detach(), bias.detach() if bias is not None else None
-    tiles = _tiles_for(hidden.device, dtype, chunk)
+    layout = _tiles_for(hidden.device, dtype, chunk)
     if batch_invariant:
-        # Rows of one product are summed in one order only where they, and the blocks they are taken in, are aligned.
+        # All rows of a product are summed in the same order only if the rows and the chunks are aligned.
         hidden, weight = _aligned(hidden), _aligned(weight)
-        tiles["chunk"] = _round_up(tiles["chunk"], ALIGNED)
+        layout["chunk"] = _round_up(layout["chunk"], ALIGNED)
     plan = _Plan(
         transform_of(logit_scale, soft_cap, temperature),
         entropy,
         sum_sq_probs,
         sums_gradient=frozen_head and hidden.requires_grad and torch.is_grad_enabled(),
         batch_invariant=batch_invariant,
-        **tiles,
+        **layout,
     )
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-    token = _Targets.of(target, mask, weight.shape[0])
-    found = _LinearLogProb.apply(flat, weight, bias, token, plan)
-    return _shaped(found, target.shape)
+    targets = _prepare_targets(target, mask, weight.shape[0])
+    return _reshaped(_LinearLogProb.apply(flat, weight, bias, targets, plan), target.shape)
 
 
 def logits_logprob(
@@ -123,9 +138,10 @@ def logits_logprob(
     entropy: bool = False,
     sum_sq_probs: bool = False,
 ) -> LogProbs:
-    """As ``linear_logprob``, from ``logits`` [..., V], for models whose head cannot be reached.
+    """Log-probabilities (and entropies) of ``target`` [...] from ``logits`` [..., V].
 
-    Half-precision logits are read as they are and summed in float32; the gradient has their dtype.
+    It serves models whose head cannot be called separately.  Options, results and errors are those of
+    ``linear_logprob``.  Half-precision logits are summed in float32, and their gradient has their dtype.
 
     >>> logits_logprob(torch.zeros(1, 2, 4), torch.tensor([[0, 3]]), entropy=True).entropy.exp()
     tensor([[4., 4.]])
@@ -143,16 +159,18 @@ def logits_logprob(
     )
     flat = logits.reshape(-1, vocabulary)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    found = _LogitsLogProb.apply(flat, _Targets.of(target, mask, vocabulary), plan)
-    return _shaped(found, target.shape)
+    return _reshaped(_LogitsLogProb.apply(flat, _prepare_targets(target, mask, vocabulary), plan), target.shape)
 
 
 def out_of_vocabulary(*, reset: bool = False) -> int:
-    """Targets outside the vocabulary met so far in this process, all devices; reading them waits for the devices."""
-    found = sum(int(count.item()) for count in _OUT_OF_VOCABULARY.values())
+    """Number of valid targets outside the vocabulary so far in this process, on all devices.
+
+    Reading it synchronises with every device that holds a count.  ``reset`` sets it back to 0 after it is read.
+    """
+    total = sum(int(count.item()) for count in _OUT_OF_VOCABULARY.values())
     if reset:
         _OUT_OF_VOCABULARY.clear()
-    return found
+    return total
 
 
 def naive_logprob(
@@ -165,7 +183,7 @@ def naive_logprob(
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
 ) -> LogProbs:
-    """``linear_logprob`` as one would write it: all logits at once, gradients by autograd; the definition."""
+    """Reference definition of ``linear_logprob``: all logits in memory, gradients by autograd, always with entropy."""
     logits = hidden @ weight.T
     logits = logit_scale * (logits if bias is None else logits + bias)
     if soft_cap is not None:
@@ -181,26 +199,27 @@ def naive_logprob(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What one call does, and in which tiles."""
+    """Options of one call, and the sizes and dtypes of its tiles."""
 
     transform: Transform
     entropy: bool
     squares: bool
     tiles: Any
-    """The module with ``fold_tile`` and ``grad_tile``."""
+    """The module that supplies ``fold_tile`` and ``grad_tile``."""
     inputs: torch.dtype
-    """Of hidden states and head, autocast included."""
+    """Dtype of hidden states and head, after autocast."""
     factors: torch.dtype
-    """Of the matrices that are multiplied, the gradient tile among them."""
+    """Dtype of the matrices that are multiplied, the gradient tile included."""
     sums: torch.dtype
-    """Of products, sums and results."""
+    """Dtype of products, sums and results."""
     chunk: int
     columns: int
     step: int
-    """Chunks are cut to a multiple of this, and the last is padded if it is above 1."""
-    counts_mask: bool
-    """Whether a forward pass leaves masked tokens out; on a GPU it would have to wait for their number."""
+    """The size of a chunk is a multiple of this; above 1, the last chunk is padded."""
+    skips_masked: bool
+    """Whether a forward pass skips masked tokens; on a GPU their number would take a host synchronisation."""
     sums_gradient: bool = False
+    """Whether the forward pass computes dlogp/dhidden."""
     batch_invariant: bool = False
 
     @property
@@ -215,62 +234,65 @@ def _tiles_for(device: torch.device, dtype: torch.dtype, chunk: int | None) -> d
     on_gpu = device.type == "cuda"
     fused = chosen() == "triton" or (chosen() == "auto" and on_gpu)
     sums = torch.promote_types(dtype, torch.float32)
-    tiles: Any = tiles
+    module: Any = tiles
     if fused and sums == torch.float32 and importlib.util.find_spec("triton") is not None:
         from offcorr.kernels.logprob import fold
 
-        tiles = fold
-    as_on_gpu = on_gpu or tiles is not tiles
-    # A CPU multiplies half precision slowly and rounds the result to it.
+        module = fold
+    as_on_gpu = on_gpu or module is not tiles
+    # On a CPU, products of half-precision matrices are slow, and their results are rounded to half precision.
     factors = dtype if as_on_gpu else sums
     chunk, columns, step = (chunk or 4096, 16384, 256) if as_on_gpu else (chunk or 512, 8192, 1)
     return dict(
-        tiles=tiles,
+        tiles=module,
         inputs=dtype,
         factors=factors,
         sums=sums,
         chunk=chunk,
         columns=columns,
         step=min(step, chunk),
-        counts_mask=not as_on_gpu,
+        skips_masked=not as_on_gpu,
     )
 
 
 class _Targets(NamedTuple):
-    """Per token [N]: a target that can be looked up, whether it counts, whether it was outside the vocabulary."""
+    """Targets of a call, each tensor [N]."""
 
-    inside: Tensor
+    clamped: Tensor
+    """The target, clamped to the vocabulary so that it can be used as an index."""
     mask: Tensor | None
-    bad: Tensor
+    outside: Tensor
+    """Whether the token is valid and its target is outside the vocabulary."""
 
-    @classmethod
-    def of(cls, target: Tensor, mask: Tensor | None, vocabulary: int) -> _Targets:
-        target = target.reshape(-1).long()
-        bad = (target < 0) | (target >= vocabulary)
-        if mask is not None:
-            mask = mask.reshape(-1) != 0
-            bad = bad & mask
-        device = target.device
-        if device not in _OUT_OF_VOCABULARY:
-            with torch.inference_mode(False):  # whose tensors could not be added to afterwards
-                _OUT_OF_VOCABULARY[device] = torch.zeros((), dtype=torch.int64, device=device)
-        _OUT_OF_VOCABULARY[device] += bad.sum()
-        return cls(target.clamp(0, vocabulary - 1), mask, bad)
+    def zero_masked(self, values: Tensor) -> Tensor:
+        """``values`` [N], set to 0 on masked tokens."""
+        return values if self.mask is None else torch.where(self.mask, values, 0)
 
-    def present(self, found: Tensor) -> Tensor:
-        """``found`` [N] with 0 under the mask."""
-        return found if self.mask is None else torch.where(self.mask, found, 0)
+    def computed(self, plan: _Plan) -> Tensor | None:
+        """Indices of the tokens that a forward pass computes; None: all."""
+        return self.mask.nonzero().squeeze(1) if self.mask is not None and plan.skips_masked else None
 
-    def kept(self, plan: _Plan) -> Tensor | None:
-        """Which tokens a forward pass computes; None: all."""
-        return self.mask.nonzero().squeeze(1) if self.mask is not None and plan.counts_mask else None
+
+def _prepare_targets(target: Tensor, mask: Tensor | None, vocabulary: int) -> _Targets:
+    """The targets and mask, flattened; counts the targets outside the vocabulary."""
+    target = target.reshape(-1).long()
+    outside = (target < 0) | (target >= vocabulary)
+    if mask is not None:
+        mask = mask.reshape(-1) != 0
+        outside = outside & mask
+    device = target.device
+    if device not in _OUT_OF_VOCABULARY:
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be added to outside it
+            _OUT_OF_VOCABULARY[device] = torch.zeros((), dtype=torch.int64, device=device)
+    _OUT_OF_VOCABULARY[device] += outside.sum()
+    return _Targets(target.clamp(0, vocabulary - 1), mask, outside)
 
 
 _OUT_OF_VOCABULARY: dict[torch.device, Tensor] = {}
 
 
 class _Rows:
-    """The tokens that take part, brought together in chunks of one size; the last may be padded with zeros."""
+    """The tokens that are computed, gathered into chunks of equal size; the last chunk may be padded with zeros."""
 
     def __init__(self, index: Tensor | None, tokens: int, plan: _Plan) -> None:
         self.tokens = tokens
@@ -278,32 +300,33 @@ class _Rows:
         self.count = tokens if self.index is None else self.index.numel()
         if plan.batch_invariant:
             self.size = plan.chunk
-        else:  # chunks as equal as can be
+        else:  # as few chunks as the plan allows, of nearly equal size
             size = math.ceil(self.count / max(1, math.ceil(self.count / plan.chunk)))
             self.size = max(1, _round_up(size, plan.step))
         pads = plan.batch_invariant or plan.step > 1
         self.padded = _round_up(self.count, self.size) if pads else self.count
-        # A view of the caller's may lie at any address, and some matrix products look at that.
-        self.as_it_is = self.index is None and self.padded == self.tokens and not plan.batch_invariant
+        # Batch-invariant results need a copy: the caller's tensor may start at any address, and some matrix products
+        # choose their kernel by the alignment.
+        self.uses_input = self.index is None and self.padded == self.tokens and not plan.batch_invariant
 
     def __iter__(self) -> Iterator[slice]:
         for first in range(0, self.padded, self.size):
             yield slice(first, min(first + self.size, self.padded))
 
-    def take(self, x: Tensor) -> Tensor:
-        """[N, ...] -> [padded, ...]"""
-        if self.as_it_is:
+    def gather(self, x: Tensor) -> Tensor:
+        """Rows of ``x`` [N, ...] for the computed tokens, [padded, ...]."""
+        if self.uses_input:
             return x
-        taken = x.new_zeros(self.padded, *x.shape[1:])
-        taken[: self.count] = x if self.index is None else x[self.index]
-        return taken
+        gathered = x.new_zeros(self.padded, *x.shape[1:])
+        gathered[: self.count] = x if self.index is None else x[self.index]
+        return gathered
 
     def copy(self, x: Tensor, chunk: slice, dtype: torch.dtype) -> Tensor:
-        """One chunk of ``x`` [N, ...], to be overwritten."""
+        """A copy of one chunk of ``x`` [N, ...] in ``dtype``, which the caller may overwrite."""
         return x[chunk if self.index is None else self.index[chunk]].to(dtype, copy=True)
 
-    def put(self, x: Tensor) -> Tensor:
-        """[padded, ...] -> [N, ...], 0 for tokens that took no part"""
+    def scatter(self, x: Tensor) -> Tensor:
+        """``x`` [padded, ...] as [N, ...], with 0 for tokens that were not computed."""
         x = x[: self.count]
         return x if self.index is None else x.new_zeros(self.tokens, *x.shape[1:]).index_copy_(0, self.index, x)
 
@@ -311,15 +334,15 @@ class _Rows:
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token: _Targets, plan: _Plan
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: _Targets, plan: _Plan
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.token, ctx.plan, ctx.head = token, plan, weight.shape
+        ctx.targets, ctx.plan, ctx.head = targets, plan, weight.shape
         with torch.autocast(hidden.device.type, enabled=False):
-            rows = _Rows(token.kept(plan), len(hidden), plan)
-            h, target = _taken(hidden, token, rows, plan)
+            rows = _Rows(targets.computed(plan), len(hidden), plan)
+            h, target = _gathered(hidden, targets, rows, plan)
             logit, slope = _target_logit(h, weight, bias, target, rows, plan)
-            logit = torch.where(rows.take(token.bad), torch.nan, logit)  # from here on, everything of the token is NaN
+            logit = torch.where(rows.gather(targets.outside), torch.nan, logit)  # makes every result of the token NaN
             state = tiles.start(rows.padded, logit)
             gradient = torch.empty_like(h, dtype=plan.sums) if plan.sums_gradient else None
             buffer = _Buffer(rows, weight, plan)
@@ -337,17 +360,17 @@ class _LinearLogProb(torch.autograd.Function):
                         if first:
                             gradient[c].mul_(state[4, c, None])
                         _product(weights, w, gradient[c], accumulate=first > 0)
-            found = tiles.finish(state, logit)
+            finished = tiles.finish(state, logit)
             if gradient is not None:
-                to_probability = -(state[0] - found.lse).exp()
-                to_target = -torch.expm1(found.logp) * slope
+                to_probability = -(state[0] - finished.lse).exp()
+                to_target = -torch.expm1(finished.logp) * slope
                 for c in rows:
                     row = weight[target[c]].to(plan.inputs).to(plan.sums)
                     gradient[c].mul_(to_probability[c, None]).addcmul_(to_target[c, None], row)
-                gradient = rows.put(gradient.to(hidden.dtype))
-            stats = rows.put(torch.stack([found.lse, found.entropy, found.logp, slope], 1))
+                gradient = rows.scatter(gradient.to(hidden.dtype))
+            stats = rows.scatter(torch.stack([finished.lse, finished.entropy, finished.logp, slope], 1))
             ctx.save_for_backward(hidden, weight, bias, stats, gradient)
-            return _results(ctx, found, rows, token, plan)
+            return _results(ctx, finished, rows, targets, plan)
 
     @staticmethod
     def backward(
@@ -355,11 +378,11 @@ class _LinearLogProb(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         _refuse_second_derivatives()
         hidden, weight, bias, stats, gradient = ctx.saved_tensors
-        token, plan = ctx.token, ctx.plan
+        targets, plan = ctx.targets, ctx.plan
         if d_logp is None and d_entropy is None:
             return None, None, None, None, None
         if gradient is not None and d_entropy is None and d_logp is not None:
-            d = token.present(d_logp)[:, None]
+            d = targets.zero_masked(d_logp)[:, None]
             return torch.where(d != 0, d * gradient, 0).to(hidden.dtype), None, None, None, None
         if weight.shape != ctx.head:
             raise RuntimeError(
@@ -367,23 +390,25 @@ class _LinearLogProb(torch.autograd.Function):
                 "forward pass: a head that FSDP or ZeRO-3 splits again in between must be gathered for both"
             )
         with torch.autocast(hidden.device.type, enabled=False):
-            per_token, alive = _incoming(stats, d_logp, d_entropy, token)
-            rows = _Rows(alive.nonzero().squeeze(1), len(hidden), plan)  # on a GPU, the one wait of a backward pass
-            h, target = _taken(hidden, token, rows, plan)
-            given = rows.take(per_token).T.contiguous()
+            per_token, active = _incoming(stats, d_logp, d_entropy, targets)
+            rows = _Rows(
+                active.nonzero().squeeze(1), len(hidden), plan
+            )  # on a GPU, the only host synchronisation of a backward pass
+            h, target = _gathered(hidden, targets, rows, plan)
+            per_row = rows.gather(per_token).T.contiguous()
             unit = None
             if plan.factors == torch.float16 and rows.count:
-                # Which holds little below 6e-8: gradients are counted in units near the largest.
-                unit = (given[2:4].abs().amax() * (plan.slope / 2**8)).clamp(min=torch.finfo(plan.sums).tiny)
-                given[2:] /= unit
-            # Rounded here, so that what the tile loses of the targets' entries is known and can be put back.
-            rounded = given[4].to(plan.factors).to(plan.sums)
-            lost, given[4] = given[4] - rounded, rounded
-            to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
-            like = (torch.empty_like, torch.zeros_like)[not rows.count]
-            grad_hidden = like(h, dtype=plan.sums) if to_hidden else None
-            grad_weight = like(weight) if to_weight else None
-            grad_bias = torch.zeros_like(bias, dtype=plan.sums) if to_bias else None
+                # float16 has no numbers between 0 and 6e-8: gradients are divided by a unit near the largest of them.
+                unit = (per_row[2:4].abs().amax() * (plan.slope / 2**8)).clamp(min=torch.finfo(plan.sums).tiny)
+                per_row[2:] /= unit
+            # The targets' entries are rounded here, so that their rounding error is known and can be added back.
+            rounded = per_row[4].to(plan.factors).to(plan.sums)
+            lost, per_row[4] = per_row[4] - rounded, rounded
+            needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+            allocate = torch.empty_like if rows.count else torch.zeros_like
+            grad_hidden = allocate(h, dtype=plan.sums) if needs_hidden else None
+            grad_weight = allocate(weight) if needs_weight else None
+            grad_bias = torch.zeros_like(bias, dtype=plan.sums) if needs_bias else None
             buffer = _Buffer(rows, weight, plan)
             for first, w, b in _vocabulary(weight, bias, plan) if rows.count else ():
                 last = first + len(w)
@@ -396,7 +421,7 @@ class _LinearLogProb(torch.autograd.Function):
                     tile, out = buffer.tiles(c, w)
                     _product(h[c], w.T, tile)
                     plan.tiles.grad_tile(
-                        *(tile, b, target[c], given[:, c], plan.transform, first, out),
+                        *(tile, b, target[c], per_row[:, c], plan.transform, first, out),
                         entropy=d_entropy is not None,
                     )
                     if grad_hidden is not None:
@@ -410,28 +435,31 @@ class _LinearLogProb(torch.autograd.Function):
             if grad_hidden is not None:
                 for c in rows if plan.factors != plan.sums else ():
                     grad_hidden[c].addcmul_(lost[c, None], weight[target[c]].to(plan.inputs).to(plan.sums))
-                grad_hidden = rows.put(grad_hidden if unit is None else grad_hidden * unit).to(hidden.dtype)
+                grad_hidden = rows.scatter(grad_hidden if unit is None else grad_hidden * unit).to(hidden.dtype)
             if grad_bias is not None:
                 grad_bias = (grad_bias if unit is None else grad_bias * unit).to(bias.dtype)
             return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def _vocabulary(weight: Tensor, bias: Tensor | None, plan: _Plan) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """(first entry, weight, bias) of each tile."""
+    """(number of the first entry, weight, bias) of each vocabulary tile."""
     for first in range(0, len(weight), plan.columns):
-        own = slice(first, first + plan.columns)
-        yield first, weight[own].to(plan.inputs).to(plan.factors), None if bias is None else bias[own]
+        tile = slice(first, first + plan.columns)
+        yield first, weight[tile].to(plan.inputs).to(plan.factors), None if bias is None else bias[tile]
 
 
-def _taken(hidden: Tensor, token: _Targets, rows: _Rows, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """Hidden states and targets of the tokens that take part; garbage in one row of a product stays in that row."""
-    return rows.take(hidden).to(plan.factors), rows.take(token.inside)
+def _gathered(hidden: Tensor, targets: _Targets, rows: _Rows, plan: _Plan) -> tuple[Tensor, Tensor]:
+    """Hidden states and targets of the computed tokens.
+
+    A NaN in one token's hidden states stays in that token's row of every product.
+    """
+    return rows.gather(hidden).to(plan.factors), rows.gather(targets.clamped)
 
 
 def _target_logit(
     h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rows: _Rows, plan: _Plan
 ) -> tuple[Tensor, Tensor]:
-    """The targets' logits and d logit / d product [padded], never rounded to half precision."""
+    """Logits of the targets and d logit / d product, each [padded], computed in ``plan.sums``."""
     product = torch.empty(rows.padded, dtype=plan.sums, device=h.device)
     for c in rows:
         row = weight[target[c]].to(plan.inputs).to(plan.sums)
@@ -441,7 +469,7 @@ def _target_logit(
 
 
 class _Buffer:
-    """One tile of products, and one in the dtype of the factors where that is another; used for every tile."""
+    """Memory that every tile reuses: one tile of products, and one of factors if their dtype is another."""
 
     def __init__(self, rows: _Rows, weight: Tensor, plan: _Plan) -> None:
         size = min(rows.size, rows.padded) * min(plan.columns, len(weight))
@@ -450,12 +478,13 @@ class _Buffer:
             self.second = torch.empty(size, dtype=plan.factors, device=weight.device)
 
     def tiles(self, chunk: slice, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of both for a chunk of tokens and a vocabulary tile ``w``."""
         shape = chunk.stop - chunk.start, len(w)
         return self.first[: math.prod(shape)].view(shape), self.second[: math.prod(shape)].view(shape)
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """``out (+)= a @ b``, with the result never rounded to less than ``out`` holds."""
+    """Writes a @ b to ``out``, or adds it, in the precision of ``out``."""
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=float(accumulate), out=out)
     elif not (a.is_cuda and _WIDENS):
@@ -467,15 +496,17 @@ def _product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> Non
 
 
 _WIDENS = hasattr(torch.ops.aten.mm, "dtype_out") and torch.version.hip is None
-"""Whether cuBLAS may be asked for float32 products of half-precision matrices (torch 2.8)."""
+"""Whether cuBLAS can return float32 products of half-precision matrices (from torch 2.8)."""
 
 
-def _incoming(stats: Tensor, d_logp: Tensor | None, d_entropy: Tensor | None, token: _Targets) -> tuple[Tensor, Tensor]:
-    """What ``grad_tile`` needs of each token [N, 5], and the tokens with any gradient [N]."""
+def _incoming(
+    stats: Tensor, d_logp: Tensor | None, d_entropy: Tensor | None, targets: _Targets
+) -> tuple[Tensor, Tensor]:
+    """Inputs of ``grad_tile`` for every token [N, 5] (``tiles.ROWS``), and which tokens have a gradient [N]."""
     lse, entropy, logp, slope = stats.unbind(1)
     none = torch.zeros_like(lse)
-    d_logp = none if d_logp is None else token.present(d_logp)
-    d_entropy = none if d_entropy is None else token.present(d_entropy)
+    d_logp = none if d_logp is None else targets.zero_masked(d_logp)
+    d_entropy = none if d_entropy is None else targets.zero_masked(d_entropy)
     p = logp.exp()
     d_target = -d_logp * torch.expm1(logp) - d_entropy * torch.where(p > 0, p * (logp + entropy), 0)
     rows = torch.stack([lse, entropy, d_logp, d_entropy, d_target * slope], 1)
@@ -483,10 +514,10 @@ def _incoming(stats: Tensor, d_logp: Tensor | None, d_entropy: Tensor | None, to
 
 
 def _refuse_second_derivatives() -> None:
-    if torch.is_grad_enabled():  # of create_graph=True: what is returned would be taken for a constant
+    if torch.is_grad_enabled():  # create_graph=True: autograd would treat the gradient as a constant
         raise RuntimeError(
             "log-probabilities have first derivatives only: create_graph=True asks for the gradient of a gradient; "
-            "naive_logprob has it, at the memory of all logits"
+            "naive_logprob supports it, with all logits in memory"
         )
 
 
@@ -495,17 +526,17 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """[..., H] with zeros up to a multiple of ``ALIGNED``."""
+    """``x`` [..., H], padded with zeros to a multiple of ``ALIGNED``."""
     missing = -x.shape[-1] % ALIGNED
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _results(
-    ctx: Any, found: Finished, rows: _Rows, token: _Targets, plan: _Plan
+    ctx: Any, finished: Finished, rows: _Rows, targets: _Targets, plan: _Plan
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    logp = token.present(rows.put(found.logp))
-    entropy = token.present(rows.put(found.entropy)) if plan.entropy else None
-    sum_sq_probs = token.present(rows.put(found.sum_sq_probs)) if plan.squares else None
+    logp = targets.zero_masked(rows.scatter(finished.logp))
+    entropy = targets.zero_masked(rows.scatter(finished.entropy)) if plan.entropy else None
+    sum_sq_probs = targets.zero_masked(rows.scatter(finished.sum_sq_probs)) if plan.squares else None
     if sum_sq_probs is not None:
         ctx.mark_non_differentiable(sum_sq_probs)
     return logp, entropy, sum_sq_probs
@@ -515,17 +546,19 @@ def _results(
 
 
 class _LogitsLogProb(torch.autograd.Function):
-    """Triton reads the logits where they are; torch copies a few rows at a time."""
+    """The Triton kernels read the logits in place; the torch functions work on copies of a few rows at a time."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, token: _Targets, plan: _Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: _Targets, plan: _Plan
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.token, ctx.plan = token, plan
+        ctx.targets, ctx.plan = targets, plan
         fused = plan.tiles is not tiles
-        rows = _Rows(token.kept(plan), len(logits), plan)
-        target = rows.take(token.inside)
-        picked = logits.gather(1, token.inside[:, None])[:, 0].to(plan.sums, copy=True)
-        logit, slope = plan.transform(rows.take(torch.where(token.bad, torch.nan, picked)), None)
+        rows = _Rows(targets.computed(plan), len(logits), plan)
+        target = rows.gather(targets.clamped)
+        picked = logits.gather(1, targets.clamped[:, None])[:, 0].to(plan.sums, copy=True)
+        logit, slope = plan.transform(rows.gather(torch.where(targets.outside, torch.nan, picked)), None)
         state = tiles.start(rows.padded, logit)
         for c in [slice(0, rows.padded)] if fused else rows:
             plan.tiles.fold_tile(
@@ -540,35 +573,37 @@ class _LogitsLogProb(torch.autograd.Function):
                 entropy=plan.entropy,
                 squares=plan.squares,
             )
-        found = tiles.finish(state, logit)
+        finished = tiles.finish(state, logit)
         slope = slope * torch.ones_like(logit)
-        ctx.save_for_backward(logits, rows.put(torch.stack([found.lse, found.entropy, found.logp, slope], 1)))
-        return _results(ctx, found, rows, token, plan)
+        ctx.save_for_backward(
+            logits, rows.scatter(torch.stack([finished.lse, finished.entropy, finished.logp, slope], 1))
+        )
+        return _results(ctx, finished, rows, targets, plan)
 
     @staticmethod
     def backward(ctx: Any, d_logp: Tensor | None, d_entropy: Tensor | None, _: None) -> tuple[Tensor, None, None]:
         _refuse_second_derivatives()
         logits, stats = ctx.saved_tensors
-        token, plan = ctx.token, ctx.plan
-        per_token, alive = _incoming(stats, d_logp, d_entropy, token)
-        if plan.tiles is not tiles:  # dead rows are not read, and get zeros
+        targets, plan = ctx.targets, ctx.plan
+        per_token, active = _incoming(stats, d_logp, d_entropy, targets)
+        if plan.tiles is not tiles:  # rows without a gradient are not read, and get zeros
             grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
             plan.tiles.grad_tile(
-                *(logits, None, token.inside, per_token.T.contiguous(), plan.transform, 0, grad),
+                *(logits, None, targets.clamped, per_token.T.contiguous(), plan.transform, 0, grad),
                 entropy=d_entropy is not None,
             )
             return grad, None, None
         grad = torch.zeros_like(logits)
-        rows = _Rows(alive.nonzero().squeeze(1), len(logits), plan)
-        target, given = rows.take(token.inside), rows.take(per_token).T
+        rows = _Rows(active.nonzero().squeeze(1), len(logits), plan)
+        target, per_row = rows.gather(targets.clamped), rows.gather(per_token).T
         for c in rows:
             tile = rows.copy(logits, c, plan.sums)
             plan.tiles.grad_tile(
-                *(tile, None, target[c], given[:, c], plan.transform, 0, tile), entropy=d_entropy is not None
+                *(tile, None, target[c], per_row[:, c], plan.transform, 0, tile), entropy=d_entropy is not None
             )
             grad[c if rows.index is None else rows.index[c]] = tile.to(grad.dtype)
         return grad, None, None
 
 
-def _shaped(found: tuple[Tensor, Tensor | None, Tensor | None], shape: torch.Size) -> LogProbs:
-    return LogProbs(*(None if x is None else x.reshape(shape) for x in found))  # type: ignore[arg-type]
+def _reshaped(results: tuple[Tensor, Tensor | None, Tensor | None], shape: torch.Size) -> LogProbs:
+    return LogProbs(*(None if x is None else x.reshape(shape) for x in results))  # type: ignore[arg-type]

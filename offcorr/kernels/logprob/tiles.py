@@ -1,8 +1,9 @@
-"""What is done to one tile of the head's products, in torch; ``logprob_triton`` has the same names for a GPU.
+"""Softmax statistics and gradients of one tile of the head's products, in torch.
 
-A tile is [R, C]: R tokens by C vocabulary entries, of which the first is number ``first``.  A product is
-``hidden . weight_v``; a logit is what ``Transform`` makes of it.  The target's column is left out of every sum over
-a tile and put back by ``finish`` in closed form: log-probabilities keep their relative precision where p is near 1.
+``offcorr.kernels.logprob.fold`` has the same functions in Triton.  A tile is [R, C]: R tokens by C vocabulary entries,
+starting at entry ``first``.  A product is ``hidden . weight_v``; ``Transform`` turns it into a logit.  Every sum over a
+tile omits the target's column, and ``finish`` adds the target in closed form, so that log-probabilities keep their
+relative precision where p is near 1.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ import torch
 from torch import Tensor
 
 STATE = ("maximum", "total", "shifted", "squares", "rescale")
-"""Rows of the running state [5, R]: m = max z, sum e^(z - m), sum e^(z - m) (z - m), sum e^2(z - m), and what the
-last tile multiplied earlier sums of e^(z - m) by."""
+"""Rows of the running state [5, R]: m = max z, sum e^(z - m), sum e^(z - m) (z - m), sum e^2(z - m), and the factor by
+which the last tile rescaled earlier sums of e^(z - m)."""
 
 ROWS = ("lse", "entropy", "d_logp", "d_entropy", "d_target")
-"""Rows of what ``grad_tile`` needs of each token [5, R]; ``d_target`` is dL/d(target's product)."""
+"""Rows of the per-token inputs of ``grad_tile`` [5, R]; ``d_target`` is dL/d(target's product)."""
 
 NEGLIGIBLE = -1e4
-"""A shifted logit below which e^x x is 0, also where x is -inf."""
+"""Lower bound on shifted logits x = z - m: e^x x is 0 there, and no longer NaN where x is -inf."""
 
 
 class Transform(NamedTuple):
-    """product -> logit: ``soft_cap * tanh((product + bias) * scale / soft_cap) / temperature``."""
+    """Map from product to logit: ``soft_cap * tanh((product + bias) * scale / soft_cap) / temperature``."""
 
     scale: float = 1.0
     soft_cap: float | None = None
     temperature: float = 1.0
 
     def __call__(self, product: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | float]:
-        """(logit, d logit / d product); overwrites ``product``."""
+        """Returns (logit, d logit / d product); overwrites ``product``."""
         if bias is not None:
             product.add_(bias)
         if self.soft_cap is None:
@@ -43,7 +44,10 @@ class Transform(NamedTuple):
 
 
 def start(tokens: int, like: Tensor) -> Tensor:
-    """The state before the first tile.  The maximum starts finite, so that no difference of two is NaN."""
+    """The state before the first tile.
+
+    The maximum starts at the lowest finite number, so that a difference of two maxima is never NaN.
+    """
     state = like.new_zeros(len(STATE), tokens)
     state[0].fill_(torch.finfo(like.dtype).min)
     return state
@@ -61,9 +65,10 @@ def fold_tile(
     entropy: bool = False,
     squares: bool = False,
 ) -> None:
-    """Fold a tile of products into ``state``; overwrites the tile.
+    """Adds a tile of products to ``state``; overwrites the tile.
 
-    ``weights`` [R, C], which may be the tile, gets e^(z - m) d logit / d product, 0 in the target's column.
+    ``weights`` [R, C], which may be the tile itself, receives e^(z - m) d logit / d product, with 0 in the target's
+    column.
     """
     maximum, total, shifted, square, rescale = state
     z, slope = transform(tile, bias)
@@ -90,7 +95,7 @@ def fold_tile(
 
 
 class Finished(NamedTuple):
-    """Per token: log p(target), log-sum-exp of all logits, entropy and sum of squared probabilities."""
+    """Results per token: log p(target), log-sum-exp of all logits, entropy and sum of squared probabilities."""
 
     logp: Tensor
     lse: Tensor
@@ -99,13 +104,16 @@ class Finished(NamedTuple):
 
 
 def finish(state: Tensor, target_logit: Tensor) -> Finished:
-    """Put the target back.  With q = 1 - p(target): logp = -log(1 + e^(lse_others - z_target)), and entropy by
-    grouping, H = -p log p - q log q + q H_others."""
+    """Adds the target to the state and returns the results.
+
+    With p = p(target) and q = 1 - p: logp = -log(1 + e^(lse_others - z_target)), and by the grouping property the
+    entropy is H = -p log p - q log q + q H_others.
+    """
     maximum, total, shifted, square, _ = state
     others = maximum + total.log()
     logp = -torch.logaddexp(torch.zeros_like(others), others - target_logit)
     p, q = logp.exp(), -torch.expm1(logp)
-    some = total > 0  # false: every other logit is -inf, or there is none
+    some = total > 0  # False where every other logit is -inf, or the vocabulary has one entry
     total = torch.where(some, total, 1)
     within = torch.where(some, total.log() - shifted / total, 0)
     entropy = q * within - torch.xlogy(q, q) - torch.where(p > 0, p * logp, 0)
@@ -125,9 +133,9 @@ def grad_tile(
     *,
     entropy: bool = False,
 ) -> None:
-    """dL/d(product) of a tile of products, to ``out``, which may be the tile; overwrites the tile.
+    """Writes dL/d(product) of a tile to ``out``, which may be the tile itself; overwrites the tile.
 
-    d_logp (1[v = target] - p_v) - d_entropy p_v (log p_v + H), times d logit / d product.
+    dL/d(product_v) = d_logp (1[v = target] - p_v) - d_entropy p_v (log p_v + H), times d logit / d product.
     """
     lse, mean, d_logp, d_entropy, d_target = rows
     z, slope = transform(tile, bias)
@@ -145,12 +153,12 @@ def grad_tile(
 
 
 def _multiply(x: Tensor, factor: Tensor | float) -> Tensor:
-    """``x * factor`` in place; no pass over ``x`` where the factor is 1."""
+    """Multiplies ``x`` in place; does nothing if the factor is the number 1."""
     return x.mul_(factor) if isinstance(factor, Tensor) or factor != 1 else x
 
 
 def _targets_inside(tile: Tensor, target: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """(tokens, columns) of the targets that lie in the tile."""
+    """Indices (tokens, columns) of the targets that lie in the tile."""
     column = target - first
     tokens = ((column >= 0) & (column < tile.shape[1])).nonzero().squeeze(1)
     return tokens, column[tokens]
