@@ -41,20 +41,24 @@ def check_number(
 
     The value of a 0-dim tensor is not looked at, since reading it would synchronise with the device.
     """
-    value = getattr(owner, field)
+    check_value(type(owner).__name__, field, getattr(owner, field), low=low, above=above, optional=optional)
+
+
+def check_value(
+    owner: str, field: str, value: Any, *, low: float = -math.inf, above: bool = False, optional: bool = False
+) -> None:
+    """As ``check_number``, of a value that is no field."""
     if optional and value is None:
         return
     wanted = "a finite number" + ("" if low == -math.inf else f" {'>' if above else '>='} {low:g}")
     wanted += " or None" if optional else ""
     if isinstance(value, Tensor):
         if value.ndim:
-            raise ValueError(
-                f"{type(owner).__name__}: {field} has shape {tuple(value.shape)}, expected {wanted}, or a 0-dim tensor"
-            )
+            raise ValueError(f"{owner}: {field} has shape {tuple(value.shape)}, expected {wanted}, or a 0-dim tensor")
         return
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < low or (above and value == low):
-        raise ValueError(f"{type(owner).__name__}: {field} is {value!r}, expected {wanted}")
+        raise ValueError(f"{owner}: {field} is {value!r}, expected {wanted}")
 
 
 def check_order(owner: Any, low: str, high: str) -> None:
@@ -70,11 +74,13 @@ def check_order(owner: Any, low: str, high: str) -> None:
 
 def check_choice(owner: Any, field: str, choices: Any) -> None:
     """``owner.field`` is one of ``choices``."""
-    value = getattr(owner, field)
+    check_word(type(owner).__name__, field, getattr(owner, field), choices)
+
+
+def check_word(owner: str, field: str, value: Any, choices: Any) -> None:
+    """As ``check_choice``, of a value that is no field."""
     if value not in tuple(choices):
-        raise ValueError(
-            f"{type(owner).__name__}: {field} is {value!r}{nearest(value, choices)}, expected one of {list(choices)}"
-        )
+        raise ValueError(f"{owner}: {field} is {value!r}{nearest(value, choices)}, expected one of {list(choices)}")
 
 
 def check_mismatch(owner: Any, *, optional: bool = False) -> None:
