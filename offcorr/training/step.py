@@ -121,6 +121,7 @@ class Step:
 
     @property
     def ess_lr(self) -> ESSLearningRate | None:
+        """The ESS learning rate; None: the optimizer's own rate."""
         if self._ess_lr is None and self._make_ess_lr is not None:
             self._ess_lr = self._make_ess_lr()
         return self._ess_lr
