@@ -422,8 +422,17 @@ def join_runs(fields, buffers, row, runs, turns_before, entry, entries, parts, p
         for k in tl.static_range(len(buffers.turn_means)):
             totals_ptr, means_ptr = buffers.run_totals[k], buffers.turn_means[k]
             spans.turn_means(
-                *(buffers.run_ids, totals_ptr, buffers.run_counts, means_ptr),
-                *(row, runs, turns_before, parts, part_length, runs_ptr, turns_ptr),
+                buffers.run_ids,
+                totals_ptr,
+                buffers.run_counts,
+                means_ptr,
+                row,
+                runs,
+                turns_before,
+                parts,
+                part_length,
+                runs_ptr,
+                turns_ptr,
             )
         tl.debug_barrier()  # other threads read the means
 

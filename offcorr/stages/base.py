@@ -187,7 +187,7 @@ def form(kind: str, name: str) -> Callable[..., Any]:
             return found
     if (kind, name) not in _FORMS:
         known = forms(kind)
-        raise ValueError(f"unknown {kind} {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+        raise ValueError(f"unknown {kind} {name!r}{nearest(name, known, '.')} Known: {', '.join(known)}")
     return _FORMS[kind, name]
 
 
@@ -211,7 +211,8 @@ def stage_from_config(kind: str, config: Any) -> Any:
     allowed = list(inspect.signature(build).parameters)
     for option in options:
         if option not in allowed:
-            raise ValueError(f"{kind} {name!r} has no option {option!r}{nearest(option, allowed)}; it has {allowed}")
+            near = nearest(option, allowed, ".")
+            raise ValueError(f"{kind} {name!r} has no option {option!r}{near} It has {allowed}")
     if "inner" in options:
         options["inner"] = stage_from_config(kind, options["inner"])
     return build(**options)
