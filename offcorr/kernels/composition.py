@@ -202,7 +202,7 @@ def composition(plan: Plan, batch: Batch, split: bool) -> Composition:
 
 def specs_of(plan: Plan) -> tuple[Any, ...]:
     """The ratio, weights and rejections, and the gate."""
-    return (*(() if plan.ratio is None else (plan.ratio,)), *plan.multipliers, plan.gate)
+    return (*(() if plan.ratio is None else (plan.ratio,)), *plan.factors, plan.gate)
 
 
 def refuse(composition: Composition, why: str) -> NotFused:
