@@ -242,7 +242,7 @@ def _compose(
 ) -> Composition:
     *others, gate = specs
     aggregation = AGGREGATIONS[aggregate]
-    stages: list[Stage] = []
+    stages: list[KernelStage] = []
     slot, turns = 1, 0
     for place, spec in enumerate(others):
         stage = _stage(spec, slot, turns, given.split, "ratio" if has_ratio and place == 0 else spec.counts_as)
@@ -254,7 +254,7 @@ def _compose(
     divided_by: Literal["valid", "kept"] = "valid" if count_rejected else "kept"
     return Composition(
         stages=tuple(stages),
-        gate=Stage(_part(gate.surrogate), *_POLICIES[gate.mismatch], float(gate.log_limit), *gate.params),
+        gate=KernelStage(_part(gate.surrogate), *_POLICIES[gate.mismatch], float(gate.log_limit), *gate.params),
         detached=gate.detached,
         divides_by=divided_by if aggregation.divides_by_count else "",
         unit=None if count_rejected or aggregation.unit == "none" else aggregation.unit,
