@@ -410,7 +410,10 @@ def _apart(
             )
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if width(middle) >= gap else (middle, high)
+        reached = width(middle)
+        low, high = (low, middle) if reached >= gap else (middle, high)
+        if 0 <= reached - gap < 1e-9:
+            break
     return policies(high)
 
 
