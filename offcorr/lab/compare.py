@@ -11,6 +11,8 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
+import re
 import shutil
 import sys
 import textwrap
@@ -29,6 +31,8 @@ from offcorr.methods.registry import catalogue, resolve
 __all__ = ["Column", "Row", "add_parser", "compare", "picture", "run", "table"]
 
 SMALL, LARGE = SIZES
+SHORT = 14
+"""Characters of a name, at least, before it is folded where the terminal is narrow."""
 TIMED = (64, 256)
 """Sequences and tokens of the batch that is timed."""
 
@@ -51,7 +55,7 @@ class Column(NamedTuple):
     formula: str
     value: Callable[[Row], float]
     text: Callable[[float], str]
-    narrow: bool = True  # whether it stays where the terminal is narrow
+    leaves: int = 0  # in which order columns are left out where the terminal is narrow; 0: never
 
 
 def _plain(value: float) -> str:
@@ -69,19 +73,22 @@ def _accuracy(size: int, field: str) -> Callable[[Row], float]:
 COLUMNS = (
     Column("bias", "bias", f"|E G - g| / |g|; of a method marked *, at N = {LARGE}", _accuracy(LARGE, "bias"), _plain),
     Column(
-        f"variance_{SMALL}", f"var {SMALL}", f"E|G - E G|^2 / |g|^2 at N = {SMALL}", _accuracy(SMALL, "variance"), _plain
+        f"variance_{SMALL}",
+        f"var {SMALL}",
+        f"E|G - E G|^2 / |g|^2 at N = {SMALL}",
+        _accuracy(SMALL, "variance"),
+        _plain,
     ),
-    Column(
-        f"variance_{LARGE}", f"var {LARGE}", f"the same at N = {LARGE}", _accuracy(LARGE, "variance"), _plain, False
-    ),
+    Column(f"variance_{LARGE}", f"var {LARGE}", f"the same at N = {LARGE}", _accuracy(LARGE, "variance"), _plain, 2),
     Column(
         f"rmse_{SMALL}",
         f"rmse {SMALL}",
         "sqrt(bias^2 + var); G = 0 has 1, so a method that only shrinks its gradient looks good here",
         _accuracy(SMALL, "rmse"),
         _plain,
+        3,
     ),
-    Column(f"rmse_{LARGE}", f"rmse {LARGE}", f"the same at N = {LARGE}", _accuracy(LARGE, "rmse"), _plain, False),
+    Column(f"rmse_{LARGE}", f"rmse {LARGE}", f"the same at N = {LARGE}", _accuracy(LARGE, "rmse"), _plain, 1),
     Column(
         f"direction_{SMALL}",
         f"dir {SMALL}",
@@ -230,19 +237,19 @@ def table(world: World, rows: Sequence[Row], width: int) -> str:
     width = max(width, 40)
     cells = {column: [column.text(column.value(row)) for row in rows] for column in COLUMNS}
     wide = {column: 2 + max(len(column.head), *map(len, texts)) for column, texts in cells.items()}
-    label = min(max(len(_label(row)) for row in rows), width // 3)
-
-    shown = list(COLUMNS)
-    for column in reversed(COLUMNS):
-        if not column.narrow and label + sum(wide[c] for c in shown) > width:
+    longest, shown = max(len(_label(row)) for row in rows), list(COLUMNS)
+    label = min(longest, SHORT)
+    for column in sorted(COLUMNS, key=lambda column: column.leaves):
+        if column.leaves and label + sum(wide[c] for c in shown) > width:
             shown.remove(column)
+    label = min(longest, max(label, width - sum(wide[c] for c in shown)))
     blocks: list[list[Column]] = [[]]
     for column in shown:
         if blocks[-1] and label + sum(wide[c] for c in [*blocks[-1], column]) > width:
             blocks.append([])
         blocks[-1].append(column)
 
-    lines = _wrapped(_about(world), width)
+    lines = _entries(_about(world), width)
     for block in blocks:
         lines += ["", " " * label + "".join(column.head.rjust(wide[column]) for column in block)]
         for number, row in enumerate(rows):
@@ -252,35 +259,41 @@ def table(world: World, rows: Sequence[Row], width: int) -> str:
     return "\n".join([*lines, "", *_caption(world, rows, shown, width)])
 
 
-def _about(world: World) -> list[str]:
+def _about(world: World) -> list[tuple[str, str]]:
     setting, found = world.setting, world.distances()
 
     def gap(pair: str) -> str:
-        return f"effective share of the samples {found[pair]['effective_share']:.2f}, mean |log-ratio| " + (
-            f"{found[pair]['abs_mean']:.2f} nats per token"
-        )
+        share, size = found[pair]["effective_share"], found[pair]["abs_mean"]
+        return f"effective share of the samples {share:.2f}, mean |log-ratio| {size:.2f} nats per token"
 
-    engine = f"{setting.engine_regime}: {gap('engine')}" if setting.engine_gap else "none (--engine-gap)"
+    success = f"{world.success(world.old):.2f} of the sampler's, {world.success(world.trainer):.2f} of the trainer's"
     return [
-        f"world      {world.tree.sequences:,} sequences of {setting.length} tokens over {setting.vocabulary} symbols, "
-        f"{setting.policy} policy, {setting.advantages} advantages, seed {setting.seed}; rewarded: "
-        f"{world.success(world.old):.2f} of the sampler's, {world.success(world.trainer):.2f} of the trainer's",
-        f"staleness  {setting.regime}: {gap('staleness')}" if setting.gap else "staleness  none (--gap)",
-        f"engine     {engine}",
+        (
+            "world",
+            f"{world.tree.sequences:,} sequences of {setting.length} tokens over {setting.vocabulary} symbols, "
+            f"{setting.policy} policy, {setting.advantages} advantages, seed {setting.seed}; rewarded: {success}",
+        ),
+        ("staleness", f"{setting.regime}: {gap('staleness')}" if setting.gap else "none (--gap)"),
+        ("engine", f"{setting.engine_regime}: {gap('engine')}" if setting.engine_gap else "none (--engine-gap)"),
     ]
 
 
 def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: int) -> list[str]:
-    notes = [
+    first = (
         "G is the gradient of a batch of N sequences drawn from the engine, g the true policy gradient, c a token's "
         "multiplier: dL/dlogp = -c A / Z."
-    ]
-    notes += [f"{column.head:<9} {column.formula}" for column in shown]
+    )
+    notes = []
     if absent := [column.head for column in COLUMNS if column not in shown]:
         notes.append(f"Left out for the width of this terminal: {', '.join(absent)}; --json has every column.")
     if draws := max(row.measured.drawn for row in rows):
         notes.append(
             f"* couples the sequences of a batch: {draws} batches of each size were drawn (--draws); all else is exact."
+        )
+    if any(row.measured.limit <= 0 for row in rows):
+        notes.append(
+            "A clip is a trust region, not an estimator: a direction of 0 or below says that what it lets through "
+            "here is nothing, or points away from the true gradient; not that training with it fails."
         )
     if renamed := [" = ".join((row.name, *row.aliases)) for row in rows if row.aliases]:
         notes.append(f"Two names of one method: {'; '.join(renamed)}.")
@@ -288,22 +301,39 @@ def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: 
         notes.append(f"The same update in this setting: {', '.join(row.name for row in group)}.")
     if not world.setting.engine_gap and any("engine" in row.loss_fn.compares for row in rows):
         notes.append("The engine has no mismatch here; --engine-gap 0.05 shows what a correction of it does.")
-    return [*_wrapped(notes, width), "", *_wrapped([NOT_A_RANKING], width)]
+    return [
+        *_entries([("", first)], width),
+        *_entries([(column.head, column.formula) for column in shown], width),
+        *_entries([("", note) for note in notes], width),
+        "",
+        *_entries([("", NOT_A_RANKING)], width),
+    ]
 
 
 def _label(row: Row) -> str:
     return row.name + (" *" if row.measured.drawn else "")
 
 
-def _folded(text: str, width: int) -> list[str]:
-    return [text[at : at + width] for at in range(0, len(text), width)]
+def _folded(name: str, width: int) -> list[str]:
+    """A name in lines of at most ``width`` characters, broken after "/", ":", "?" and "&" where it can be."""
+    lines = [""]
+    for part in re.findall(r"[^/:?&]*[/:?&]?", name):
+        while len(lines[-1] + part) > width:
+            room = 0 if lines[-1] else width
+            lines[-1], part = lines[-1] + part[:room], part[room:]
+            lines.append("")
+        lines[-1] += part
+    return lines
 
 
-def _wrapped(texts: Sequence[str], width: int) -> list[str]:
+def _entries(entries: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Heads and texts in two columns, the texts wrapped."""
+    head = max(len(head) for head, _ in entries) if entries else 0
+    indent = " " * (head + 2 if head else 0)
     lines = []
-    for text in texts:
-        head = len(text) - len(text.partition("  ")[2].lstrip()) if "  " in text[:11] else 10 if text[9:10] == " " else 0
-        lines += textwrap.wrap(text, min(width, 110), subsequent_indent=" " * head) or [""]
+    for name, text in entries:
+        first = name.ljust(len(indent))
+        lines += textwrap.wrap(text, min(width, 110), initial_indent=first, subsequent_indent=indent)
     return lines
 
 
@@ -319,7 +349,7 @@ def picture(world: World, rows: Sequence[Row], path: Path) -> None:
 
     places = list(range(len(rows)))
     figure, axes = plt.subplots(
-        1, 3, figsize=(11, 1.9 + 0.2 * len(rows)), sharey=True, constrained_layout=True, squeeze=False
+        1, 3, figsize=(11, 1.7 + 0.2 * len(rows)), sharey=True, constrained_layout=True, squeeze=False
     )
     direction, error, effect = axes[0]
 
@@ -330,26 +360,31 @@ def picture(world: World, rows: Sequence[Row], path: Path) -> None:
         dots(direction, [row.measured.accuracy[size].direction for row in rows], mark, f"N = {size}")
     dots(direction, [row.measured.limit for row in rows], "k|", "N to infinity")
     direction.axvline(0, color="black", linewidth=0.8)
-    direction.set(title="direction quality\n(1: the true gradient; below 0: leads away)", xlim=(-1.05, 1.05))
+    direction.set_title("direction quality\n1: the true gradient; below 0: leads away", fontsize=10)
+    direction.set_xlim(-1.05, 1.05)
 
     dots(error, [row.measured.accuracy[LARGE].bias for row in rows], "C3D", "bias")
     noise = [row.measured.accuracy[SMALL].variance ** 0.5 for row in rows]
     dots(error, noise, "C0o", f"noise at N = {SMALL}")
     error.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    error.set(title="relative bias and noise (sqrt of var)\n(dotted: the bias of no gradient at all)", xlim=(-0.05, None))
+    error.set_title("relative bias and noise (sqrt of var)\ndotted: the bias of no gradient at all", fontsize=10)
     if max(noise) > 10:
         error.set_xscale("symlog", linthresh=1)
+    error.set_xlim(left=-0.05)
 
-    dots(effect, [row.measured.kept for row in rows], "C2o", "kept: tokens with a gradient")
-    dots(effect, [row.measured.multiplier for row in rows], "C4D", "mean c: size of the update")
+    dots(effect, [row.measured.kept for row in rows], "C2o", "kept")
+    dots(effect, [row.measured.multiplier for row in rows], "C4D", "mean c, size of the update")
     effect.axvline(1, color="black", linewidth=0.8)
-    effect.set(title="effect on the tokens\n(1: as without a correction)", xlim=(-0.05, None))
+    effect.set_title("effect on the tokens\n1: as without a correction", fontsize=10)
+    effect.set_xlim(-0.05, 1.05 * max(1, *(row.measured.multiplier for row in rows)))
 
     direction.set_yticks(places, [_label(row) for row in rows], fontsize=8)
-    direction.invert_yaxis()
+    direction.set_ylim(len(rows) - 0.4, -0.6)
     for axis in axes[0]:
         axis.grid(axis="y", linewidth=0.3)
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06 - 0.6 / len(rows)), ncols=2)
+        axis.legend(
+            fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -1.5 / (len(rows) + 1)), ncols=3, frameon=False
+        )
     setting, share = world.setting, world.distances()
     staleness, engine = (share[pair]["effective_share"] for pair in ("staleness", "engine"))
     figure.suptitle(
@@ -422,7 +457,6 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--json", action="store_true", help="print JSON, with every column, instead of the table")
     add("--output", type=Path, metavar="FILE.png", help="draw the picture, too (needs matplotlib)")
-    parser.set_defaults(run=run)
 
 
 def _choices(field: str) -> str:
@@ -445,15 +479,19 @@ def run(options: argparse.Namespace) -> int:
         print(f"offcorr compare: error: {error}", file=sys.stderr)
         return 2
     elapsed = time.perf_counter() - begin
-    if options.json:
-        print(json.dumps(as_data(world, rows, elapsed), indent=1, allow_nan=False))
-    else:
-        print(table(world, rows, shutil.get_terminal_size((110, 24)).columns))
-        if options.output is None:
-            print("\n--output compare.png draws this; --json prints every number.")
     if options.output is not None:
         picture(world, rows, options.output)
         print(f"wrote {options.output}", file=sys.stderr)
+    if options.json:
+        text = json.dumps(as_data(world, rows, elapsed), indent=1, allow_nan=False)
+    else:
+        text = table(world, rows, shutil.get_terminal_size((110, 24)).columns)
+        if options.output is None:
+            text += "\n\n--output compare.png draws this; --json prints every number."
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `offcorr compare | head` closes the pipe early
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -72,7 +72,7 @@ class Setting:
     vocabulary: int = 4
     length: int = 6
     policy: Policy = "tabular"
-    regime: Regime = "stale"
+    regime: Regime = "drift"
     gap: float = 0.5
     engine_regime: EngineRegime = "noise"
     engine_gap: float = 0.0
@@ -297,9 +297,7 @@ class World:
     def scores(self) -> Scores:
         """The scores of the policy that is trained."""
         return (
-            Tabular(self.tree, self.trainer)
-            if self.features is None
-            else Tied(self.tree, self.trainer, self.features)
+            Tabular(self.tree, self.trainer) if self.features is None else Tied(self.tree, self.trainer, self.features)
         )
 
     @cached_property
@@ -321,7 +319,6 @@ class World:
         """Every sequence once, as one batch with every field that has a meaning here."""
         tree, per_token = self.tree, self.setting.advantages == "per-token"
         chances = self.trainer.exp()
-        distribution = {"entropy": -(chances * self.trainer).sum(1), "sum_sq_probs": chances.square().sum(1)}
         return Batch(
             logp=tree.of_tokens(self.trainer),
             old_logp=tree.of_tokens(self.old),
@@ -330,7 +327,8 @@ class World:
             mask=torch.ones_like(tree.symbols, dtype=torch.bool),
             rewards=self.rewards,
             group_ids=torch.zeros(tree.sequences, dtype=torch.long),
-            **{name: table[tree.prefix] for name, table in distribution.items()},
+            entropy=-(chances * self.trainer).sum(1)[tree.prefix],
+            sum_sq_probs=chances.square().sum(1)[tree.prefix],
         )
 
     def success(self, policy: Tensor) -> float:
