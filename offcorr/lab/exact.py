@@ -89,6 +89,8 @@ class Setting:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name} is {value!r}, expected a whole number >= {low}")
+        if self.vocabulary > MOST_SEQUENCES:
+            raise ValueError(f"vocabulary is {self.vocabulary}, expected at most {MOST_SEQUENCES:,}")
         if self.length * math.log2(self.vocabulary) > math.log2(MOST_SEQUENCES) + 1e-9:
             longest = int(math.log2(MOST_SEQUENCES) / math.log2(self.vocabulary) + 1e-9)
             raise ValueError(
@@ -277,9 +279,11 @@ class World:
         trainer, old = _apart(tree, policies, setting.gap, "gap", setting.regime)
 
         def engines(size: float) -> tuple[Tensor, Tensor]:
+            if not size:
+                return old, old
             moved = {
                 "noise": old + size * engine_noise,
-                "quantised": (old / size).round() * size if size else old,
+                "quantised": (old / size).round() * size,
                 "sharper": old * (1 + size),
                 "flatter": old / (1 + size),
             }[setting.engine_regime]
@@ -419,7 +423,7 @@ def _apart(
 
 
 class Accuracy(NamedTuple):
-    """How well the gradient of a batch of N sequences estimates the true gradient g.
+    """Accuracy of the gradient of a batch of N sequences as an estimate of the true gradient g.
 
     bias: |E g^ - g| / |g|.
     variance: E|g^ - E g^|^2 / |g|^2.
@@ -514,13 +518,11 @@ def drawn(world: World, loss_fn: Correction, sizes: Sequence[int], draws: int) -
         total, squares, effects = torch.zeros_like(world.gradient), 0.0, torch.zeros(2)
         for _ in range(draws):
             rows = torch.multinomial(world.chances, size, replacement=True, generator=draw)
-            out = loss_fn(world.batch.rows(rows))
-            shared = size if AGGREGATIONS[loss_fn.aggregate].unit == "none" else 1
-            applied = -out.coefficient * _constant(world, loss_fn) / shared
-            gradient = world.scores.sum(applied, rows)
+            applied = applied_to(world, loss_fn, rows)
+            gradient = world.scores.sum(applied, rows) / size
             total, squares = total + gradient, squares + float(gradient.square().sum())
             here = world.advantages[rows]
-            effects += torch.tensor(_effect(applied * size, here, torch.ones_like(here)))
+            effects += torch.tensor(_effect(applied, here, torch.ones_like(here)))
         mean_square = (float(total.square().sum()) - squares) / (draws * (draws - 1))
         along = float(total @ world.gradient) / draws
         accuracy[size] = Accuracy.of(along, mean_square, squares / draws, truth)
@@ -528,6 +530,13 @@ def drawn(world: World, loss_fn: Correction, sizes: Sequence[int], draws: int) -
         limit = max(-1.0, min(along / norm, 1.0)) if norm else 0.0
         kept, multiplier = (effects / draws).tolist()
     return Measured(accuracy, limit, kept, multiplier, draws, None)
+
+
+def applied_to(world: World, loss_fn: Correction, rows: Tensor) -> Tensor:
+    """[N, T], c A of every token of a batch of these sequences, the aggregation's constant divided out."""
+    loss_fn = loss_fn.with_max_length(world.tree.length)
+    shared = 1 if AGGREGATIONS[loss_fn.aggregate].unit == "none" else len(rows)
+    return -loss_fn(world.batch.rows(rows)).coefficient * _constant(world, loss_fn) * shared
 
 
 def _constant(world: World, loss_fn: Correction) -> float:
