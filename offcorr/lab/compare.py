@@ -559,7 +559,9 @@ class Progress:
         self.said = time.monotonic()
 
     def __enter__(self) -> Progress:
-        self._say(f"offcorr compare: {self.total} methods, some seconds", keep=not self.live)
+        self._say(
+            f"offcorr compare: {self.total} method{'s' if self.total > 1 else ''}, some seconds", keep=not self.live
+        )
         return self
 
     def __call__(self, done: int, name: str) -> None:
