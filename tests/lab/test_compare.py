@@ -273,6 +273,41 @@ def test_torchs_threads_are_as_before(command):
     assert torch.get_num_threads() == before
 
 
+def test_the_page_shows_what_the_command_prints():
+    """But for the times; and the three methods that are drawn, whose numbers need a minute to be worth comparing."""
+    page = (ROOT / "docs" / "compare.md").read_text()
+    shown = page.partition("<!-- compare -->\n```text\n")[2].partition("```")[0]
+    assert max(map(len, shown.splitlines())) <= 80
+    world = World.of(Setting())
+    methods = [(method.name, method()) for method in catalogue()]
+    found = compare.compare(world, methods, draws=2)
+    fresh = compare.table(world, found, 80).replace("2 batches of each size", "200 batches of each size")
+
+    def parts(text: str) -> tuple[list[str], list[str], dict[str, list[str]]]:
+        setting, body, *caption = text.strip().split("\n\n")
+        head, *lines = body.splitlines()
+        numbers = {line.split()[0]: line.replace(" *", "").split()[1:-1] for line in lines if " * " not in line}
+        return " ".join((setting, *caption)).split(), head.split(), numbers
+
+    assert parts(shown)[:2] == parts(fresh)[:2]
+    old, new = parts(shown)[2], parts(fresh)[2]
+    assert old.keys() == new.keys() and len(old) == len(methods) - 3
+    for name, values in new.items():
+        assert list(map(float, old[name])) == pytest.approx(list(map(float, values)), abs=0.011), name
+
+
+def test_the_page_names_every_option():
+    page = (ROOT / "docs" / "compare.md").read_text()
+    parser = argparse.ArgumentParser()
+    compare.add_parser(parser.add_subparsers())
+    options = vars(parser.parse_args(["compare"])).keys() - {"methods"}
+    assert len(options) == 12
+    for name in options:
+        assert f"--{name.replace('_', '-')}" in page
+    for column in compare.COLUMNS:
+        assert f"`{column.head}`" in page
+
+
 # -- processes of their own ----------------------------------------------------------------------------------
 
 CORE_INSTALL = """

@@ -147,6 +147,17 @@ def test_drawn_moments_agree_with_exact_ones(name):
     assert (found.kept, found.multiplier) == pytest.approx((wanted.kept, wanted.multiplier), rel=0.02)
 
 
+def test_few_draws_do_not_bias_the_variance():
+    """The mean of a few draws is itself noisy: |E g^|^2 must not count that noise as bias."""
+    setting = dataclasses.replace(SMALL, regime="noise", gap=0.3)
+    world, loss_fn, found = World.of(setting), offcorr.get("minpro"), []
+    for seed in range(150):
+        other = dataclasses.replace(world, setting=dataclasses.replace(setting, seed=seed))
+        found.append(exact.drawn(other, loss_fn, (16,), 4).accuracy[16].variance)
+    wanted = exact.exact(world, loss_fn, (16,)).accuracy[16].variance
+    assert sum(found) / len(found) == pytest.approx(wanted, rel=0.1)  # naively it is 3/4 of that
+
+
 # -- what the measures mean ----------------------------------------------------------------------------------
 
 
