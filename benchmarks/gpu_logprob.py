@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import offcorr
-from offcorr.kernels.correction import use
+from offcorr.kernels.dispatch import use
 from offcorr.kernels.logprob import linear as logprob
 from offcorr.kernels.logprob import linear_logprob, logits_logprob, naive_logprob, out_of_vocabulary
 

@@ -1,4 +1,4 @@
-"""What a training step costs: ``offcorr:dapo`` with all metrics on, against TRL's own ``dapo``.
+"""Time of a training step: ``offcorr:dapo`` with all metrics on, against TRL's own ``dapo``.
 
     python benchmarks/trl_step.py [--device cuda] [--output result.json]
 

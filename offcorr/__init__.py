@@ -1,6 +1,6 @@
 """offcorr: off-policy correction for reinforcement learning of language models."""
 
-from offcorr import metrics, testing
+from offcorr import metrics, testing, training
 from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.kernels.dispatch import backend
@@ -36,6 +36,7 @@ __all__ = [
     "resolve",
     "spans",
     "testing",
+    "training",
     "unregister",
     "use_backend",
     "weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from offcorr.shapes import BoolScalar, Mismatch, PerSequence, PerToken, TokenIndex, TokenMask
 from offcorr.stages import pointwise
+from offcorr.stages.checks import warn_once
 
 __all__ = ["Batch", "LOG_LIMIT", "LogRatio", "Rows", "Tokens"]
 
@@ -134,8 +136,10 @@ class Batch:
             if allowed and tuple(value.shape) not in allowed:
                 wanted = " or ".join(map(str, allowed))
                 raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {wanted} to go with logp {tokens}")
-        if self.mask.dtype != torch.bool and not _unseen(self.mask):
-            self.check_mask_values()
+        if not _unseen(self.mask):
+            if self.mask.dtype != torch.bool:
+                self.check_mask_values()
+            self._warn_of_probabilities()
 
     @property
     def sequences(self) -> int:
@@ -147,6 +151,23 @@ class Batch:
         odd = self.mask[(self.mask != 0) & (self.mask != 1)]
         if odd.numel():
             raise ValueError(f"mask holds {odd.flatten()[0].item()!r}, expected bool or only 0 and 1")
+
+    def _warn_of_probabilities(self) -> None:
+        for name in ("logp", "old_logp", "rollout_logp"):
+            values = getattr(self, name)
+            if values is None or not values.numel():
+                continue
+            if (torch.where(self.mask.bool(), values.detach(), 0) > 0.1).any():  # rounding alone gives less
+                warn_once(f"{name} is above 0 on valid tokens, as no log-prob is: were probabilities passed?")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def replaced(self, **fields: Any) -> Batch:
+        """The batch with fields computed from its own: unlike ``dataclasses.replace``, nothing is checked again."""
+        batch = copy.copy(self)
+        vars(batch).update(fields)
+        return batch
 
     @property
     def tokens(self) -> Tokens:
@@ -162,12 +183,12 @@ class Batch:
         """The batch with ``weight`` multiplied by a factor of each sequence, [B]."""
         weight = self.weight
         if weight is None or weight.shape == (self.sequences,):
-            return dataclasses.replace(self, weight=factor if weight is None else weight * factor)
+            return self.replaced(weight=factor if weight is None else weight * factor)
         if self.cu_seqlens is None:
             factor = repeat(factor, "b -> b 1")
         else:
             factor = factor.repeat_interleave(self.cu_seqlens.diff(), output_size=self.logp.shape[0])
-        return dataclasses.replace(self, weight=weight * factor)
+        return self.replaced(weight=weight * factor)
 
     def rows(self, index: Tensor | slice) -> Batch:
         """The sequences that ``index`` picks (padded batches)."""
@@ -192,7 +213,7 @@ class Batch:
 
         present = self._tensors()
         fields: dict[str, Any] = {name: pad(name, present[name]) for name in present if name != "cu_seqlens"}
-        return dataclasses.replace(self, cu_seqlens=None, max_seqlen=None, **fields)
+        return self.replaced(cu_seqlens=None, max_seqlen=None, **fields)
 
     def repack(self, padded: Tensor) -> Tensor:
         """A [B, T] result in the layout of ``logp``; of a packed batch, with a synchronisation."""

@@ -146,7 +146,7 @@ class LogSumExp(Accumulator):
 
     @staticmethod
     def values(numbers: list[float]) -> tuple[float, ...] | None:
-        """(mean of e^x, mean square - 1, effective sample size over n)."""
+        """(mean of e^x, mean square - 1 but at least 0, effective sample size over n)."""
         largest, first, second, n = numbers
         if not n:
             return None
@@ -156,7 +156,7 @@ class LogSumExp(Accumulator):
 
         return (
             finite_exp(largest + math.log(first / n)),
-            finite_exp(2 * largest + math.log(second / n)) - 1,
+            max(finite_exp(2 * largest + math.log(second / n)) - 1, 0.0),  # a sample's may be below
             first * first / (n * second),
         )
 
@@ -217,8 +217,18 @@ MISMATCH = (
     Metric("abs_histogram", "99th percentile of |d|, to a bin", Histogram, ("abs_p99",)),
     Metric("k1", "mean -d: KL(second || first policy), unbiased", Mean),
     Metric("k3", "mean e^d - 1 - d: the same KL, never negative", Mean),
-    Metric("token", "of e^d: mean, mean square - 1, ESS / n", LogSumExp, ("ratio_mean", "chi2_token", "ess_token")),
-    Metric("seq", "of e^(sum d): mean, mean square - 1, ESS / n", LogSumExp, ("ratio_mean_seq", "chi2_seq", "ess_seq")),
+    Metric(
+        "token",
+        "of e^d: mean, mean square - 1 (at least 0), ESS / n",
+        LogSumExp,
+        ("ratio_mean", "chi2_token", "ess_token"),
+    ),
+    Metric(
+        "seq",
+        "of e^(sum d): mean, mean square - 1 (at least 0), ESS / n",
+        LogSumExp,
+        ("ratio_mean_seq", "chi2_seq", "ess_seq"),
+    ),
     Metric("ppl_ratio", "mean over sequences of e^(-mean d): the first policy's perplexity over the second's", Mean),
     Metric("first_token", "mean |d| at each sequence's first valid token", Mean),
 )
@@ -297,6 +307,10 @@ class Metrics:
                 prefix = name[: name.rfind("/") + 1]
                 names = [prefix + output for output in accumulator.outputs] or [name]
                 result.update(zip(names, values, strict=True))
+        for name in [name for name in result if name.endswith("abs_p99")]:
+            # A histogram knows a quantile to the upper edge of its bin, which may lie above the largest value.
+            largest = result.get(name.removesuffix("p99") + "max", math.inf)
+            result[name] = min(result[name], largest)
         if result.get("offcorr/loss/nonfinite"):
             warnings.warn(
                 f"{result['offcorr/loss/nonfinite']:.0f} valid tokens gave no finite number to train on (NaN or "

@@ -69,8 +69,8 @@ def example(seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 
     mask = torch.rand((sequences, width), generator=draw) > 0.3
     mask[:, 0] = True
     mask[1] = False
-    old_logp = logp + spread * normal(sequences, width)
-    rollout_logp = old_logp + spread * normal(sequences, width)
+    old_logp = (logp + spread * normal(sequences, width)).clamp(max=-0.01)
+    rollout_logp = (old_logp + spread * normal(sequences, width)).clamp(max=-0.01)
     rollout_logp[2, ::5] = math.nan
     return Batch(
         logp=logp,

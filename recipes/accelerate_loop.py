@@ -1,31 +1,30 @@
 """A plain Accelerate training loop with an off-policy correction, without a trainer class.
 
-    accelerate launch recipes/accelerate_loop.py                                    # small embedded model, on-policy
+    accelerate launch recipes/accelerate_loop.py                                    # the toy model, on-policy
     accelerate launch recipes/accelerate_loop.py --loss minpro --lag 8 --precision int8 --ess_lr sqrt
     accelerate launch recipes/accelerate_loop.py --loss vcpo --baseline opob --ess_lr sqrt --lag 16 --precision int8
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/accelerate_loop.py \\
         --model Qwen/Qwen3-0.6B --task openai/gsm8k --attn flash_attention_2 --learning_rate 1e-6   # GPUs
 
 Each generation samples with weights of ``lag`` updates ago, and is then split into ``updates`` optimizer updates of
-``accumulation`` micro-batches.  A micro-batch is one packed row: its sequences lie end to end, the attention and the
-loss are told where each one starts by the same ``cu_seqlens``, and no token is padding.  Runs unchanged on one process,
-on several (``recipes/accelerate/*.yaml``), under DeepSpeed ZeRO-2 and ZeRO-3 and under FSDP2.  Read from top to bottom.
+``accumulation`` micro-batches.  A micro-batch is one packed row without padding: its sequences lie end to end, and
+attention and loss take their boundaries from the same ``cu_seqlens``.  Runs unchanged on one process, on several
+(``recipes/accelerate/*.yaml``), under DeepSpeed ZeRO-2 and ZeRO-3 and under FSDP2.  Read from top to bottom.
 
-An advantage is the reward less a baseline: the group's mean, over its deviation (``group``); one a token from the
-trainer's probabilities (``token``); or the one of least variance, from the gradient of every trajectory (``opob``),
-which with ``--loss vcpo --ess_lr sqrt`` is the whole of VCPO (2602.17616).
+An advantage is the reward minus a baseline: the group's mean, divided by its standard deviation (``group``); one per
+token, from the trainer's probabilities (``token``); or the baseline of least variance, from the gradient of every
+trajectory (``opob``), which with ``--loss vcpo --ess_lr sqrt`` is all of VCPO (2602.17616).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from types import MethodType
@@ -35,7 +34,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object, set_seed
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, set_seed
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -44,11 +43,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 import offcorr
 from offcorr import Batch, toy
 from offcorr.kernels.logprob import linear_logprob
-from offcorr.metrics import Metrics
-from offcorr.rollout import Precision, Replica, Sampling, SnapshotRing, changing_weights, decode, score
-from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.training.baselines import OPOB, check_proportional, token_baseline
-from offcorr.training.ess_lr import ESSLearningRate
+from offcorr.rollout import Sampling, decode, score
+from offcorr.training import (
+    OPOB,
+    ESSLearningRate,
+    Precision,
+    Replica,
+    SnapshotRing,
+    Step,
+    changing_weights,
+    token_baseline,
+)
+from offcorr.training.baselines import check_proportional
 
 sys.path.insert(0, str(Path(__file__).parent))
 from grpo import History, Task, load_task, plot, summarise  # noqa: E402
@@ -56,17 +62,18 @@ from grpo import History, Task, load_task, plot, summarise  # noqa: E402
 
 @dataclass
 class Arguments:
-    """Defaults that suit the embedded model: 32 prompts x 8 samples a generation, four updates on each."""
+    """Defaults that suit the toy model: 32 prompts x 8 samples per generation, four updates on each."""
 
-    model: str = field(default="embedded", metadata={"help": "embedded, a local folder, or any hub name"})
-    task: str = field(default="embedded", metadata={"help": "as in recipes/grpo.py"})
+    model: str = field(default="toy", metadata={"help": "toy, a local folder, or any hub name"})
+    task: str = field(default="toy", metadata={"help": "as in recipes/grpo.py"})
     loss: str = field(default="ppo", metadata={"help": "a name of offcorr.available(), or my_file.py:MyLoss"})
     loss_kwargs: str = field(default="{}", metadata={"help": "its options, as JSON"})
-    baseline: str = field(default="group", metadata={"help": "what the reward is compared with: group, token or opob"})
+    baseline: str = field(default="group", metadata={"help": "subtracted from the reward: group, token or opob"})
     lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})
     precision: str = field(default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, fp8_e4m3 ..."})
     ess_lr: str = field(
-        default="off", metadata={"help": "off, or how the rate follows the effective sample size: sqrt, linear"}
+        default="off",
+        metadata={"help": "off, or the power of the effective sample size that scales the rate: sqrt, linear"},
     )
     attn: str = field(
         default="sdpa", metadata={"help": "sdpa, or flash_attention_2 on GPUs with mixed_precision: bf16"}
@@ -74,7 +81,7 @@ class Arguments:
     packed: bool = field(default=True, metadata={"help": "False: the same update from right-padded rows"})
 
     generations: int = field(default=40, metadata={"help": "rounds of sampling"})
-    prompts: int = field(default=32, metadata={"help": "a generation, all processes together"})
+    prompts: int = field(default=32, metadata={"help": "per generation, all processes together"})
     samples: int = field(default=8, metadata={"help": "for each prompt: the group its advantage is relative to"})
     updates: int = field(default=4, metadata={"help": "optimizer updates on each generation"})
     accumulation: int = field(default=1, metadata={"help": "micro-batches for each optimizer update"})
@@ -115,12 +122,12 @@ class Arguments:
         processes = int(os.environ.get("WORLD_SIZE", 1))
         return self.prompts * self.samples // (processes * self.updates * self.accumulation)
 
-    def check_groups(self, who: str) -> None:
-        """Refuse if the samples of a prompt do not lie in one update of one process, which ``who`` needs."""
+    def check_groups(self, name: str) -> None:
+        """Raise ``ValueError`` if a prompt's samples do not lie in one update of one process, as ``name`` needs."""
         here = self.micro_batch * self.accumulation
         if here % self.samples:
             raise ValueError(
-                f"{who} compares the {self.samples} samples of a prompt, which must lie in one update of one process: "
+                f"{name} compares the {self.samples} samples of a prompt, which must lie in one update of one process: "
                 f"it has {here} of the {self.prompts} x {self.samples}, expected a multiple of {self.samples}"
             )
 
@@ -132,7 +139,7 @@ def main() -> None:
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     accelerator = start_accelerator(args)
     set_seed(args.seed)
-    path = toy.model_path(seed=args.seed) if args.model == "embedded" else args.model
+    path = toy.model_path(seed=args.seed) if args.model == "toy" else args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)
     loss_fn = offcorr.resolve(args.loss, **json.loads(args.loss_kwargs))
@@ -143,10 +150,11 @@ def main() -> None:
         check_opob(accelerator, loss_fn)
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=args.attn, dtype=torch.float32)
-    answer_with_log_probs(model, args.temperature)
+    return_log_probs(model, args.temperature)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     ess_lr = ESSLearningRate(optimizer, rule=args.ess_lr) if args.ess_lr != "off" else None
+    step = Step(loss_fn, ess_lr=ess_lr, gather=lambda vector: accelerator.gather(vector[None]))
     sampler = Sampler(accelerator, model, tokenizer, args)
     log = Log(accelerator, Path(args.output_dir))
     order = np.random.default_rng(args.seed)
@@ -162,22 +170,16 @@ def main() -> None:
             samples = less_group_mean(samples)
         elif args.baseline == "token":
             samples = less_token_baseline(model, samples, args.packed, accelerator.device)
-        seen, scales = Metrics(), []
         for part in split(samples, args.updates):  # in order: whole groups, of random prompts
             micros = split(part, len(part) if one_by_one else args.accumulation)
             window = [lay_out(micro, args.packed, accelerator.device) for micro in micros]
             take = opob_update if one_by_one else update
-            seen = seen.merge(take(accelerator, model, optimizer, loss_fn, window, args.max_grad_norm, ess_lr))
-            scales += [ess_lr.lr_scale] if ess_lr else []
+            take(accelerator, model, optimizer, step, window, args.max_grad_norm)
             version += 1
+            step.end(version)
             sampler.remember(version)
         rewards = torch.tensor([sample.reward for sample in samples], device=accelerator.device)
-        log(
-            version,
-            reward=float(accelerator.gather(rewards).mean()),
-            **seen.all_reduce(lambda vector: accelerator.gather(vector[None])).compute(),
-            **({"lr_scale": float(np.mean(scales))} if scales else {}),
-        )
+        log(version, reward=float(accelerator.gather(rewards).mean()), **step.metrics())
         if (generation + 1) % args.eval_every == 0 or generation + 1 == args.generations:
             log(version, eval_reward=sampler.accuracy(task, version))
 
@@ -193,121 +195,90 @@ def update(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,
-    loss_fn: offcorr.Correction,
+    step: Step,
     window: Sequence[MicroBatch],
     max_grad_norm: float = 1.0,
-    ess_lr: ESSLearningRate | None = None,
-) -> Metrics:
-    """One optimizer update on this process's micro-batches; what they and the correction measured."""
-    # The mean is over the whole update's tokens (or sequences), however they are split over micro-batches and
-    # processes.  Accelerate divides by both numbers, so they go out of the denominator.
-    denominator = global_units(accelerator, loss_fn, window) / (accelerator.num_processes * len(window))
-    statistics = global_statistics(model, loss_fn, window, accelerator.device)
-
-    seen = Metrics()
+) -> None:
+    """One optimizer update on this process's micro-batches."""
+    # Accelerate divides the loss by the micro-batches and averages gradients over the processes.
+    begin(model, step, window, averaged_over=accelerator.num_processes * len(window))
     for micro in window:
         with accelerator.accumulate(model):
-            batch = trained_batch(model, micro)
-            out = loss_fn(batch, denominator=denominator, statistics=statistics)
-            seen = seen.merge(out.metrics)
-            if ess_lr is not None:
-                ess_lr.add(batch)
-            with scaled_rate(accelerator, ess_lr):
-                accelerator.backward(out.loss)  # DeepSpeed takes its step in here
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-                optimizer.step()
+            out = step.loss(trained_batch(model, micro), last=accelerator.sync_gradients)
+            accelerator.backward(out.loss)  # DeepSpeed takes its step in here
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+            optimizer.step()
             optimizer.zero_grad()
-    return seen
 
 
 def opob_update(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,
-    loss_fn: offcorr.Correction,
+    step: Step,
     window: Sequence[MicroBatch],
     max_grad_norm: float = 1.0,
-    ess_lr: ESSLearningRate | None = None,
-) -> Metrics:
-    """As ``update``, the advantage being the reward less its group's minimum-variance baseline.
+) -> None:
+    """As ``update``, with the reward minus its group's minimum-variance baseline as the advantage.
 
-    A micro-batch is one trajectory, and a group's lie side by side.  A trajectory's gradient is A times what it is at
-    A = 1, which ``check_opob`` made sure of: its score, with the weight and the length that the correction gives it.
+    A micro-batch is one trajectory, and those of a group are neighbours.  A trajectory's gradient is A times that at
+    A = 1 (``check_opob`` refuses other corrections): its score, times the correction's weight, over its length.
     """
-    denominator = global_units(accelerator, loss_fn, window)
-    statistics = global_statistics(model, loss_fn, window, accelerator.device)
-    opob = OPOB(model.parameters(), float(denominator))
-    seen = Metrics()
+    begin(model, step, window)
+    opob = OPOB(model.parameters(), float(step.denominator))
+    remaining = len(window)
     for _, group in groupby(window, lambda micro: int(micro.fields["group_ids"])):
         batches = []
         for micro in group:
             with accelerator.no_sync(model):  # gradients are taken by torch.autograd.grad, and reduced below
                 batch = trained_batch(model, micro)
-                one = dataclasses.replace(batch, advantages=torch.ones_like(batch.rewards))
-                opob.add(-loss_fn(one, denominator=1.0, statistics=statistics).loss, batch.rewards)
+                unit = dataclasses.replace(batch, advantages=torch.ones_like(batch.rewards))
+                out = step.correction(unit, denominator=1.0, statistics=step.statistics)
+                opob.add(-out.loss, batch.rewards)
             batches.append(dataclasses.replace(batch, logp=batch.logp.detach()))
         baseline = opob.end_group()
         for batch in batches:
-            if ess_lr is not None:
-                ess_lr.add(batch)
-            batch = dataclasses.replace(batch, advantages=batch.rewards - baseline)
-            seen = seen.merge(loss_fn(batch, denominator=denominator, statistics=statistics).metrics)
+            remaining -= 1
+            step.loss(dataclasses.replace(batch, advantages=batch.rewards - baseline), last=remaining == 0)
 
     for p in opob.parameters:
         p.grad = accelerator.reduce(p.grad, "sum")
-    with scaled_rate(accelerator, ess_lr):
-        accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-        optimizer.step()
+    accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+    optimizer.step()
     optimizer.zero_grad()
-    return seen
+
+
+def begin(model: nn.Module, step: Step, window: Sequence[MicroBatch], averaged_over: int = 1) -> None:
+    """Begin an update, whose mean is over all of its tokens (or sequences), however they are split over micro-batches
+    and processes; a method that couples the batch gets its statistics by one forward pass ahead.
+    """
+    counts = torch.stack([micro.counts for micro in window]).sum(0)
+    tokens, sequences = step.total(counts)
+    ahead = (trained_batch(model, micro) for micro in window)
+    step.begin(ahead, tokens=tokens, sequences=sequences, averaged_over=averaged_over)
 
 
 def check_opob(accelerator: Accelerator, loss_fn: offcorr.Correction) -> None:
-    """Refuse what has no minimum-variance baseline, or shards the gradients that it is made of."""
+    """Raise ``ValueError`` for a loss without a minimum-variance baseline, or sharded gradients."""
     check_proportional(loss_fn)
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         raise ValueError(
-            f"opob needs the whole gradient of each trajectory on its own process, where "
-            f"{accelerator.distributed_type.value} never has it: use plain data parallelism, or baseline token"
+            f"opob needs the whole gradient of each trajectory on its own process, which "
+            f"{accelerator.distributed_type.value} shards: use plain data parallelism, or baseline token"
         )
     if accelerator.mixed_precision == "fp16":
         raise ValueError("opob forms its gradients beside the loss scaler of mixed_precision fp16: use bf16 or no")
 
 
-def global_units(accelerator: Accelerator, loss_fn: offcorr.Correction, window: Sequence[MicroBatch]) -> Tensor:
-    """Tokens or sequences of the whole update, over all micro-batches and processes; at least 1."""
-    units = sum(micro.units(loss_fn.aggregate) for micro in window)
-    return accelerator.reduce(torch.tensor(float(units), device=accelerator.device)).clamp(min=1)
-
-
-def scaled_rate(accelerator: Accelerator, ess_lr: ESSLearningRate | None) -> contextlib.AbstractContextManager[Any]:
-    """Inside, an optimizer that steps does so at the rate of the effective sample size."""
-    if ess_lr is None or not accelerator.sync_gradients:
-        return contextlib.nullcontext()
-    return ess_lr.applied(lambda vector: accelerator.gather(vector[None]))
-
-
-def global_statistics(
-    model: nn.Module, loss_fn: offcorr.Correction, window: Sequence[MicroBatch], device: torch.device
-) -> offcorr.Statistics | None:
-    """What a batch-coupled method (bapo, m2po, self-normalised weights) must know of the whole update, over all
-    micro-batches and processes, by one forward pass ahead; None for every other method."""
-    if all(stage.statistics is None for stage in loss_fn.stages.values()):
-        return None
-    with torch.no_grad():
-        parts = [loss_fn.statistics(trained_batch(model, micro)) for micro in window]
-    return reduce(offcorr.Statistics.merge, parts).all_reduce(gather_object, device)
-
-
 # -- the model and its batches -------------------------------------------------------------------------------
 
 
-def answer_with_log_probs(model: Any, temperature: float) -> None:
-    """Make ``model(input_ids, targets, ...)`` answer with the targets' log-probs, named as a Batch names them.
+def return_log_probs(model: Any, temperature: float) -> None:
+    """Make ``model(input_ids, targets, ...)`` return the targets' log-probs, named as a Batch names them.
 
-    It never holds [tokens, vocabulary].  The head is applied inside the model's own forward, where FSDP2 and ZeRO-3
-    have its weight in one piece.
+    [tokens, vocabulary] is never held.  The head is applied inside the model's own forward, where FSDP2 and ZeRO-3 have
+    its weight in one piece.
     """
 
     def forward(
@@ -315,25 +286,25 @@ def answer_with_log_probs(model: Any, temperature: float) -> None:
     ) -> dict[str, Tensor]:
         hidden = self.base_model(input_ids=input_ids, use_cache=False, **context).last_hidden_state
         head = self.get_output_embeddings()
-        found = linear_logprob(
+        result = linear_logprob(
             hidden, head.weight, targets, bias=head.bias, mask=wanted, temperature=temperature,
             soft_cap=getattr(self.config.get_text_config(), "final_logit_softcapping", None),
             sum_sq_probs=sum_sq_probs,
         )  # fmt: skip
-        return {name: value for name, value in found._asdict().items() if value is not None}
+        return {name: value for name, value in result._asdict().items() if value is not None}
 
     model.forward = MethodType(forward, model)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion: its prompt's tokens and its own, and what the sampler knows of it."""
+    """One completion, its prompt, its reward, and its log-probs under the sampling weights."""
 
     ids: list[int]
-    prompt: int  # tokens of it that are the prompt
+    prompt: int  # number of prompt tokens among them
     rollout_logp: list[float]  # by the sampler, of the completion's tokens
     old_logp: list[float]  # by the same weights in the trainer's precision
-    advantages: list[float]  # of the completion's tokens: the reward, until a baseline is taken from it
+    advantages: list[float]  # of the completion's tokens: the reward, until a baseline is subtracted
     reward: float
     group: int
     version: int
@@ -347,19 +318,20 @@ class Sample:
 
 
 class MicroBatch(NamedTuple):
-    """What the model's forward takes, and the fields of the Batch."""
+    """The arguments of the model's forward, and the fields of the Batch."""
 
     inputs: dict[str, Any]
     fields: dict[str, Any]
 
-    def units(self, aggregate: str) -> int:
-        """Tokens or sequences: what the aggregation's denominator counts."""
-        of = "mask" if AGGREGATIONS[aggregate].unit == "tokens" else "rewards"
-        return int(self.fields[of].sum() if of == "mask" else len(self.fields[of]))
+    @property
+    def counts(self) -> Tensor:
+        """[2]: tokens and sequences."""
+        tokens = self.fields["mask"].sum()
+        return torch.stack([tokens, tokens.new_tensor(len(self.fields["rewards"]))])
 
 
 def lay_out(samples: Sequence[Sample], packed: bool, device: torch.device | str) -> MicroBatch:
-    """Sequences end to end in one row, or one under another, padded on the right."""
+    """Sequences end to end in one row, or as rows padded on the right."""
     join = torch.cat if packed else partial(pad_sequence, batch_first=True)
     lengths = torch.tensor([len(sample.ids) for sample in samples])
     ids = join([torch.tensor(sample.ids) for sample in samples])
@@ -372,7 +344,7 @@ def lay_out(samples: Sequence[Sample], packed: bool, device: torch.device | str)
         "rewards": torch.tensor([sample.reward for sample in samples]),
         "group_ids": torch.tensor([sample.group for sample in samples]),
     }
-    # The hidden state before a token predicts it.  What the last position wraps around to predict is a prompt token.
+    # The hidden state before a token predicts it.  The last position wraps around to a prompt token, which is masked.
     inputs: dict[str, Any] = {"input_ids": ids, "targets": ids.roll(-1, -1), "wanted": mask.roll(-1, -1)}
     if packed:
         cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
@@ -393,11 +365,11 @@ def lay_out(samples: Sequence[Sample], packed: bool, device: torch.device | str)
 
 
 def trained_batch(model: nn.Module, micro: MicroBatch, **asked: bool) -> Batch:
-    """The micro-batch with log-probs under the weights being trained, and what else is ``asked`` for."""
-    found = {name: values.roll(1, -1) for name, values in model(**micro.inputs, **asked).items()}
+    """The micro-batch with log-probs under the weights being trained, and the other outputs ``asked`` for."""
+    outputs = {name: values.roll(1, -1) for name, values in model(**micro.inputs, **asked).items()}
     if "cu_seqlens" in micro.fields:
-        found = {name: values[0] for name, values in found.items()}
-    return Batch(**found, **micro.fields)
+        outputs = {name: values[0] for name, values in outputs.items()}
+    return Batch(**outputs, **micro.fields)
 
 
 # -- advantages that are known before the update ---------------------------------------------------------------
@@ -409,7 +381,7 @@ def by_group(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
 
 
 def less_group_mean(samples: Sequence[Sample]) -> list[Sample]:
-    """Advantage: the reward less the group's mean, over its standard deviation."""
+    """Advantage: the reward minus the group's mean, divided by its standard deviation."""
 
     def relative(group: list[Sample]) -> list[Sample]:
         rewards = torch.tensor([sample.reward for sample in group])
@@ -423,20 +395,20 @@ def less_group_mean(samples: Sequence[Sample]) -> list[Sample]:
 def less_token_baseline(
     model: nn.Module, samples: Sequence[Sample], packed: bool, device: torch.device | str
 ) -> list[Sample]:
-    """Advantage: the reward less OTB's baseline of each token, under the weights as they are: the first update's."""
-    found = []
+    """Advantage: the reward minus OTB's baseline of each token, under the current weights."""
+    result = []
     for group in by_group(samples):
         batch = trained_batch(model, lay_out(group, packed, device), sum_sq_probs=True).padded()
         advantages = (batch.advantages - token_baseline(batch)).tolist()
-        found += [s.with_advantages(row[s.prompt : len(s.ids)]) for s, row in zip(group, advantages, strict=True)]
-    return found
+        result += [s.with_advantages(row[s.prompt : len(s.ids)]) for s, row in zip(group, advantages, strict=True)]
+    return result
 
 
 # -- the sampler ---------------------------------------------------------------------------------------------
 
 
 class Sampler:
-    """Draws completions with weights of ``lag`` updates ago, and scores them with the task's reward."""
+    """Samples completions with weights of ``lag`` updates ago, and scores them with the task's reward."""
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: Arguments
@@ -444,11 +416,11 @@ class Sampler:
         self.accelerator, self.model, self.tokenizer, self.args = accelerator, model, tokenizer, args
         self.ring = SnapshotRing(args.lag)
         self.replica = Replica(accelerator.unwrap_model(model), accelerator.device)
-        self.replica.module.set_attn_implementation("sdpa")  # flash attention takes half precision alone
+        self.replica.module.set_attn_implementation("sdpa")  # flash attention supports half precision only
         self.precision = Precision.named(args.precision)
 
     def remember(self, version: int) -> None:
-        """Keep the current weights; every process at once, since sharded ones are gathered."""
+        """Keep the current weights; to be called on every process, since sharded weights are gathered."""
         self.ring.push(version, changing_weights(self.accelerator.unwrap_model(self.model)))
 
     def sample(self, task: Task, rows: Sequence[dict[str, Any]], version: int) -> list[Sample]:
@@ -482,7 +454,7 @@ class Sampler:
         return total
 
     def save(self, version: int, folder: Path) -> None:
-        """Write a snapshot as a model that ``from_pretrained`` reads."""
+        """Save a snapshot for ``from_pretrained``."""
         self.replica.load(self.ring[version]).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
@@ -513,7 +485,7 @@ class Sampler:
 
 
 def start_accelerator(args: Arguments) -> Accelerator:
-    """An Accelerator for whatever `accelerate launch` was told."""
+    """The Accelerator that the options of `accelerate launch` ask for."""
     zero, fsdp = (os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("DEEPSPEED", "FSDP"))
     if zero:
         os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(args.accumulation)
@@ -523,7 +495,7 @@ def start_accelerator(args: Arguments) -> Accelerator:
 
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     PartialState(cpu=args.use_cpu)
-    # Told of the CPU once more, Accelerate would leave DeepSpeed out without a word.
+    # With cpu=True here, Accelerate would silently leave DeepSpeed out.
     accelerator = Accelerator(cpu=args.use_cpu and not zero, gradient_accumulation_steps=args.accumulation)
     if zero:
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
@@ -532,7 +504,7 @@ def start_accelerator(args: Arguments) -> Accelerator:
             "gradient_clipping": args.max_grad_norm,
         }
     elif fsdp and args.use_cpu:
-        # Accelerate offers FSDP on accelerators only; FSDP2 itself runs on gloo as well, so here it is told to.
+        # Accelerate offers FSDP on accelerators only, but FSDP2 itself runs on gloo as well.
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     accelerator.print(f"{accelerator.num_processes} x {accelerator.device.type}, {accelerator.distributed_type.value}")
@@ -540,7 +512,7 @@ def start_accelerator(args: Arguments) -> Accelerator:
 
 
 class Log:
-    """The history of recipes/grpo.py, written by hand."""
+    """The history of recipes/grpo.py, written without a Trainer."""
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.history = History(folder)

@@ -1,6 +1,6 @@
 """Asynchronous GRPO with an off-policy correction: sampling and training at the same time, on TRL's packed rows.
 
-    accelerate launch recipes/async_grpo.py                               # embedded model, a sampler thread, on a CPU
+    accelerate launch recipes/async_grpo.py                               # the toy model, a sampler thread, on a CPU
     accelerate launch recipes/async_grpo.py --loss_type minpro --max_staleness 8 --precision int8
 
     CUDA_VISIBLE_DEVICES=0 VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --dtype float32 \\
@@ -8,8 +8,8 @@
     CUDA_VISIBLE_DEVICES=1 accelerate launch recipes/async_grpo.py --sampler vllm \\
         --model Qwen/Qwen3-0.6B --task openai/gsm8k --loss_type minpro --learning_rate 1e-6
 
-Every option of TRL's AsyncGRPOConfig is a flag here.  The lag is not set but happens: however far training gets while
-a completion is sampled and waits, up to ``max_staleness`` weight updates; what is older is dropped.
+Every option of TRL's AsyncGRPOConfig is a flag here.  The lag is not set: it is the number of weight
+updates while a completion is sampled and waits, up to ``max_staleness``; older samples are dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, 
 from trl import TrlParser
 
 from offcorr import toy
-from offcorr.rollout import Replica, Sampling, changing_weights, decode
+from offcorr.rollout import Sampling, decode
+from offcorr.training import Replica, changing_weights
 from offcorr.trl.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from offcorr.trl.local_worker import LocalWorker
 
@@ -35,10 +36,10 @@ from grpo import Bar, History, Task, load_task, plot, summarise  # noqa: E402
 
 @dataclass
 class Arguments(AsyncGRPOConfig):
-    """What this recipe adds to AsyncGRPOConfig, and defaults that suit the embedded model."""
+    """AsyncGRPOConfig with this recipe's own options, and defaults that suit the toy model."""
 
-    model: str = field(default="embedded", metadata={"help": "embedded, a local folder, or any hub name"})
-    task: str = field(default="embedded", metadata={"help": "as in recipes/grpo.py"})
+    model: str = field(default="toy", metadata={"help": "toy, a local folder, or any hub name"})
+    task: str = field(default="toy", metadata={"help": "as in recipes/grpo.py"})
     sampler: str = field(default="local", metadata={"help": "local: a thread here; vllm: TRL's own worker and server"})
     precision: str = field(default="fp32", metadata={"help": "of the local sampler: fp32, bf16, int8, fp8_e4m3 ..."})
     train_size: int = field(default=4096, metadata={"help": "examples to train on"})
@@ -50,7 +51,7 @@ class Arguments(AsyncGRPOConfig):
     learning_rate: float = field(default=3e-4)
     adam_beta2: float = field(default=0.99)
     per_device_train_batch_size: int = field(default=64)
-    token_budget: int | None = field(default=0, metadata={"help": "0: per_device_train_batch_size samples a row"})
+    token_budget: int | None = field(default=0, metadata={"help": "0: per_device_train_batch_size samples per row"})
     num_generations: int = field(default=8)
     max_completion_length: int = field(default=toy.MAX_COMPLETION)
     logging_steps: float = field(default=4)
@@ -70,7 +71,7 @@ class Arguments(AsyncGRPOConfig):
 def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     (args,) = TrlParser(Arguments).parse_args_and_config()
-    path = toy.model_path(seed=args.seed) if args.model == "embedded" else args.model
+    path = toy.model_path(seed=args.seed) if args.model == "toy" else args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)
 

@@ -1,9 +1,9 @@
-"""What a correction does for you: the same run three times, at lag 16 with an int8 sampler.
+"""The effect of a correction: the same run three times, at lag 16 with an int8 sampler.
 
     make demo            # or: python recipes/demo.py [--short]
 
-TRL's default loss as a TRL user has it today, MinPRO and CTPO, side by side: held-out sampled accuracy at start, peak
-and end, how far the policies were apart, and what each correction did about it.  Whichever wins.
+TRL's default loss, MinPRO and CTPO, side by side: held-out sampled accuracy at start, peak and end, the mismatch
+between the policies, and the effect of each correction on the gradient.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RUNS = {
 }
 SETTING = f"""\
 The sampler is {LAG} optimizer updates behind the trainer, with {PRECISION} weights.
-  TRL's default  the loss of a plain GRPOConfig, one update a generation: its anchor is
+  TRL's default  the loss of a plain GRPOConfig, one update per generation: its anchor is
                  recomputed with the current weights, so every ratio is 1 at any lag
   MinPRO, CTPO   --loss_type minpro, ctpo: their anchor is a snapshot, the log-probs of
                  the weights that sampled, in the trainer's precision"""
@@ -58,7 +58,7 @@ The sampler is {LAG} optimizer updates behind the trainer, with {PRECISION} weig
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="a few updates: shows that it runs, not what it does")
+    parser.add_argument("--short", action="store_true", help="a few updates: too few to compare the methods")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def train_all(runs: Mapping[str, Run], folder: Path, steps: int, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Every run in a process of its own, as many at once as the cores can take; their histories."""
+    """The histories of all runs, each in a process of its own, as many at a time as the cores can take."""
     waiting, running = list(runs), {}
     columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as progress:
@@ -133,11 +133,11 @@ ROWS = {
     "staleness: effective sample share": "offcorr/staleness/ess_seq",
     "engine gap: mean |log-ratio|": "offcorr/engine/abs_mean",
     "engine gap: effective sample share": "offcorr/engine/ess_seq",
-    "gradient held back by the gate": "offcorr/loss/clipped",
+    "share of the gradient clipped by the gate": "offcorr/loss/clipped",
     "tokens left without gradient": "offcorr/loss/coefficient_zero",
     "mean weight": "offcorr/loss/weight_mean",
 }
-"""What the table shows beside accuracy: means over the run."""
+"""The rows of the table beside accuracy: means over the run."""
 
 
 def comparison(logs: dict[str, list[dict[str, Any]]]) -> Table:
@@ -145,7 +145,7 @@ def comparison(logs: dict[str, list[dict[str, Any]]]) -> Table:
     table.add_column("", no_wrap=True)
     for name in logs:
         table.add_column(RUNS[name].title, justify="right", no_wrap=True)
-    table.add_row("anchor: who plays old_logp", *(RUNS[name].anchor for name in logs), end_section=True)
+    table.add_row("anchor: supplies old_logp", *(RUNS[name].anchor for name in logs), end_section=True)
     for moment in ("start", "peak", "end"):
         cells = (f"{accuracy(entries)[moment]:.3f}" for entries in logs.values())
         table.add_row(f"held-out sampled accuracy, {moment}", *cells)
@@ -154,14 +154,14 @@ def comparison(logs: dict[str, list[dict[str, Any]]]) -> Table:
     )
     for label, name in ROWS.items():
         found = [means(entries, (name,)).get(name) for entries in logs.values()]
-        # a dash: TRL's own loss makes no correction to measure
+        # a dash: TRL's own loss has no correction to measure
         cells = ("-" if value is None else f"{value:.4f}" for value in found)
         table.add_row(label, *cells, end_section=name == "offcorr/engine/ess_seq")
     return table
 
 
 def largest_fall(entries: list[dict[str, Any]]) -> float:
-    """How far held-out accuracy fell below a peak before it.  A collapse oscillates, so its last value can flatter."""
+    """Largest fall of held-out accuracy below an earlier peak; a collapse oscillates, so its last value can mislead."""
     _, values = series(entries, "eval_reward")
     return max(max(values[: i + 1]) - value for i, value in enumerate(values))
 
@@ -176,13 +176,13 @@ def verdict(logs: dict[str, list[dict[str, Any]]], full: bool) -> str:
     elif full:
         lines.append(
             f"Without a correction accuracy fell by {lost:.3f} from its peak: the samples were\n"
-            f"{LAG} updates old, and nothing in the loss knew."
+            f"{LAG} updates old, and the loss did not account for it."
         )
     return "\n".join(lines)
 
 
 def record(logs: dict[str, list[dict[str, Any]]], file: Path, settings: dict[str, Any]) -> Path:
-    """What the table shows and the curve behind it, with machine and versions."""
+    """Writes the numbers of the table and the curves, with machine and versions."""
     packages = ("torch", "transformers", "trl", "accelerate", "reasoning-gym", "offcorr")
     report = {
         "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
@@ -212,7 +212,7 @@ def plot(logs: dict[str, list[dict[str, Any]]], file: Path) -> Path:
         ("eval_reward", "held-out sampled accuracy"),
         ("offcorr/staleness/abs_mean", "staleness: mean |log-ratio|, nats"),
         ("offcorr/engine/abs_mean", "engine mismatch: mean |log-ratio|, nats"),
-        ("offcorr/loss/clipped", "share of the gradient held back"),
+        ("offcorr/loss/clipped", "share of the gradient clipped"),
     )
     figure, axes = plt.subplots(1, len(panels), figsize=(17, 4), constrained_layout=True)
     for axis, (name, label) in zip(axes, panels, strict=True):

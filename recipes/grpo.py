@@ -1,6 +1,6 @@
 """GRPO with an off-policy correction, on any model and any verifiable task.
 
-    accelerate launch recipes/grpo.py                                           # small embedded model, on-policy
+    accelerate launch recipes/grpo.py                                           # the toy model, on-policy
     accelerate launch recipes/grpo.py --config recipes/configs/minpro.yaml      # stale, quantised sampler and MinPRO
     accelerate launch recipes/grpo.py --loss_type ctpo --lag 16 --precision int8
     accelerate launch recipes/grpo.py --config recipes/configs/gsm8k.yaml      # a hub model and data set, on a GPU
@@ -26,30 +26,29 @@ from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 from trl import TrlParser
 
-import offcorr.rollout
 from offcorr import toy
+from offcorr.rollout import OffPolicy
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 
 
 @dataclass
 class Arguments(GRPOConfig):
-    """What this recipe adds to GRPOConfig, and defaults that suit the embedded model.
+    """GRPOConfig with this recipe's own options, and defaults that suit the toy model.
 
-    line 2 of the swap is a pair of options that GRPOConfig has already:
-    ``--loss_type minpro --loss_kwargs '{"eps_high": 0.28}'``.
+    Line 2 of the swap is a pair of options of GRPOConfig: ``--loss_type minpro --loss_kwargs '{"eps_high": 0.28}'``.
     """
 
-    model: str = field(default="embedded", metadata={"help": "embedded, a local folder, or any hub name"})
+    model: str = field(default="toy", metadata={"help": "toy, a local folder, or any hub name"})
     task: str = field(
-        default="embedded",
-        metadata={"help": "embedded, a reasoning-gym name, a hub dataset such as openai/gsm8k, or a .jsonl file"},
+        default="toy",
+        metadata={"help": "toy, a reasoning-gym name, a hub dataset such as openai/gsm8k, or a .jsonl file"},
     )
     lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})
     precision: str = field(default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, fp8_e4m3 ..."})
     train_size: int = field(default=4096, metadata={"help": "examples to train on"})
     eval_size: int = field(default=256, metadata={"help": "held-out examples, one sample each, at temperature 1"})
 
-    # 32 prompts x 8 samples a generation, four optimizer updates on each.
+    # 32 prompts x 8 samples per generation, four optimizer updates on each.
     output_dir: str = field(default="runs/grpo")
     max_steps: int = field(default=160)
     learning_rate: float = field(default=3e-4)
@@ -89,7 +88,7 @@ def load_task(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> Task:
         """A chat message where the model knows what a chat is, else the bare question."""
         return [{"role": "user", "content": question}] if tokenizer.chat_template else question + "\n"
 
-    if args.task == "embedded":
+    if args.task == "toy":
         return Task(
             toy.dataset(args.train_size, seed=args.seed, split="train"),
             toy.dataset(args.eval_size, seed=0, split="test"),
@@ -164,12 +163,12 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     (args,) = TrlParser(arguments).parse_args_and_config()
-    path = toy.model_path(seed=args.seed) if args.model == "embedded" else args.model
+    path = toy.model_path(seed=args.seed) if args.model == "toy" else args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)
 
     # Real off-policy data: old weights, low precision, and a record of both.  With vLLM, TRL's own path samples.
-    sampler = None if args.use_vllm else offcorr.rollout.OffPolicy(lag=args.lag, precision=args.precision)
+    sampler = None if args.use_vllm else OffPolicy(lag=args.lag, precision=args.precision)
     history = History(Path(args.output_dir))
     trainer = trainer_class(
         model=path,
@@ -206,7 +205,7 @@ class Bar(ProgressCallback):
 
 
 class History(TrainerCallback):
-    """Everything logged, in one JSON file that is whole at any moment."""
+    """Writes everything logged to one JSON file, which is complete at any moment."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "history.json"
@@ -222,13 +221,13 @@ class History(TrainerCallback):
         half_written.replace(self.file)
 
 
-# -- what came of it -----------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------
 
 
 def series(logs: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
     """Steps and values of one logged quantity."""
-    found = [(entry["step"], entry[name]) for entry in logs if name in entry]
-    return [step for step, _ in found], [value for _, value in found]
+    pairs = [(entry["step"], entry[name]) for entry in logs if name in entry]
+    return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def accuracy(logs: list[dict[str, float]]) -> dict[str, float]:
@@ -238,12 +237,12 @@ def accuracy(logs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def means(logs: list[dict[str, float]], names: tuple[str, ...]) -> dict[str, float]:
-    """Mean over the run of each logged quantity that there is."""
+    """Mean over the run of each of these quantities that was logged."""
     return {name: sum(values) / len(values) for name in names if (values := series(logs, name)[1])}
 
 
 MISMATCH = tuple(f"offcorr/{series}/{name}" for name in ("abs_mean", "ess_seq") for series in ("staleness", "engine"))
-DID = (
+CORRECTION = (
     "offcorr/loss/clipped",
     "offcorr/loss/truncated",
     "offcorr/loss/rejected",
@@ -256,7 +255,7 @@ def summarise(logs: list[dict[str, float]], title: str) -> None:
     table = Table(title=title, show_header=False)
     for name, value in accuracy(logs).items():
         table.add_row(f"held-out sampled accuracy, {name}", f"{value:.3f}")
-    for name, value in means(logs, MISMATCH + DID).items():
+    for name, value in means(logs, MISMATCH + CORRECTION).items():
         table.add_row(f"{name}, mean over the run", f"{value:.4f}")
     Console().print(table)
 
@@ -271,7 +270,7 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
     panels = (
         ("reward", ("eval_reward", "reward"), "mean"),
         ("mismatch between the policies", MISMATCH[:2], "mean |log-ratio|, nats"),
-        ("what the correction did", DID, "share of tokens"),
+        ("effect of the correction", CORRECTION, "share of tokens"),
     )
     for axis, (title, names, label) in zip(axes, panels, strict=True):
         for name in names:

@@ -4,8 +4,8 @@
     accelerate launch recipes/vcpo.py --config recipes/configs/vcpo.yaml --baseline group   # TRL's own advantages
 
 The weight is a loss (``loss_type: vcpo``) and the learning rate an option (``ess_lr: sqrt``): both are configuration.
-What is left for a recipe is the baseline, which belongs where advantages are made.  The exact one needs a gradient for
-every trajectory (recipes/accelerate_loop.py, ``--baseline opob``); this is its proxy, from the probabilities alone.
+The baseline belongs where advantages are computed, so it is left to a recipe.  The exact one needs a gradient per
+trajectory (recipes/accelerate_loop.py, ``--baseline opob``); this is its proxy, from the probabilities alone.
 Everything else is recipes/grpo.py.
 """
 
@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import grpo  # noqa: E402
 
 import offcorr  # noqa: E402
-from offcorr.training.baselines import token_baseline  # noqa: E402
+from offcorr.training import token_baseline  # noqa: E402
 
 
 @dataclass
 class Arguments(grpo.Arguments):
-    """What this recipe adds to grpo.py's."""
+    """grpo.py's arguments and the baseline."""
 
     baseline: str = field(
         default="token",
@@ -46,7 +46,7 @@ class Arguments(grpo.Arguments):
 
 
 class VCPOTrainer(grpo.GRPOTrainer):
-    """Its advantages are reward - b_t, one a token."""
+    """The advantages are reward - b_t, one per token."""
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -56,7 +56,7 @@ class VCPOTrainer(grpo.GRPOTrainer):
 
     @torch.no_grad()
     def advantages(self, output: dict[str, Any]) -> Tensor:
-        """[B, T]; under the weights as they are now, those of the first update on these samples."""
+        """[B, T], under the current weights, which are those of the first update on these samples."""
         size = self.args.per_device_train_batch_size
         names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
         parts = [self.probabilities(*part) for part in zip(*(output[name].split(size) for name in names), strict=True)]
@@ -83,10 +83,10 @@ class VCPOTrainer(grpo.GRPOTrainer):
                 attention_mask=torch.cat([prompt_mask, completion_mask], 1),
                 logits_to_keep=length + 1,
             ).logits
-        found = offcorr.logits_logprob(
+        result = offcorr.logits_logprob(
             logits[:, :-1], completion_ids, mask=completion_mask, temperature=self.temperature, sum_sq_probs=True
         )
-        return found.logp, found.sum_sq_probs
+        return result.logp, result.sum_sq_probs
 
 
 if __name__ == "__main__":

@@ -31,11 +31,8 @@ class Mutation(NamedTuple):
 
 CONTRACT, ORACLE, PITFALLS = "tests/test_testing.py", "tests/methods/test_oracle.py", "tests/methods/test_pitfalls.py"
 METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/rollout/test_rollout_trl.py", "tests/trl/test_trainer.py"
-ANCHORS, KERNEL, SOURCE = (
-    "tests/trl/test_anchors.py",
-    "tests/kernels/test_correction.py",
-    "offcorr/kernels/correction.py",
-)
+ANCHORS, KERNEL = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py"
+SOURCE = "offcorr/kernels/correction.py"
 LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metrics.py"
 GOLDEN = f"{ORACLE}::test_golden_table"
 SPANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "offcorr/batch.py"
@@ -286,57 +283,57 @@ MUTATIONS = [
     Mutation(
         "accumulation left out of the denominator",
         "offcorr/trl/trainer.py",
-        'return len(inputs["advantages"]) * accumulation',
-        'return len(inputs["advantages"])',
+        "sequences * accumulation",
+        "sequences",
         "tests/trl/test_differential.py::test_settings",
     ),
     Mutation(
         "recomputed log-probs in the place of the snapshot's",
-        "offcorr/trl/anchor.py",
-        "old_logp=inputs.get(self._in_force.column)",
-        "old_logp=batch.logp.detach()",
+        "offcorr/training/anchors.py",
+        '        _required(self, batch, "old_logp")\n        return batch\n',
+        "        return dataclasses.replace(batch, old_logp=batch.logp.detach())\n",
         f"{TRL} snapshot_anchor",
     ),
     Mutation(
         "the trained forward in the place of the EWMA's",
         "offcorr/trl/trainer.py",
-        "with replaced(self, _kept_forwards=None):",
-        "with replaced(self, _said=self._said):",
+        "with patched(self, _kept_forwards=None):",
+        "with patched(self, _sampled=self._sampled):",
         f"{ANCHORS} by_hand",
     ),
     Mutation(
         "a solved prompt's tokens counted as left behind",
-        "offcorr/trl/anchor.py",
-        "if correction.gate.scales_with_advantage:",
-        "if not correction.gate.scales_with_advantage:",
+        "offcorr/training/step.py",
+        "if self.correction.gate.scales_with_advantage:",
+        "if not self.correction.gate.scales_with_advantage:",
         f"{ANCHORS} teaches_nothing",
     ),
     Mutation(
         "an EWMA that is not restored",
-        "offcorr/trl/anchor.py",
-        "self._anchor(self._asked).load_state_dict(state[self._asked])",
-        "self._anchor(self._asked)",
+        "offcorr/training/step.py",
+        "self.anchor.load_state_dict(found[type(self.anchor).__name__])",
+        "found[type(self.anchor).__name__]",
         f"{ANCHORS} resume",
     ),
     Mutation(
         "the share of active tokens of one rank",
-        "offcorr/trl/anchor.py",
-        "gather(self._learned).sum(0)",
-        "self._learned",
+        "offcorr/training/step.py",
+        "self._gather(self._active.vector).sum(0)",
+        "self._active.vector",
         "tests/trl/test_distributed.py::test_two_processes ewma",
     ),
     Mutation(
         "a schedule one step ahead",
-        "offcorr/trl/corrected.py",
-        "done = self.state.global_step / self.state.max_steps",
-        "done = (self.state.global_step + 1) / self.state.max_steps",
+        "offcorr/trl/step.py",
+        "return trainer.state.global_step / trainer.state.max_steps",
+        "return (trainer.state.global_step + 1) / trainer.state.max_steps",
         "tests/trl/test_schedules.py::test_holderpo_anneals_by_itself",
     ),
     Mutation(
         "one fresh sample makes a step on-policy",
-        "offcorr/trl/state.py",
-        "fresh.all() if self._on_policy is None else self._on_policy & fresh.all()",
-        "fresh.any() if self._on_policy is None else self._on_policy & fresh.any()",
+        "offcorr/training/ess_lr.py",
+        "| ~batch.mask.bool()).all()",
+        "| ~batch.mask.bool()).any()",
         "tests/trl/test_ess_lr.py::test_one_stale_token_is_not_on_policy",
     ),
     Mutation(

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import pickle
 import sys
+import warnings
 from collections import Counter
 from functools import reduce
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import offcorr
 from offcorr import Batch, Statistics, testing, weights
 from offcorr.methods.registry import catalogue
+from offcorr.stages.checks import warn_once
 
 METHODS = [method.name for method in catalogue()]
 
@@ -181,3 +183,62 @@ def test_one_loss_is_a_short_walk_through_the_library():
     finally:
         sys.setprofile(None)
     assert len(calls) <= 70, Counter(calls)
+
+
+# -- inputs that would mislead ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heard():
+    """Warnings that are given once are given again."""
+    warn_once.cache_clear()
+    yield
+    warn_once.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["logp", "old_logp", "rollout_logp"])
+def test_probabilities_in_place_of_log_probs(name, heard):
+    batch = testing.example()
+    with pytest.warns(RuntimeWarning, match=f"^{name} is above 0 on valid tokens.*were probabilities passed"):
+        offcorr.get("tis")(dataclasses.replace(batch, **{name: getattr(batch, name).exp()}))
+    junk = torch.where(batch.mask, getattr(batch, name), 7.0)  # under the mask it is nobody's business
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        offcorr.get("tis")(
+            dataclasses.replace(batch, **{"old_logp": batch.logp, "rollout_logp": batch.logp, name: junk})
+        )
+
+
+@pytest.mark.parametrize("name, warns", [("prefix_is", True), ("sequence_is", True), ("seq_tis", True), ("ppo", False)])
+def test_half_precision_log_probs_under_a_product(name, warns, heard):
+    batch = testing.example()
+    logp = batch.logp.clamp(max=0).bfloat16()
+    half = dataclasses.replace(batch, logp=logp, old_logp=logp.float(), rollout_logp=logp.float())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        offcorr.get(name)(half)
+    told = [str(w.message) for w in seen if "multiplies the ratios of many tokens" in str(w.message)]
+    assert bool(told) == warns and all("logp is torch.bfloat16" in message for message in told)
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: weights.Truncate(0.0), "Truncate: cap is 0.0, expected a finite number > 0 or None"),
+        (lambda: weights.Truncate(2.0, level="seq"), "Truncate: level is 'seq', expected one of"),
+        (lambda: weights.Mask(0.0, 0.0), "Mask: high is 0.0, expected a finite number > 0"),
+        (lambda: weights.Bound(high=0.0), "Bound: high is 0.0, expected a finite number > 0"),
+        (lambda: offcorr.get("cispo", cap=0), "cap is 0, expected a finite number > 0"),
+        (lambda: offcorr.get("tis", cap=0.0), "Truncate: cap is 0.0, expected a finite number > 0"),
+        (lambda: offcorr.get("dispo", pos_high=0.0), "pos_high is 0.0, expected a finite number > 0"),
+    ],
+)
+def test_a_bound_that_trains_nothing(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_a_warning_points_at_the_caller(heard):
+    with pytest.warns(UserWarning, match="padded width") as seen:
+        offcorr.get("ppo", aggregate="seq-mean-token-sum-norm")(testing.example())
+    assert not seen[0].filename.startswith(str(Path(offcorr.__file__).parent))

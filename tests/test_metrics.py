@@ -145,3 +145,12 @@ def test_needs_and_compares():
     assert offcorr.get("opsm").needs == {"old_logp"}  # total if rollout_logp is given, otherwise staleness
     loss_fn = offcorr.Correction(reject=(rejections.K2(0.1), rejections.DPPO()))
     assert loss_fn.compares == {"staleness", "engine", "total"}
+
+
+def test_readings_that_no_distribution_has():
+    """A quantile above the maximum, by the width of a bin, and a chi-square below 0, of a sample with small ratios."""
+    logp = torch.full((4, 3), -1.0, dtype=torch.float64)
+    batch = Batch(logp=logp - 0.3, old_logp=logp, advantages=torch.ones(4), mask=torch.ones(4, 3))
+    got = offcorr.metrics.measure(batch).compute()
+    assert got["offcorr/staleness/abs_p99"] == got["offcorr/staleness/abs_max"] == pytest.approx(0.3)
+    assert got["offcorr/staleness/chi2_token"] == got["offcorr/staleness/chi2_seq"] == 0

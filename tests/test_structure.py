@@ -24,8 +24,8 @@ LAYERS = [
     ("offcorr.correction",),
     ("offcorr.methods",),
     ("offcorr.testing",),
-    ("offcorr",),  # the package itself: the names that users see
     ("offcorr.training",),
+    ("offcorr",),  # the package itself: the names that users see
     ("offcorr.lab",),
     ("offcorr.rollout",),
     ("offcorr.trl", "offcorr.toy", "offcorr.extras", "offcorr.integrations"),

@@ -81,19 +81,19 @@ class Part(Constant):
 class Stage(Constant):
     """A ratio, weight or rejection (``base.Spec``), or the gate (``base.GateSpec``, whose rule is its surrogate)."""
 
-    measure: Part | None
     rule: Part
-    kind: str  # "token", "turn", "reduction" or "running"; "gate"
-    twin: Any
-    reduction: spans.Reduction  # what the first pass reads: the span itself, or, of a split row, a running span's carry
-    slot: int  # of its first number in the summary
-    turn: int  # its place among the stages that look at turns
     first: int  # the policy compared
     second: int  # the policy compared against
     limit: float
-    counts_as: str  # as in ``Spec``; "ratio" for the ratio
     params: type[Any]
     on_device: tuple[bool, ...]
+    kind: str = "gate"  # "token", "turn", "reduction", "running"
+    counts_as: str = ""  # as in ``Spec``; "ratio" for the ratio
+    measure: Part | None = None
+    twin: Any = None
+    reduction: spans.Reduction = _NONE  # read by the first pass: the span, or, of a split row, a running span's carry
+    slot: int = 0  # of its first number in the summary
+    turn: int = 0  # its place among the stages that look at turns
 
     @property
     def limited(self) -> bool:
@@ -133,7 +133,7 @@ class Composition(Constant):
 
     @property
     def summary_size(self) -> int:
-        """How many numbers the first launch leaves of each part of a row."""
+        """The number of numbers that the first launch leaves of each part of a row."""
         return self.runs_slot + (2 if self.turns else 0)
 
     @property
@@ -148,7 +148,7 @@ class Composition(Constant):
 
 
 class Given(NamedTuple):
-    """What the kernel depends on beside the plan."""
+    """The fields of a batch, and whether its rows are split: all that the kernel depends on beside the plan."""
 
     old_logp: bool
     rollout_logp: bool
@@ -169,17 +169,17 @@ def composition(plan: Plan, batch: Batch, split: bool) -> Composition:
         NotFused: it cannot run in Triton.
     """
     device, per_sequence = batch.logp.device, (batch.sequences,)
-    specs = plan.multipliers if plan.ratio is None else (plan.ratio, *plan.multipliers)
+    specs = specs_of(plan)
     given = Given(
         batch.old_logp is not None,
         batch.rollout_logp is not None,
         batch.turn_ids is not None,
         batch.advantages.shape != per_sequence,  # as ``Batch`` reads them: where S = N, they are per sequence
         batch.weight is not None and batch.weight.shape != per_sequence,
-        split and all(_may_be_split(spec.span) for spec in specs),
+        split and all(_may_be_split(spec.span) for spec in specs[:-1]),
     )
     key = (
-        tuple([_without_numbers(spec, device) for spec in (plan.gate, *specs)]),
+        tuple([_without_numbers(spec, device) for spec in specs]),
         plan.ratio is not None,
         plan.aggregate,
         plan.count_rejected,
@@ -187,7 +187,7 @@ def composition(plan: Plan, batch: Batch, split: bool) -> Composition:
     )
     known = _known.get(key)
     if known is None:
-        for spec in specs:
+        for spec in specs[:-1]:
             if SPANS[spec.span] not in spans.TWINS:  # not remembered, since it may be registered later
                 raise NotFused(f"the span {spec.span!r} has no Triton twin")
         try:
@@ -200,6 +200,11 @@ def composition(plan: Plan, batch: Batch, split: bool) -> Composition:
     return known
 
 
+def specs_of(plan: Plan) -> tuple[Any, ...]:
+    """The ratio, weights and rejections, and the gate."""
+    return (*(() if plan.ratio is None else (plan.ratio,)), *plan.multipliers, plan.gate)
+
+
 def refuse(composition: Composition, why: str) -> NotFused:
     """Remembers that Triton cannot run a composition."""
     _known.update({key: why for key, known in _known.items() if known is composition})
@@ -210,7 +215,8 @@ def numbers(params: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
     """A stage's numbers as the kernel takes them: floats, since Triton would compile anew for an int."""
     if not params:
         return ()
-    return type(params)(*[number if _on(device, number) else float(number) for number in params])
+    kind: Any = type(params)
+    return kind(*[number if _on(device, number) else float(number) for number in params])
 
 
 def _on(device: torch.device, number: Any) -> bool:
@@ -234,7 +240,7 @@ def _may_be_split(span: str) -> bool:
 def _compose(
     specs: tuple[Any, ...], has_ratio: bool, aggregate: str, count_rejected: bool, given: Given
 ) -> Composition:
-    gate, *others = specs
+    *others, gate = specs
     aggregation = AGGREGATIONS[aggregate]
     stages: list[Stage] = []
     slot, turns = 1, 0
@@ -248,19 +254,7 @@ def _compose(
     divided_by: Literal["valid", "kept"] = "valid" if count_rejected else "kept"
     return Composition(
         stages=tuple(stages),
-        gate=Stage(
-            None,
-            _part(gate.surrogate),
-            "gate",
-            None,
-            _NONE,
-            0,
-            0,
-            *_POLICIES[gate.mismatch],
-            float(gate.log_limit),
-            "",
-            *gate.params,
-        ),
+        gate=Stage(_part(gate.surrogate), *_POLICIES[gate.mismatch], float(gate.log_limit), *gate.params),
         detached=gate.detached,
         divides_by=divided_by if aggregation.divides_by_count else "",
         unit=None if count_rejected or aggregation.unit == "none" else aggregation.unit,
@@ -284,19 +278,9 @@ def _stage(spec: Any, slot: int, turn: int, split: bool, counts_as: str) -> Stag
         reduction = spans.TWINS[SPANS[twin.carry]]  # type: ignore[assignment, index]
     if (reduction.first or kind == "turn") and "position" in arguments(spec.measure):
         raise NotFused("a measure asks for a token's position before its row has been read")
-    return Stage(
-        _part(spec.measure),
-        _part(spec.rule),
-        kind,
-        twin,
-        reduction,
-        slot,
-        turn,
-        *_POLICIES[spec.mismatch],
-        float(spec.limit),
-        counts_as,
-        *spec.params,
-    )
+    (first, second), (params, on_device) = _POLICIES[spec.mismatch], spec.params
+    own = _part(spec.measure), twin, reduction, slot, turn
+    return Stage(_part(spec.rule), first, second, float(spec.limit), params, on_device, kind, counts_as, *own)
 
 
 def _part(function: Any) -> Part:

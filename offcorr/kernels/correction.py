@@ -3,10 +3,13 @@
 One source for all corrections.  ``PLAN``, a ``composition.Composition``, is a compile-time constant that holds the
 stages' own functions (rebound to Triton by ``rebind.for_triton``) and the Triton twins of their spans; the stages'
 numbers are run-time arguments.  A program reads one row: first, where its tokens need any, for its reductions
-(``first_pass``), then for everything else (``correction``).  A few long rows are split:
-several programs share a row, and ``summary`` is a launch of its own that does the first pass for every part.  The
-programs leave their metrics as entries, which the last one to end merges (``metrics.merge``).
+(``first_pass``), then for everything else (``correction``).  A few long rows are split: several programs share a row,
+and ``summary`` is a launch of its own that does the first pass for every part.  The programs leave their metrics as
+entries, which the last one to end merges (``metrics.merge``).
 """
+
+# mypy: disable-error-code="assignment"
+# (A Triton function builds its tuples item by item, so that their types change from line to line.)
 
 from __future__ import annotations
 
@@ -328,17 +331,7 @@ def first_pass(fields, buffers, row, numbers, PLAN: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit(do_not_specialize=SIZES)
 def summary(
-    fields,
-    buffers,
-    numbers,
-    row_weight,
-    width,
-    rows,
-    parts,
-    part_length,
-    group,
-    PLAN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    fields, buffers, numbers, scale, width, rows, parts, part_length, group, PLAN: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The launch before ``correction`` where rows are split: the first pass of every part of a row.
 
@@ -372,7 +365,7 @@ def load_state(STAGE: tl.constexpr, parts_ptr, stride, there, earlier):
 
 @triton.jit
 def rest_of_row(fields, buffers, row, entry, entries, parts, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
-    """What the tokens of a program need of the rest of their row.
+    """The numbers that a program's tokens need of the rest of their row.
 
     Returns the number of valid tokens of the row and of those before this program's, every stage's value of the row
     and first carry, the number of this program's runs, and the turns that start before it.
@@ -427,19 +420,10 @@ def join_runs(fields, buffers, row, runs, turns_before, entry, entries, parts, p
         tl.debug_barrier()  # other threads read the runs
     if PLAN.joins_runs:
         for k in tl.static_range(len(buffers.turn_means)):
+            totals_ptr, means_ptr = buffers.run_totals[k], buffers.turn_means[k]
             spans.turn_means(
-                buffers.run_ids,
-                buffers.run_totals[k],
-                buffers.run_counts,
-                buffers.turn_means[k],
-                row.start,
-                row.begin,
-                runs,
-                turns_before,
-                parts,
-                part_length,
-                runs_ptr,
-                turns_ptr,
+                *(buffers.run_ids, totals_ptr, buffers.run_counts, means_ptr),
+                *(row, runs, turns_before, parts, part_length, runs_ptr, turns_ptr),
             )
         tl.debug_barrier()  # other threads read the means
 
@@ -449,24 +433,14 @@ def join_runs(fields, buffers, row, runs, turns_before, entry, entries, parts, p
 
 @triton.jit(do_not_specialize=SIZES)
 def correction(
-    fields,
-    buffers,
-    numbers,
-    row_weight,
-    width,
-    rows,
-    parts,
-    part_length,
-    group,
-    PLAN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    fields, buffers, numbers, scale, width, rows, parts, part_length, group, PLAN: tl.constexpr, BLOCK: tl.constexpr
 ):
     """dL/dlogp of every token, the loss and the metrics.
 
     Args:
         fields, buffers: ``Fields`` and ``Buffers``.
         numbers: the params of every stage, then of the gate.  (Triton's launcher has a ``params`` of its own.)
-        row_weight: the weight of a row's sum, but for what is known on the device only: Z and the row's count.
+        scale: the weight of a row's sum over Z, but for what is known on the device only.
         width: of a padded batch.
         rows: how many there are.
         parts, part_length: programs that share a row, and the tokens that each of them reads.
@@ -482,7 +456,6 @@ def correction(
     if PLAN.has_turns:
         join_runs(fields, buffers, row, runs, turns_before, entry, entries, parts, part_length, PLAN)
     count_before = valid_before
-    scale = row_weight
     if fields.z is not None:
         scale = scale / tl.load(fields.z).to(tl.float32)
     if PLAN.divides_by == "valid":

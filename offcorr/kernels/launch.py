@@ -49,7 +49,7 @@ def prepare(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Lau
 
 
 def _parts(batch: Batch) -> int:
-    """How many programs should share a row, by the mean row."""
+    """The number of programs that should share a row, by the mean row."""
     rows, tokens = batch.sequences, batch.logp.numel()
     if tokens <= 2 * PART * rows:
         return 1
@@ -201,11 +201,10 @@ class Launch:
             _plain(batch.cu_seqlens),
             z if isinstance(z, Tensor) else None,
         )
-        specs = (*plan.multipliers, plan.gate) if plan.ratio is None else (plan.ratio, *plan.multipliers, plan.gate)
         return (
             fields,
             buffers,
-            tuple([composing.numbers(spec.params, batch.logp.device) for spec in specs]),
+            tuple([composing.numbers(spec.params, batch.logp.device) for spec in composing.specs_of(plan)]),
             self.row_weight if isinstance(z, Tensor) else self.row_weight / z,
             self.width,
             batch.sequences,
@@ -238,7 +237,7 @@ def _on(device: torch.device) -> Any:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """What an error of the innermost function says: those around it only say where they call it."""
+    """The error of the innermost function: those around it only say where they call it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -7,7 +7,6 @@ parameters ``p`` last.  ``x``, the measure, is 0 under the mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
@@ -221,24 +220,12 @@ def run_totals(x, mask, starts, total_before, count_before):
 
 @triton.jit
 def turn_means(
-    ids_ptr,
-    totals_ptr,
-    counts_ptr,
-    means_ptr,
-    row_start,
-    begin,
-    runs,
-    turns_before,
-    parts,
-    part_length,
-    runs_ptr,
-    turns_ptr,
+    ids_ptr, totals_ptr, counts_ptr, means_ptr, row, runs, turns_before, parts, part_length, runs_ptr, turns_ptr
 ):
     """The mean over its turn for each run of this program, at the runs' places.
 
     Args:
         ids_ptr, totals_ptr, counts_ptr, means_ptr: [tokens]; a part's runs lie from where its tokens do.
-        row_start, begin: where the row starts in them, and this part within the row.
         runs: how many runs this part has.
         turns_before: what is added to this part's ids, so that they are the row's.
         runs_ptr, turns_ptr: [parts], how many runs a part has, and what its ids add to those of later parts; None:
@@ -247,12 +234,12 @@ def turn_means(
     many: tl.constexpr = 32
     lanes = tl.arange(0, many)
     for first in range(0, runs, many):
-        own = row_start + begin + first + lanes
+        own = row.start + row.begin + first + lanes
         own_id = tl.load(ids_ptr + own, mask=first + lanes < runs, other=0) + turns_before
         total = tl.zeros([many], tl.float32)
         count = tl.zeros([many], tl.float32)
         before = turns_before * 0
-        part_start = row_start
+        part_start = row.start
         for part in range(0, parts):
             there = runs if runs_ptr is None else tl.load(runs_ptr + part).to(tl.int32)
             for other in range(0, there, many):
@@ -277,7 +264,7 @@ TOKEN, TURN = "token", "turn"
 
 _INFINITY = float("inf")
 
-_BUILT_IN = {
+_BUILT_IN: dict[str, Reduction | Running | str] = {
     "token": TOKEN,
     "turn": TURN,
     "sequence": Reduction((0.0,), total_step, total_fold, total),
@@ -291,7 +278,7 @@ _BUILT_IN = {
     "bounded_min_prefix": Running(bounded_min_prefix, _INFINITY, "sequence_min", needs_position=False),
 }
 
-TWINS: dict[Callable[..., Any], Reduction | Running | str] = {SPANS[name]: twin for name, twin in _BUILT_IN.items()}
+TWINS = {SPANS[name]: twin for name, twin in _BUILT_IN.items()}
 """By torch function rather than by name, so that a name that is registered anew does not keep another's twin."""
 
 _ARGUMENTS = {
@@ -313,7 +300,7 @@ def register(name: str, twin: Reduction | Running) -> None:
     if not isinstance(twin, Reduction | Running):
         raise ValueError(f"the twin of {name!r} is {twin!r}, expected a Reduction or a Running")
     carry = getattr(twin, "carry", None)
-    if carry is not None and not isinstance(TWINS.get(SPANS.get(carry)), Reduction):
+    if carry is not None and not (carry in SPANS and isinstance(TWINS.get(SPANS[carry]), Reduction)):
         raise ValueError(f"the carry of {name!r} is {carry!r}, expected the name of a Reduction or None")
     for part, wanted in _ARGUMENTS[type(twin)].items():
         got = ", ".join(getattr(getattr(twin, part), "arg_names", ["no @triton.jit function"]))

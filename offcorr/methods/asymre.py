@@ -12,7 +12,7 @@ Trinity-RFT's baseline is 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ class _Centred(gates.Gate):
     def prepare(self, batch: Batch) -> Batch:
         assert batch.group_ids is not None and batch.rewards is not None
         rewards = batch.rewards.detach().to(self.sums.total.dtype)
-        return replace(batch, rewards=rewards - self.sums.mean(batch.group_ids))
+        return batch.replaced(rewards=rewards - self.sums.mean(batch.group_ids))
 
 
 @register(

@@ -57,7 +57,7 @@ class SignClip(gates.Gate):
 
     def __post_init__(self) -> None:
         for field in SignBounds._fields:
-            check_number(self, field, low=0)
+            check_number(self, field, low=0, above=field.endswith("high"))
         check_order(self, "pos_low", "pos_high")
         check_order(self, "neg_low", "neg_high")
 

@@ -1,31 +1,14 @@
-"""Controlled off-policy sampling: weights of k updates ago, in a chosen precision.
+"""Off-policy sampling with transformers: weights of k updates ago, in a chosen precision.
 
 >>> from offcorr.rollout import OffPolicy
 >>> OffPolicy(lag=16, precision="int8")  # GRPOTrainer(..., rollout_func=...)
 OffPolicy(lag=16, precision='int8', temperature=None, top_p=None, top_k=None, seed=None)
 
-`OffPolicy` joins parts that also stand alone: `SnapshotRing` (weights by version), `Replica` with
-`Precision` (the sampler's model), `decode` with `Sampling` (tokens and their log-probs), `score`
-(log-probs of given tokens).
+``OffPolicy`` joins ``decode`` with ``Sampling`` (tokens and their log-probs) and ``score`` (log-probs of given tokens)
+to ``SnapshotRing`` (weights by version), ``Replica`` and ``Precision`` (the sampler's model) of ``offcorr.training``.
 """
 
-from offcorr.training.precision import PRECISIONS, Precision
-from offcorr.training.replica import Replica
-from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights
+from offcorr.rollout.decode import Decoded, Sampling, decode, score
+from offcorr.rollout.off_policy import OffPolicy
 
-from .decode import Decoded, Sampling, decode, score
-from .off_policy import OffPolicy
-
-__all__ = [
-    "PRECISIONS",
-    "Decoded",
-    "MissingVersion",
-    "OffPolicy",
-    "Precision",
-    "Replica",
-    "Sampling",
-    "SnapshotRing",
-    "changing_weights",
-    "decode",
-    "score",
-]
+__all__ = ["Decoded", "OffPolicy", "Sampling", "decode", "score"]

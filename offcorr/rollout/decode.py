@@ -1,4 +1,4 @@
-"""Sampling from a causal language model, with the log-probs that the sampling itself saw."""
+"""Sampling from a causal language model, with the log-probs of the distributions that were sampled from."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-# Tokens between two looks at who has finished: each look waits for the device.
+# Tokens between two checks for finished rows, because each check is a host synchronisation.
 _CHECK_EVERY = 4
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is done to the logits before a token is drawn: temperature, then top-k, then top-p.
+    """Transformation of the logits before a token is drawn: temperature, then top-k, then top-p.
 
-    `top_k` 0 and `top_p` 1 switch those two off.
+    ``top_k=0`` and ``top_p=1`` switch those two off.
     """
 
     temperature: float = 1.0
@@ -36,8 +36,8 @@ class Sampling:
     def logp(self, logits: Tensor) -> Tensor:
         """Log-probs (nats, float32) of the distribution that is sampled from; [..., V] -> [..., V].
 
-        Renormalised over what top-k and top-p keep, -inf elsewhere: vLLM's `processed_logprobs`,
-        the mode in which TRL runs vLLM.
+        They are renormalised over the tokens that top-k and top-p keep, and -inf elsewhere: vLLM's
+        ``processed_logprobs``, the mode in which TRL runs vLLM.
         """
         logits = logits.float() / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
@@ -70,14 +70,18 @@ def decode(
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
 ) -> Decoded:
-    """Sample one completion for each prompt, token by token through the KV cache.
+    """Sample one completion for each prompt, token by token, with a KV cache.
 
-    The log-probs are those of the very distributions the tokens were drawn from (`Sampling.logp`),
-    as an engine reports them; nothing is computed in a second pass.  Equal prompts are prefilled
-    once.  Prompts are padded on the left, positions count real tokens only, finished rows leave the
-    batch.  `generator` lives on the model's device; None draws from torch's global one.
+    The log-probs are those of the distributions that the tokens were drawn from (``Sampling.logp``), as an engine
+    reports them, without a second pass.  Equal prompts are prefilled once.  Prompts are padded on the left, positions
+    count real tokens only, and finished rows leave the batch.
 
-    ValueError: an empty prompt.  FloatingPointError: the model's logits are not finite.
+    Args:
+        generator: on the model's device; None: torch's global one.
+
+    Raises:
+        ValueError: an empty prompt, or ``max_new_tokens`` below 1.
+        FloatingPointError: the model's logits are not finite.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
@@ -134,7 +138,7 @@ def decode(
                 going = (~finished).nonzero()[:, 0]
                 if not len(going):
                     break
-                # Leaving costs a copy of the cache: worth it for a quarter of the batch.
+                # Removing rows copies the cache, which pays off for a quarter of the batch.
                 if len(going) <= 0.75 * len(finished):
                     cache.batch_select_indices(going)
                     running, real, position = running[going], real[going], position[going]
@@ -162,8 +166,9 @@ def score(
     *,
     temperature: float = 1.0,
 ) -> list[list[float]]:
-    """Log-probs (nats) of given completions from one full forward, as a trainer computes them:
-    logits over temperature, no top-k and no top-p."""
+    """Log-probs (nats) of given completions by one forward pass, as a trainer computes them: logits over temperature,
+    without top-k and top-p.
+    """
     device = next(model.parameters()).device
     rows = [[*p, *c] for p, c in zip(prompt_ids, completion_ids, strict=True)]
     width = max(map(len, rows))
@@ -181,14 +186,14 @@ def score(
 
 
 def _draw(logp: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token a row, [B, V] -> [B, 1], by an exponential race: argmax p / e, e ~ Exp(1)."""
+    """One token per row, [B, V] -> [B, 1], by an exponential race: argmax p / e, e ~ Exp(1)."""
     race = torch.empty_like(logp).exponential_(generator=generator)
     # Bounded below so that a token of probability 0 never meets 0 / 0.
     return (logp.exp() / race.clamp_min_(torch.finfo(logp.dtype).tiny)).argmax(-1, keepdim=True)
 
 
 class _RoomyLayer(DynamicLayer):
-    """A cache layer that reserves room for the whole decode: no copy of the past at each token."""
+    """A cache layer that reserves room for the whole decode, so that no token copies the past."""
 
     keys: Tensor | None
     values: Tensor | None
@@ -227,7 +232,7 @@ class _RoomyLayer(DynamicLayer):
 
 
 def _roomy_cache(model: nn.Module, room: int) -> DynamicCache:
-    """The model's own kind of cache, with its plain layers replaced by roomy ones."""
+    """The model's own kind of cache, with plain layers replaced by ``_RoomyLayer``."""
     cache = DynamicCache(config=model.config)
     cache.layers = [_RoomyLayer(room) if type(x) is DynamicLayer else x for x in cache.layers]
     return cache

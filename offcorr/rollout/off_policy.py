@@ -1,9 +1,10 @@
-"""The sampler TRL calls: old weights, low precision, and a record of both."""
+"""``OffPolicy``: a sampler for TRL with weights of k updates ago, in a chosen precision."""
 
 from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,41 +15,41 @@ from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from offcorr.rollout.decode import Sampling, decode
 from offcorr.training.precision import Precision
 from offcorr.training.replica import Replica, base_of
 from offcorr.training.snapshots import SnapshotRing, changing_weights
 
-from .decode import Sampling, decode
-
 STATE_FILE = "offcorr_rollout.pt"
-"""What a checkpoint folder holds of the sampler."""
+"""The file of a checkpoint folder with the sampler's state."""
 
 
 @dataclass(kw_only=True, eq=False)
 class OffPolicy:
-    """A `rollout_func` for TRL's GRPOTrainer that samples off-policy, by a known amount.
+    """A ``rollout_func`` for TRL's GRPOTrainer that samples off-policy by a known amount.
 
-    `GRPOTrainer(..., rollout_func=OffPolicy(lag=16, precision="int8"))` asks: what would a sampler
-    16 optimizer updates behind, with int8 weights, do to my run?
+    ``GRPOTrainer(..., rollout_func=OffPolicy(lag=16, precision="int8"))`` simulates a sampler that is 16 optimizer
+    updates behind and has int8 weights.
 
-    lag: optimizer updates; the weights used are those of version max(0, current - lag), where the
-        version is `trainer.state.global_step`.
-    precision: of the sampler's weights: fp32, bf16, fp16, int8, fp8_e4m3 or fp8_e5m2; the last
-        three are weight-only, one scale per output channel (see `Precision`, `Replica`).
-    temperature, top_p, top_k: None takes the trainer's own.
-    seed: None takes the trainer's own. Draws depend on (seed, process, version, call) alone, so
-        evaluating in between changes nothing and a resumed run needs no generator state.
+    Args:
+        lag: optimizer updates; samples with the weights of version max(0, current - lag), where the version is
+            ``trainer.state.global_step``.
+        precision: of the sampler's weights: fp32, bf16, fp16, int8, fp8_e4m3 or fp8_e5m2; the last three are
+            weight-only, one scale per output channel (see ``Precision``, ``Replica``).
+        temperature, top_p, top_k: None: the trainer's own.
+        seed: None: the trainer's own.  Draws depend on (seed, process, version, call) alone, so evaluating in between
+            changes nothing, and a resumed run needs no generator state.
 
-    A call returns, besides what TRL asks for, for every sequence:
+    A call returns, beside TRL's keys, for every sequence:
 
-    logprobs: of each sampled token, from the decode itself with its KV cache: after temperature,
-        top-k and top-p, renormalised (vLLM's processed log-probs, as TRL's vLLM path reports).
-    old_logp: the same tokens under the same snapshot, in the trainer's precision, by the trainer's
-        own log-prob function and temperature: what `anchor="snapshot"` takes.
-    rollout_version: the version sampled from.
+        logprobs: of each sampled token, from the decode with its KV cache: after temperature, top-k and top-p,
+            renormalised (vLLM's processed log-probs, as TRL's vLLM path reports them).
+        old_logp: of the same tokens under the same snapshot, in the trainer's precision, by the trainer's own log-prob
+            function and temperature, for ``anchor="snapshot"``.
+        rollout_version: the version of the weights that sampled.
 
-    Evaluation (the trainer's model in eval mode) asks about the policy being trained: it samples
-    the current weights in fp32 whatever `lag` and `precision` say, at the same temperature.
+    Evaluation (the trainer's model in eval mode) concerns the policy being trained: it samples the current weights in
+    fp32, whatever ``lag`` and ``precision`` are, at the same temperature.
     """
 
     lag: int = 0
@@ -61,7 +62,7 @@ class OffPolicy:
     def __post_init__(self) -> None:
         self.ring = SnapshotRing(self.lag)
         self._precision = Precision.named(self.precision)
-        self._sampling(Sampling())  # bounds, at the door
+        self._sampling(Sampling())  # checks the bounds
         self._replica: Replica | None = None
         self._trainer: weakref.ref[Any] | None = None
         # by training or not: (version, calls so far at that version), for the next call's draws
@@ -99,11 +100,13 @@ class OffPolicy:
     # ---- the trainer it samples for
 
     def attach(self, trainer: Any) -> None:
-        """See every optimizer step of `trainer` from now on; again does nothing.
+        """Follow every optimizer step of ``trainer`` from now on; a second call does nothing.
 
-        A trainer that attaches in its `__init__` is seen from its first step; otherwise the first
-        call attaches, which is before the first step of a fresh run.  ValueError: a setting of the
-        trainer that this sampler would have to ignore.
+        A trainer that attaches in its ``__init__`` is followed from its first step; otherwise the first call attaches,
+        which is before the first step of a fresh run.
+
+        Raises:
+            ValueError: a setting of the trainer that this sampler would have to ignore.
         """
         if self._trainer is not None and self._trainer() is trainer:
             return
@@ -115,7 +118,7 @@ class OffPolicy:
         trainer.add_callback(_Recorder(self, trainer))
 
     def begin(self, trainer: Any) -> None:
-        """Start, or resume, at the trainer's current version: `on_train_begin` calls this."""
+        """Start, or resume, at the trainer's current version; called by ``on_train_begin``."""
         now = trainer.state.global_step
         self._replica = None  # training may have moved, wrapped or sharded the model since
         if now == 0:
@@ -130,14 +133,14 @@ class OffPolicy:
         self.record(trainer)
 
     def record(self, trainer: Any) -> None:
-        """Take a snapshot of the trainer's current weights (every rank at once, where sharded)."""
+        """Take a snapshot of the trainer's weights; every rank must call it, since sharded ones are gathered."""
         if self.lag:
             self.ring.push(trainer.state.global_step, changing_weights(_unwrapped(trainer)))
 
     def _weights(self, trainer: Any, version: int) -> dict[str, Tensor]:
         now = trainer.state.global_step
         if self.lag and not self.ring.versions and trainer.model.training:
-            self.begin(trainer)  # the first call attached, and on_train_begin is past
+            self.begin(trainer)  # the first call attached, after on_train_begin
         if version == now:
             return dict(changing_weights(_unwrapped(trainer)))
         return self.ring[version]
@@ -149,7 +152,7 @@ class OffPolicy:
         return self._replica
 
     def _sampling(self, default: Any) -> Sampling:
-        """This sampler's own settings, and `default`'s where it has none."""
+        """This sampler's own settings, or those of ``default``."""
 
         def chosen(name: str) -> Any:
             own = getattr(self, name)
@@ -169,11 +172,11 @@ class OffPolicy:
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The snapshots held and the position in the stream of draws; the same on every rank."""
+        """The snapshots and the position in the stream of draws; the same on every rank."""
         return {"ring": self.ring.state_dict(), "calls": dict(self._calls)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`'s answer."""
+        """Continue from a result of ``state_dict``."""
         self.ring.load_state_dict(state["ring"])
         self._calls = {key: tuple(value) for key, value in state["calls"].items()}
 
@@ -183,12 +186,16 @@ class OffPolicy:
         torch.save(self.state_dict(), Path(folder, STATE_FILE))
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
-        """Read the state from a checkpoint folder.  FileNotFoundError: it holds none."""
+        """Read the state from a checkpoint folder.
+
+        Raises:
+            FileNotFoundError: the folder has none.
+        """
         self.load_state_dict(torch.load(Path(folder, STATE_FILE), weights_only=True))
 
 
 class _Recorder(TrainerCallback):
-    """Shows the sampler every optimizer step, and keeps it in the checkpoints."""
+    """Tells the sampler of every optimizer step, and saves it with the checkpoints."""
 
     def __init__(self, sampler: OffPolicy, trainer: Any) -> None:
         self.sampler = sampler
@@ -215,8 +222,7 @@ class _Recorder(TrainerCallback):
 
 
 def tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
-    """Token ids of the prompts, as the trainer itself would make them: text as it stands, messages
-    through the chat template."""
+    """Token ids of the prompts, as the trainer makes them: text as it is, messages through the chat template."""
     processor = trainer.processing_class
     if isinstance(prompts[0], str):
         return processor(text=prompts)["input_ids"]
@@ -244,8 +250,9 @@ def trainer_logp(
     prompt_ids: list[list[int]],
     completion_ids: list[list[int]],
 ) -> list[list[float]]:
-    """Log-probs (nats) of the completions under `scorer`, by the trainer's own function, in its
-    mixed precision, with its temperature and its micro-batch size."""
+    """Log-probs (nats) of the completions under ``scorer``, by the trainer's own function, with its mixed precision,
+    temperature and micro-batch size.
+    """
     accelerator = trainer.accelerator
     prompt_width, width = max(map(len, prompt_ids)), max(map(len, completion_ids))
     multiple = getattr(trainer, "pad_to_multiple_of", None) or 1
@@ -257,20 +264,26 @@ def trainer_logp(
         ids[row, start : prompt_width + len(completion)] = torch.tensor([*prompt, *completion])
         mask[row, start : prompt_width + len(completion)] = 1
 
-    def forward(**inputs: Any) -> Any:  # what accelerate makes of a model it prepares
-        with accelerator.autocast():
-            outputs = scorer(**inputs)
-        return convert_to_fp32(outputs) if accelerator.native_amp else outputs
-
     mode = "train" if trainer.model.training else "eval"
     logp = trainer._get_per_token_logps_and_entropies(
-        forward,
+        in_mixed_precision(accelerator, scorer),
         ids.to(accelerator.device),
         mask.to(accelerator.device),
         width,
         batch_size=getattr(trainer.args, f"per_device_{mode}_batch_size"),
     )[0]
     return [row[: len(c)] for row, c in zip(logp.tolist(), completion_ids, strict=True)]
+
+
+def in_mixed_precision(accelerator: Any, module: nn.Module) -> Callable[..., Any]:
+    """The module's forward in the trainer's mixed precision, as Accelerate runs a model that it prepared."""
+
+    def forward(**inputs: Any) -> Any:
+        with accelerator.autocast():
+            outputs = module(**inputs)
+        return convert_to_fp32(outputs) if accelerator.native_amp else outputs
+
+    return forward
 
 
 def _pad_id(trainer: Any) -> int:
@@ -282,8 +295,9 @@ def _unwrapped(trainer: Any) -> nn.Module:
 
 
 def give_fused_head(module: nn.Module, trainer: Any) -> None:
-    """Let `module` answer the trainer's log-prob function, which in newer TRL asks for log-probs
-    where older ones asked for logits."""
+    """Patch ``module`` for the trainer's log-prob function, which in newer TRL takes log-probs from the model where
+    older ones take logits.
+    """
     import trl.trainer.grpo_trainer as grpo
 
     if hasattr(grpo, "add_fused_lm_head"):
@@ -297,14 +311,14 @@ def give_fused_head(module: nn.Module, trainer: Any) -> None:
 
 
 def _refuse_ignored(trainer: Any) -> None:
-    """ValueError for settings that OffPolicy would otherwise silently leave out."""
+    """Raise ``ValueError`` for settings that OffPolicy would otherwise silently ignore."""
     args = trainer.args
-    for name, asked, mend in (
+    for name, value, remedy in (
         ("use_vllm", args.use_vllm, "vLLM samples by itself: drop rollout_func or use_vllm"),
         ("min_p", args.min_p, "leave it unset"),
         ("repetition_penalty", args.repetition_penalty != 1.0, "leave it at 1.0"),
         ("generation_kwargs", args.generation_kwargs, "leave it unset"),
         ("tools", getattr(trainer, "tools", None), "TRL runs tools with its own generation only"),
     ):
-        if asked:
-            raise ValueError(f"OffPolicy does not apply {name} ({asked!r}): {mend}")
+        if value:
+            raise ValueError(f"OffPolicy does not apply {name} ({value!r}): {remedy}")

@@ -8,14 +8,13 @@ Z is ``denominator`` where it is given: tokens for token-mean, sequences for the
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from offcorr.shapes import IntScalar, PerSequence, Scalar
-from offcorr.stages.checks import nearest
+from offcorr.stages.checks import nearest, outside
 
 __all__ = ["AGGREGATIONS", "Aggregation"]
 
@@ -63,7 +62,7 @@ def row_constant(name: str, max_length: int | None, width: int) -> float:
         warnings.warn(
             f"{name} without max_length divides by the padded width, {width} here, which differs from batch to "
             "batch; pass max_length=, the longest completion allowed",
-            stacklevel=_outside(),
+            stacklevel=outside(),
         )
     return 1.0 / (max_length or max(width, 1))
 
@@ -76,14 +75,6 @@ def own_total(name: str, count: PerSequence, sequences: Scalar | IntScalar | int
     if unit == "tokens":
         return count.sum().clamp(min=1)
     return sequences.clamp(min=1) if isinstance(sequences, Tensor) else float(max(sequences, 1))
-
-
-def _outside() -> int:
-    """The ``stacklevel`` of the first caller outside this library."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("offcorr."):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def check_denominator(denominator: float | Tensor) -> None:

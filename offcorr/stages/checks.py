@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
+import warnings
+from functools import cache
 from typing import Any, get_args
 
 from torch import Tensor
@@ -17,6 +20,20 @@ def nearest(word: str, words: Any) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
+def outside() -> int:
+    """The ``stacklevel`` of the first caller outside this library, for a warning of the function that asks."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("offcorr."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Warns with this message the first time, at the first caller outside this library."""
+    warnings.warn(message, RuntimeWarning, stacklevel=outside())
+
+
 def check_number(
     owner: Any, field: str, *, low: float = -math.inf, above: bool = False, optional: bool = False
 ) -> None:
@@ -24,20 +41,24 @@ def check_number(
 
     The value of a 0-dim tensor is not looked at, since reading it would synchronise with the device.
     """
-    value = getattr(owner, field)
+    check_value(type(owner).__name__, field, getattr(owner, field), low=low, above=above, optional=optional)
+
+
+def check_value(
+    owner: str, field: str, value: Any, *, low: float = -math.inf, above: bool = False, optional: bool = False
+) -> None:
+    """As ``check_number``, of a value that is no field."""
     if optional and value is None:
         return
     wanted = "a finite number" + ("" if low == -math.inf else f" {'>' if above else '>='} {low:g}")
     wanted += " or None" if optional else ""
     if isinstance(value, Tensor):
         if value.ndim:
-            raise ValueError(
-                f"{type(owner).__name__}: {field} has shape {tuple(value.shape)}, expected {wanted}, or a 0-dim tensor"
-            )
+            raise ValueError(f"{owner}: {field} has shape {tuple(value.shape)}, expected {wanted}, or a 0-dim tensor")
         return
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < low or (above and value == low):
-        raise ValueError(f"{type(owner).__name__}: {field} is {value!r}, expected {wanted}")
+        raise ValueError(f"{owner}: {field} is {value!r}, expected {wanted}")
 
 
 def check_order(owner: Any, low: str, high: str) -> None:
@@ -53,11 +74,13 @@ def check_order(owner: Any, low: str, high: str) -> None:
 
 def check_choice(owner: Any, field: str, choices: Any) -> None:
     """``owner.field`` is one of ``choices``."""
-    value = getattr(owner, field)
+    check_word(type(owner).__name__, field, getattr(owner, field), choices)
+
+
+def check_word(owner: str, field: str, value: Any, choices: Any) -> None:
+    """As ``check_choice``, of a value that is no field."""
     if value not in tuple(choices):
-        raise ValueError(
-            f"{type(owner).__name__}: {field} is {value!r}{nearest(value, choices)}, expected one of {list(choices)}"
-        )
+        raise ValueError(f"{owner}: {field} is {value!r}{nearest(value, choices)}, expected one of {list(choices)}")
 
 
 def check_mismatch(owner: Any, *, optional: bool = False) -> None:

@@ -39,8 +39,8 @@ synchronise:
 ...         eps = 2 * moved / count.clamp(min=1)
 ...         return offcorr.gates.Clip(eps, eps)
 >>> loss_fn = offcorr.Correction(gate=ClipTwiceTheMean())
->>> old = torch.zeros(2, 2)
->>> batch = offcorr.Batch(logp=old + 0.125, old_logp=old, advantages=torch.ones(2), mask=old == 0)
+>>> old = torch.full((2, 2), -2.0)
+>>> batch = offcorr.Batch(logp=old + 0.125, old_logp=old, advantages=torch.ones(2), mask=old < 0)
 >>> loss_fn.resolve(loss_fn.statistics(batch)).gate.to_config()
 {'name': 'clip', 'eps_low': 0.25, 'eps_high': 0.25, 'dual_clip': None}
 """
@@ -201,8 +201,9 @@ class MomentBudget(Controller):
         check_mismatch(self)
 
     def statistics(self, tokens: Tokens) -> SquaredLogRatios:
-        pair = tokens.log_ratio(self.mismatch)
-        return SquaredLogRatios(torch.where(pair.compared, pair.clamped.square(), math.inf).flatten())
+        # A token that the engine could not score has ratio 1 to it; its square enters the budget as it meets the bound.
+        squares = tokens.log_ratio(self.mismatch).clamped.square()
+        return SquaredLogRatios(torch.where(tokens.trainable, squares, math.inf).flatten())
 
     def resolve(self, statistics: SquaredLogRatios) -> K2:
         """The rejection with the threshold known: log^2(ratio) / 2 <= bound, a 0-dim tensor."""

@@ -158,7 +158,7 @@ class DetachedClip(Gate):
     detached = True
 
     def __post_init__(self) -> None:
-        check_number(self, "cap", low=0, optional=True)
+        check_number(self, "cap", low=0, above=True, optional=True)
         check_number(self, "low", low=0)
         if self.cap is not None:
             check_order(self, "low", "cap")

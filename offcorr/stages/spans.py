@@ -111,6 +111,9 @@ def _minimum_before(x: PerToken, rows: Rows) -> PerToken:
     return torch.where(before.isinf(), 0, before)
 
 
+PRODUCTS = ("sequence", "prefix")
+"""The spans that multiply the ratios of many tokens, so that the rounding of every log-prob adds up."""
+
 SPANS: dict[str, Callable[..., PerToken]] = {}
 """The torch function of each span, by name."""
 

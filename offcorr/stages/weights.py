@@ -17,7 +17,14 @@ from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.shapes import Mismatch, PerSequence
 from offcorr.stages import ops
 from offcorr.stages.base import Controller, Number, Pointwise, Stage, own, plain, register_form
-from offcorr.stages.checks import check_choice, check_mismatch, check_number, check_order
+from offcorr.stages.checks import (
+    check_choice,
+    check_mismatch,
+    check_number,
+    check_order,
+    check_value,
+    check_word,
+)
 from offcorr.stages.reference import weight_of
 
 __all__ = ["Bound", "Mask", "SelfNormalise", "Truncate", "Weight"]
@@ -81,7 +88,7 @@ class Bound(Weight):
         mismatch: the pair of policies that is compared.
 
     Raises:
-        ValueError: a bound below 0, low > high, or an unknown level or pair.
+        ValueError: a lower bound below 0, an upper bound of 0 or less, low > high, or an unknown level or pair.
 
     >>> Bound(0.5, 5.0, outside="mask").level
     'token'
@@ -95,7 +102,7 @@ class Bound(Weight):
 
     def __post_init__(self) -> None:
         check_number(self, "low", low=0, optional=True)
-        check_number(self, "high", low=0, optional=True)
+        check_number(self, "high", low=0, above=True, optional=True)
         if self.low is not None and self.high is not None:
             check_order(self, "low", "high")
         check_choice(self, "outside", ("clamp", "mask"))
@@ -145,6 +152,8 @@ def Truncate(cap: Number | None = 2.0, level: Level = "token", mismatch: Mismatc
     >>> Truncate(2.0) == Bound(high=2.0)
     True
     """
+    check_value("Truncate", "cap", cap, low=0, above=True, optional=True)
+    check_word("Truncate", "level", level, get_args(Level))
     return Bound(high=cap, level=level, mismatch=mismatch)
 
 
@@ -160,6 +169,9 @@ def Mask(  # noqa: N802
     >>> Mask(0.5, 5.0) == Bound(0.5, 5.0, outside="mask")
     True
     """
+    check_value("Mask", "low", low, low=0, optional=True)
+    check_value("Mask", "high", high, low=0, above=True, optional=True)
+    check_word("Mask", "level", level, get_args(Level))
     return Bound(low, high, "mask", level, mismatch)
 
 

@@ -1,1 +1,44 @@
-"""What any training loop needs: anchors, snapshots, replicas, schedules, the ESS learning rate, baselines."""
+"""Parts of a training loop, with torch alone: the step, anchors, snapshots, schedules, the ESS rate, baselines."""
+
+from offcorr.training.anchors import (
+    ANCHORS,
+    EWMA,
+    Anchor,
+    LogLinear,
+    Recomputed,
+    Rollout,
+    Snapshots,
+    Supplied,
+    make_anchor,
+)
+from offcorr.training.baselines import OPOB, token_baseline
+from offcorr.training.ess_lr import ESSLearningRate
+from offcorr.training.precision import PRECISIONS, Precision
+from offcorr.training.replica import Replica
+from offcorr.training.schedules import Annealed, Linear
+from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights
+from offcorr.training.step import Step
+
+__all__ = [
+    "ANCHORS",
+    "EWMA",
+    "OPOB",
+    "PRECISIONS",
+    "Anchor",
+    "Annealed",
+    "ESSLearningRate",
+    "Linear",
+    "LogLinear",
+    "MissingVersion",
+    "Precision",
+    "Recomputed",
+    "Replica",
+    "Rollout",
+    "SnapshotRing",
+    "Snapshots",
+    "Step",
+    "Supplied",
+    "changing_weights",
+    "make_anchor",
+    "token_baseline",
+]

@@ -1,6 +1,6 @@
-"""Anchors: who plays ``old_logp``, the policy that a staleness ratio is held against.
+"""Anchors: the policy that supplies ``old_logp``, against which staleness ratios are taken.
 
-Any loss takes any anchor.  A loop that does not care which:
+In decoupled PPO this policy is called proximal.  Any loss works with any anchor:
 
     anchor.check(loss_fn)
     for batch in batches:
@@ -8,107 +8,145 @@ Any loss takes any anchor.  A loop that does not care which:
         loss_fn(batch).loss.backward()
         optimizer.step()
         version += 1
-        anchor.step(version, active=share_of_tokens_that_learn)
+        anchor.step(version, active=share_of_tokens_with_a_gradient)
 
-``score`` runs the batch through the module it is given and returns [B, T] log-probs (nats), the layout of
-``batch.logp``; anchors that hold no weights never call it.  The simplest anchor is no object at all: with
-``old_logp=None`` every staleness ratio is 1, and a gate that clips it does nothing.
+``score`` runs the batch through the module it is given and returns [B, T] log-probs (nats) in the layout of
+``batch.logp``; anchors that hold no weights never call it.  With ``old_logp=None`` and no anchor, every staleness ratio
+is 1, and a gate that clips it does nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from offcorr.batch import Batch
 from offcorr.correction import Correction
+from offcorr.stages.checks import nearest
+from offcorr.training.replica import Replica
+from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights
 
 Score = Callable[[nn.Module], Tensor]
-"""Runs the batch at hand through a module: [B, T] log-probs (nats), the layout of ``batch.logp``."""
+"""Runs the batch at hand through a module: [B, T] log-probs (nats), in the layout of ``batch.logp``."""
 
 
 class Anchor(ABC):
-    """Gives ``old_logp``."""
+    """Base class: supplies ``old_logp``.
+
+    Class attributes:
+        contains_rollout: ``rollout_logp`` is (part of) its log-probs, so that the staleness ratio contains the mismatch
+            between trainer and engine.
+        needs_forward: its log-probs are known only with or after the forward pass of the batch.
+    """
+
+    contains_rollout: ClassVar[bool] = False
+    needs_forward: ClassVar[bool] = False
 
     resets: int = 0
-    """How often it has begun anew by itself."""
+    """Number of times it has reset itself."""
 
     @property
     def wants_active(self) -> bool:
-        """Whether ``step`` looks at ``active``."""
+        """Whether ``step`` reads ``active``."""
         return False
 
     @abstractmethod
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
         """The anchor's log-probs of the batch's tokens, in the layout of ``batch.logp``, detached."""
 
-    def place(self, batch: Batch, score: Score | None = None) -> Batch:
-        """The batch with this anchor's ``old_logp``."""
+    def place(self, batch: Batch, score: Score | None = None, recomputed: Tensor | None = None) -> Batch:
+        """The batch with this anchor's ``old_logp``.
+
+        Args:
+            recomputed: log-probs that the loop computed before its first update on these samples, for ``Recomputed``.
+        """
         return dataclasses.replace(batch, old_logp=self.old_logp(batch, score))
 
     def step(self, version: int, active: float | None = None) -> None:  # noqa: B027  (most have nothing to do)
-        """After every optimizer step.
+        """Follow an optimizer step; to be called after each.
 
         Args:
-            version: of the weights now, one higher each time.
-            active: share of the global batch's tokens that the last step learned from, for an anchor that
-                ``wants_active``: 1 - ``offcorr/loss/coefficient_zero`` of the merged metrics.  Tokens that had
-                nothing to teach, for want of an advantage, are best left out of it.
+            version: of the weights after the step, one higher each time.
+            active: share of the global batch's tokens whose gradient was not 0 in the step, for an anchor that
+                ``wants_active``: 1 - ``offcorr/loss/coefficient_zero`` of the merged metrics, best without the tokens
+                whose advantage was 0.
         """
 
     def check(self, correction: Correction) -> None:  # noqa: B027  (most have nothing to do)
         """Raise ``ValueError`` where the correction would count a ratio twice with this anchor."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs of this anchor; the same on every rank."""
+        """State for a checkpoint, the same on every rank; empty for an anchor without state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to do)
-        """Continue from ``state_dict``'s answer."""
+        """Continue from a result of ``state_dict``."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
-class Recomputed(Anchor):
-    """The model's own weights, when asked: exact, and one more forward pass.
+class Supplied(Anchor):
+    """The weights that sampled, in the trainer's precision: ``old_logp`` as the sampler supplied it with the batch."""
 
-    Ask before the first update on a batch and keep the answer for all of them; asked in between, ratios are 1.
+    def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
+        return _required(self, batch, "old_logp").detach()
+
+    def place(self, batch: Batch, score: Score | None = None, recomputed: Tensor | None = None) -> Batch:
+        _required(self, batch, "old_logp")
+        return batch
+
+
+class Recomputed(Anchor):
+    """The weights as they were before the first update on the samples, by one more forward pass.
+
+    Args:
+        model: scores the batch when asked: ask before the first update and keep the log-probs, since between updates
+            every ratio would be 1.  None: the loop passes the log-probs to ``place``; if it has none, ``old_logp`` is
+            None and every staleness ratio is 1.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self.model = model
 
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
-        return _scored(self, batch, score, self.model)
+        return batch.logp.detach() if self.model is None else _scored(self, batch, score, self.model)
+
+    def place(self, batch: Batch, score: Score | None = None, recomputed: Tensor | None = None) -> Batch:
+        if self.model is None:
+            return dataclasses.replace(batch, old_logp=recomputed)
+        return super().place(batch, score)
 
 
 class Rollout(Anchor):
-    """What the engine reported, at no cost; a token it could not score keeps ratio 1.
+    """The engine: ``rollout_logp``, at no cost; a token that it could not score has ratio 1.
 
-    Staleness and engine mismatch then lie in one ratio, so there is no engine ratio left to weigh.
+    Staleness and the mismatch between trainer and engine are then one ratio, so no engine ratio is left to weigh.
     """
+
+    contains_rollout = True
 
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
         return _reported(self, batch)
 
     def check(self, correction: Correction) -> None:
         for stage in correction.stages.values():
-            if getattr(stage, "mismatch", None) == "engine":
+            if stage.mismatch == "engine":
                 raise ValueError(
-                    f"{self!r} puts rollout_logp in the place of old_logp, so the mismatch that {stage!r} looks at "
-                    "is in the staleness ratio already, and would count twice or not at all: take another anchor, or "
-                    "drop that stage"
+                    f"loss {correction.method!r}: the anchor {self!r} puts rollout_logp in the place of old_logp, so "
+                    f"the mismatch that {stage!r} looks at is in the staleness ratio already, and would count twice or "
+                    "not at all: take another anchor, or drop that stage"
                 )
 
 
 class LogLinear(Anchor):
-    """A-3PO (2512.06547): between the engine's log-probs and the trainer's, by version, without a forward pass.
+    """A log-linear mixture of engine and trainer by version, without a forward pass (A-3PO, 2512.06547).
 
     old = rollout + alpha (sg logp - rollout),  alpha = clip((v_prox - v_b) / (v_theta - v_b), 0, 1);  v_b is the
     token's ``rollout_version``, v_theta ``trainer_version``, v_prox the version that lies ``proximal_lag`` before it.
@@ -125,6 +163,9 @@ class LogLinear(Anchor):
     tensor([[-1.2500, -2.0000, -2.0000]])
     """
 
+    contains_rollout = True
+    needs_forward = True
+
     def __init__(self, proximal_lag: int = 1) -> None:
         if not _is_number(proximal_lag) or proximal_lag < 0:
             raise ValueError(f"proximal_lag is {proximal_lag!r}, expected 0 or more optimizer steps")
@@ -135,11 +176,9 @@ class LogLinear(Anchor):
         return rollout_logp + self.alpha(batch).to(logp) * (logp - rollout_logp)
 
     def alpha(self, batch: Batch) -> Tensor:
-        """How far each token's anchor lies from the engine (0) towards the trainer (1)."""
-        versions = _versions(self, batch)
-        if batch.trainer_version is None:
-            raise ValueError(f"trainer_version is None, but {self!r} needs it: pass the version of the weights trained")
-        behind = batch.trainer_version - versions
+        """Position of each token's anchor between the engine (0) and the trainer (1)."""
+        versions = _required(self, batch, "rollout_version")
+        behind = _required(self, batch, "trainer_version") - versions
         share = (behind - self.proximal_lag) / behind.clamp(min=1)
         return torch.where(behind > 0, share.clamp(0, 1), float(self.proximal_lag == 0))
 
@@ -150,17 +189,19 @@ class LogLinear(Anchor):
 class EWMA(Anchor):
     """An exponentially weighted mean of the weights so far (PPO-EWMA, 2110.00641).
 
-    After k steps  theta = sum_j beta^(k-j) theta_j / sum_j beta^(k-j),  beta = W / (W + 2): its mean age is W / 2
-    steps.  Where fewer than ``reset_below`` of the tokens stay active, it has been left too far behind and starts anew
-    from the current weights (2605.12070).  Held in float32 (float64 for float64 weights).  Under ZeRO-3 and FSDP2
-    every rank holds all of it, and all ranks must call every method with the same numbers.
+    After k steps  theta = sum_j beta^(k-j) theta_j / sum_j beta^(k-j),  beta = W / (W + 2): the mean age is W / 2
+    steps.  When the share of tokens with a gradient falls below ``reset_below``, the mean lies too far behind and is
+    reset to the current weights (2605.12070).  It is held in float32 (float64 for float64 weights).  Under ZeRO-3 and
+    FSDP2 every rank holds all of it, and all ranks must call every method with the same numbers.
 
     Args:
-        model: the one that is trained.
+        model: the model being trained.
         window: W, optimizer steps; in a stale pipeline its lag.
         reset_below: share of active tokens; None: never reset.
         device: where the mean is held; None: where the weights are.
     """
+
+    needs_forward = True
 
     def __init__(
         self,
@@ -199,17 +240,17 @@ class EWMA(Anchor):
                 self.reset()
                 return
         self._mass = self.beta * self._mass + 1
-        for name, weight in _changing(self._model):
+        for name, weight in changing_weights(self._model):
             mean = self._mean[name]
             mean.lerp_(weight.to(mean), 1 / self._mass)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Forget the past: the mean is the current weights."""
+        """Set the mean to the current weights."""
         self._mass = 1.0
         self._mean = {
             name: weight.to(self.device, torch.promote_types(weight.dtype, torch.float32), copy=True)
-            for name, weight in _changing(self._model)
+            for name, weight in changing_weights(self._model)
         }
 
     def weights(self) -> dict[str, Tensor]:
@@ -218,7 +259,7 @@ class EWMA(Anchor):
 
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
         if self._replica is None:
-            self._replica = _replica(self._model, batch.logp.device)
+            self._replica = Replica(self._model, batch.logp.device)
         dtypes = {name: p.dtype for name, p in [*self._model.named_parameters(), *self._model.named_buffers()]}
         module = self._replica.load({name: mean.to(dtypes[name]) for name, mean in self._mean.items()})
         return _scored(self, batch, score, module)
@@ -236,19 +277,19 @@ class EWMA(Anchor):
 
 
 class Snapshots(Anchor):
-    """The very weights that sampled each token, by its ``rollout_version``: exact, one forward pass a version.
+    """The weights that sampled each token, by its ``rollout_version``: exact, one forward pass per version.
 
-    Copies lie on the CPU, ``limit + 1`` of them at most; one is on the model's device while it is asked.
+    At most ``limit + 1`` copies are held, on the CPU; one at a time is loaded to the model's device.
 
     Args:
-        model: the one that is trained; its weights now are ``version``.
-        limit: how many optimizer steps back a token's version may lie.
-        version: the first.
+        model: the model being trained; its weights now are ``version``.
+        limit: the number of optimizer steps that a token's version may lie back.
+        version: the first version.
     """
 
-    def __init__(self, model: nn.Module, limit: int, version: int = 0) -> None:
-        from offcorr.training.snapshots import SnapshotRing
+    needs_forward = True
 
+    def __init__(self, model: nn.Module, limit: int, version: int = 0) -> None:
         self._model = model
         self._ring = SnapshotRing(limit)
         self._replica: Any = None
@@ -264,25 +305,25 @@ class Snapshots(Anchor):
         return self._ring.versions
 
     def step(self, version: int, active: float | None = None) -> None:
-        self._ring.push(version, _changing(self._model))
+        self._ring.push(version, changing_weights(self._model))
 
     def keep(self, versions: Iterable[int]) -> None:
-        """Drop every version but the newest that is not among ``versions``, those of samples still in flight."""
+        """Keep only the newest version and ``versions``, those of samples still in flight."""
         wanted = {*versions, *self.versions[-1:]}
         self._ring.load_state_dict({v: weights for v, weights in self._ring.state_dict().items() if v in wanted})
 
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
-        versions, mask = _versions(self, batch), batch.mask.bool()
+        versions, mask = _required(self, batch, "rollout_version"), batch.mask.bool()
         asked = torch.unique(versions[mask]).tolist()
-        for version in asked:  # all of them before the first forward pass
+        for version in asked:  # checked before the first forward pass
             self._require(version)
         if self._replica is None:
-            self._replica = _replica(self._model, batch.logp.device)
-        answer = torch.zeros_like(batch.logp.detach())
+            self._replica = Replica(self._model, batch.logp.device)
+        logp = torch.zeros_like(batch.logp.detach())
         for version in asked:
             scored = _scored(self, batch, score, self._replica.load(self._ring[version]))
-            answer = torch.where(versions == version, scored.to(answer), answer)
-        return answer
+            logp = torch.where(versions == version, scored.to(logp), logp)
+        return logp
 
     def state_dict(self) -> dict[str, Any]:
         return {"held": self._ring.state_dict()}
@@ -291,8 +332,6 @@ class Snapshots(Anchor):
         self._ring.load_state_dict(state["held"])
 
     def _require(self, version: int) -> None:
-        from offcorr.training.snapshots import MissingVersion
-
         if version in self._ring:
             return
         if version > self.versions[-1]:
@@ -308,6 +347,54 @@ class Snapshots(Anchor):
 
     def __repr__(self) -> str:
         return f"Snapshots(limit={self.limit})"
+
+
+ANCHORS: dict[str, type[Anchor]] = {
+    "snapshot": Supplied,
+    "rollout": Rollout,
+    "recomputed": Recomputed,
+    "ewma": EWMA,
+    "log_linear": LogLinear,
+}
+"""Anchors by the names that configurations use."""
+
+
+def make_anchor(name: str, model: nn.Module | None = None, **options: Any) -> Anchor:
+    """The anchor of this name; ``model`` goes to one that holds weights.
+
+    Raises:
+        ValueError: an unknown name or option, one that is missing, or a value out of range.
+
+    >>> make_anchor("log_linear", proximal_lag=2)
+    LogLinear(proximal_lag=2)
+    >>> make_anchor("log_linear", lag=2)
+    Traceback (most recent call last):
+    ValueError: anchor 'log_linear' has no option 'lag'; it has ['proximal_lag']
+    """
+    if name not in ANCHORS:
+        raise ValueError(f"anchor is {name!r}{nearest(name, ANCHORS)}, expected one of {list(ANCHORS)}")
+    build: Any = ANCHORS[name]
+    parameters = inspect.signature(build).parameters
+    known = {option: p for option, p in parameters.items() if option != "model"}
+    for option in options:
+        if option not in known:
+            raise ValueError(f"anchor {name!r} has no option {option!r}{nearest(option, known)}; it has {[*known]}")
+    for option, parameter in known.items():
+        if parameter.default is parameter.empty and option not in options:
+            raise ValueError(f"anchor {name!r} needs {option}; its options are {[*known]}")
+    holds_weights = "model" in parameters and parameters["model"].default is inspect.Parameter.empty
+    return build(model, **options) if holds_weights else build(**options)
+
+
+def default_anchor(batch: Batch, correction: Correction | None) -> Anchor:
+    """``Supplied`` for a batch that comes with ``old_logp``; else ``Rollout`` if the batch comes with ``rollout_logp``
+    and the correction has no stage that compares with the engine; else ``Recomputed``.
+    """
+    if batch.old_logp is not None:
+        return Supplied()
+    if correction is not None and batch.rollout_logp is not None and "engine" not in correction.compares:
+        return Rollout()
+    return Recomputed()
 
 
 def _is_number(value: Any) -> bool:
@@ -327,33 +414,27 @@ def _scored(anchor: Anchor, batch: Batch, score: Score | None, module: nn.Module
     return logp
 
 
+_REMEDIES = {
+    "old_logp": "pass the sampled tokens' log-probs under the weights that sampled them, in the trainer's precision "
+    "(in TRL a rollout_func returns them as 'old_logp', as offcorr.rollout.OffPolicy does, and a rollout worker in a "
+    "CorrectedSample)",
+    "rollout_logp": "pass what the engine reported (TRL's own generation reports nothing: use a rollout_func or vLLM)",
+    "rollout_version": "pass the version (optimizer step) of the weights that sampled each token (in TRL a "
+    "rollout_func returns 'rollout_version', one number per completion or a list with one per token, and a rollout "
+    "worker's sample has its model_version)",
+    "trainer_version": "pass the version of the weights being trained",
+}
+
+
+def _required(anchor: Anchor, batch: Batch, name: str) -> Any:
+    value = getattr(batch, name)
+    if value is None:
+        remedy = f"{_REMEDIES[name]}, or take another anchor"
+        raise ValueError(f"{name} is None, but {anchor!r} needs it: {remedy}")
+    return value
+
+
 def _reported(anchor: Anchor, batch: Batch) -> Tensor:
     """``rollout_logp``, and ``logp`` where the engine could not score."""
-    if batch.rollout_logp is None:
-        raise ValueError(f"rollout_logp is None, but {anchor!r} needs it: pass what the engine reported")
-    reported = batch.rollout_logp.detach()
+    reported = _required(anchor, batch, "rollout_logp").detach()
     return torch.where(reported.isfinite(), reported, batch.logp.detach().to(reported))
-
-
-def _versions(anchor: Anchor, batch: Batch) -> Tensor:
-    if batch.rollout_version is None:
-        raise ValueError(
-            f"rollout_version is None, but {anchor!r} needs it: pass the version of the weights that sampled each "
-            f"token, {tuple(batch.logp.shape)} integers"
-        )
-    return batch.rollout_version
-
-
-# offcorr.rollout imports transformers, which the core does without until weights are asked for.
-
-
-def _changing(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    from offcorr.training.snapshots import changing_weights
-
-    return changing_weights(model)
-
-
-def _replica(model: nn.Module, device: torch.device) -> Any:
-    from offcorr.training.replica import Replica
-
-    return Replica(model, device)

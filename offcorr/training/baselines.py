@@ -13,19 +13,20 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from offcorr.batch import Batch, Tokens
+from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.stages import gates
+from offcorr.stages.reference import weight_of
 from offcorr.stages.weights import Truncate, Weight
 
 
 class OPOB:
     """The off-policy optimal baseline, exact: b* = sum w^2 |g|^2 R / sum w^2 |g|^2 over a prompt group.
 
-    The norm is over all parameters and of one trajectory, so trajectories come one by one (micro-batch 1); besides
-    ``p.grad`` there is one more gradient-sized buffer, for sum w g.  Afterwards ``p.grad`` holds the gradient of the
-    loss, - sum w (R - b*) g / denominator, added to what it held.  Parameters must not be sharded (no ZeRO-2, ZeRO-3
-    or FSDP: a rank's own gradient never exists there), and a group's trajectories lie on one rank.
+    The norm is over all parameters and of one trajectory, so trajectories are added one by one (micro-batches of one);
+    besides ``p.grad`` it needs one more buffer of that size, for sum w g.  Afterwards ``p.grad`` has grown by the
+    gradient of the loss, - sum w (R - b*) g / denominator.  Parameters must not be sharded (with ZeRO-2, ZeRO-3 or FSDP
+    a rank's own gradient never exists), and a group's trajectories lie on one rank.
 
         opob = OPOB(model.parameters(), denominator=trajectories_of_all_ranks)
         for group in groups:
@@ -38,7 +39,7 @@ class OPOB:
         optimizer.step()
 
     Args:
-        parameters: those that are trained.
+        parameters: the trained ones.
         denominator: Z, the number of trajectories of the optimizer batch.
 
     >>> theta = torch.nn.Parameter(torch.zeros(2))
@@ -57,14 +58,14 @@ class OPOB:
             raise ValueError("parameters holds none that requires grad")
         self.denominator = denominator
         self._scores = [torch.zeros_like(p) for p in self.parameters]  # sum w g of the group at hand
-        self._energy = self._praise = torch.zeros((), dtype=torch.float64)  # sum w^2 |g|^2, and that times R
+        self._squared_norm = self._rewarded_norm = torch.zeros((), dtype=torch.float64)  # sum w^2 |g|^2 (R)
 
     def add(self, log_prob: Tensor, reward: float | Tensor, weight: float | Tensor = 1.0) -> None:
-        """One trajectory: its log pi(tau), a scalar with a graph; its reward; its weight, which carries no gradient.
+        """Add one trajectory: its log pi(tau), a scalar with a graph; its reward; its weight, which is detached.
 
-        Any scalar whose gradient the estimate multiplies by R - b will do: minus a correction's loss at advantage 1
-        (weight 1, as it is in there), if ``check_proportional`` lets it through.  A score divided by the trajectory's
-        length gives the best baseline for that estimator, which any baseline biases a little.
+        ``log_prob`` may be any scalar whose gradient the estimate multiplies by R - b, for instance minus the loss of a
+        correction at advantage 1 (which contains the weight), if ``check_proportional`` accepts it.  A score divided by
+        the trajectory's length gives the best baseline of that estimator, which any baseline biases slightly.
         """
         if log_prob.numel() != 1:
             raise ValueError(
@@ -83,41 +84,43 @@ class OPOB:
                 weighted = score * weight.to(score)
                 total += weighted
                 p.grad -= weighted * (reward / self.denominator).to(score)
-            energy = weight.to(norm).square() * norm
-            self._energy = self._energy.to(norm) + energy
-            self._praise = self._praise.to(norm) + energy * reward.to(norm)
+            squared = weight.to(norm).square() * norm
+            self._squared_norm = self._squared_norm.to(norm) + squared
+            self._rewarded_norm = self._rewarded_norm.to(norm) + squared * reward.to(norm)
 
     @torch.no_grad()
     def end_group(self) -> float:
-        """The prompt's last trajectory was added: subtract its baseline, and give it (0 where no score was above 0)."""
-        baseline = torch.where(self._energy > 0, self._praise / self._energy, 0)
+        """Subtract the baseline of the prompt whose trajectories were added, and return it (0 if every score is 0)."""
+        baseline = torch.where(self._squared_norm > 0, self._rewarded_norm / self._squared_norm, 0)
         for p, total in zip(self.parameters, self._scores, strict=True):
             if p.grad is not None:
                 p.grad += total * (baseline / self.denominator).to(total)
             total.zero_()
-        self._energy, self._praise = torch.zeros_like(self._energy), torch.zeros_like(self._praise)
+        self._squared_norm, self._rewarded_norm = (
+            torch.zeros_like(x) for x in (self._squared_norm, self._rewarded_norm)
+        )
         return float(baseline)
 
 
 def check_proportional(loss_fn: Correction) -> None:
-    """Refuse a correction whose gradient is not proportional to the advantage: it has no baseline of least variance.
+    """Raise ``ValueError`` if the gradient is not proportional to the advantage: no baseline of least variance exists.
 
-    What a clip or a soft gate does to a token depends on the sign of its advantage, and that on the baseline.
+    The effect of a clip or a soft gate on a token depends on the sign of its advantage, and that on the baseline.
 
     >>> import offcorr
     >>> check_proportional(offcorr.get("vcpo"))
     """
-    looking = [s for place, s in loss_fn.stages.items() if place != "gate" and "advantage" in s.inputs]
-    looking += [] if type(loss_fn.gate) in PROPORTIONAL_GATES else [loss_fn.gate]
-    if looking:
+    sensitive = [s for place, s in loss_fn.stages.items() if place != "gate" and "advantage" in s.inputs]
+    sensitive += [] if type(loss_fn.gate) in PROPORTIONAL_GATES else [loss_fn.gate]
+    if sensitive:
         raise ValueError(
-            f"an optimal baseline needs a gradient proportional to the advantage, but {looking[0]!r} of "
+            f"an optimal baseline needs a gradient proportional to the advantage, but {sensitive[0]!r} of "
             f"{loss_fn.method!r} may treat advantages of one sign otherwise: take a loss such as vcpo or reinforce"
         )
 
 
 PROPORTIONAL_GATES = (gates.ScoreFunction, gates.DetachedRatio, gates.Unclipped, gates.DetachedClip)
-"""The surrogate's derivative is the advantage times something that knows nothing of it."""
+"""Gates whose surrogate's derivative is the advantage times a factor that does not depend on it."""
 
 
 @torch.no_grad()
@@ -129,12 +132,12 @@ def token_baseline(
     """OTB (2602.07078), the proxy of OPOB that needs no gradients: b_t = sum G_t W_t / sum W_t over the prompt group.
 
     W_t = sum over s <= t of w^2 |s|^2, where |s|^2 = 1 - 2 p + sum over the vocabulary of p^2 is the squared gradient
-    of log p with respect to the logits.  t counts valid tokens, so a tool's tokens take no place.  A token that only
-    one trajectory of its group is long enough to have gets baseline 0: its own return would be no baseline.
+    of log p with respect to the logits.  t counts valid tokens, without those of tools.  A token at a position that
+    only one trajectory of its group reaches gets baseline 0, since its own return would be no baseline.
 
     Args:
-        batch: with ``sum_sq_probs``, ``group_ids``, ``rewards``, and what ``weight`` compares; whole groups.
-            ``advantages`` are not looked at.
+        batch: whole groups, with ``sum_sq_probs``, ``group_ids``, ``rewards`` and the log-probs that ``weight``
+            compares.  ``advantages`` are ignored.
         returns: [B], or G_t as [B, T]; None: ``batch.rewards``, at every token.
         weight: w; None: 1.
 
@@ -149,29 +152,29 @@ def token_baseline(
             [0.2730]])
     """
     returns = batch.rewards if returns is None else returns
-    for name, value, mend in (
+    for name, value, remedy in (
         ("sum_sq_probs", batch.sum_sq_probs, "the sum over the vocabulary of the trainer's squared probabilities"),
         ("group_ids", batch.group_ids, "the prompt that each sequence belongs to"),
-        ("rewards", returns, "one number a sequence, or returns="),
+        ("rewards", returns, "one number per sequence, or returns="),
     ):
         if value is None:
-            raise ValueError(f"{name} is None, but token_baseline needs it: pass {mend}")
+            raise ValueError(f"{name} is None, but token_baseline needs it: pass {remedy}")
     if weight is not None and weight.mismatch in ("engine", "total") and batch.rollout_logp is None:
         raise ValueError(
             f"rollout_logp is None, but weight {weight!r} needs it; pass rollout_logp=old_logp to say that engine and "
             "trainer agree, or weight=None"
         )
     assert returns is not None
-    tokens = Tokens(dataclasses.replace(batch, advantages=returns))
+    tokens = dataclasses.replace(batch, advantages=returns).tokens
     padded, mask, returns = tokens.batch, tokens.trainable, tokens.advantages
     assert padded.sum_sq_probs is not None and padded.group_ids is not None
 
     score = 1 - 2 * tokens.logp.exp() + padded.sum_sq_probs.to(tokens.dtype)
     if weight is not None:
-        score = score * weight(tokens).weight.square()
-    energy = torch.where(mask, score.clamp(min=0), 0).cumsum(1)
+        score = score * weight_of(weight, tokens).weight.square()
+    squared = torch.where(mask, score.clamp(min=0), 0).cumsum(1)
 
-    # One slot for each prompt and place; a trajectory has one token in it at most.
+    # One slot for each prompt and position, which holds at most one token of each trajectory.
     group = repeat(torch.unique(padded.group_ids, return_inverse=True)[1], "b -> b t", t=mask.shape[1])
     slot = (group * (mask.shape[1] + 1) + tokens.rows.position.long())[mask]
     slots, slot = torch.unique(slot, return_inverse=True)
@@ -179,8 +182,8 @@ def token_baseline(
     def over_slot(values: Tensor) -> Tensor:
         return values.new_zeros(len(slots)).index_add(0, slot, values)[slot]
 
-    total, praise = over_slot(energy[mask]), over_slot((energy * returns)[mask])
+    total, weighted = over_slot(squared[mask]), over_slot((squared * returns)[mask])
     alone = over_slot(torch.ones_like(total)) == 1
-    baseline = torch.zeros_like(energy)
-    baseline[mask] = torch.where((total > 0) & ~alone, praise / total, 0)
+    baseline = torch.zeros_like(squared)
+    baseline[mask] = torch.where((total > 0) & ~alone, weighted / total, 0)
     return batch.repack(baseline)

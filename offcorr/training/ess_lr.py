@@ -1,52 +1,51 @@
 """``ESSLearningRate``: a learning rate that follows the effective sample size of the off-policy batch.
 
-lr = own rate * min(1, ess / base) ** (1/2), for one optimizer step  (VCPO, 2602.17616).  Part of VCPO, but no part of
-a loss: it goes with any method.
+lr = scheduled rate * min(1, ess / base) ** (1/2), for one optimizer step  (VCPO, 2602.17616).  It is a part of VCPO
+that works with any loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch, Tokens
-from offcorr.metrics import LogSumExp
-
-Gather = Callable[[Tensor], Tensor]
-"""[K] of this rank to [ranks, K]: ``lambda vector: accelerator.gather(vector[None])``."""
+from offcorr.batch import Batch
+from offcorr.metrics import Gather, LogSumExp
 
 RULES = {"sqrt": 0.5, "linear": 1.0}
 """The exponent of ess / base."""
 
-_TRAJECTORIES = LogSumExp()
+AUTO = "auto"
 
 
 class ESSLearningRate:
     """Scales an optimizer's learning rate by the effective sample size of each step's batch.
 
-    w_i = exp(sum over the trajectory of (logp - rollout_logp)), by logsumexp and never clamped: a clamp puts a floor
-    under the ESS, and the alarm could not ring.  ess = (sum w)^2 / (B sum w^2) over the whole optimizer batch, all
-    micro-batches and ranks; B counts the trajectories that have a valid token.  Where a token was not scored by the
-    engine, and where there is no ``rollout_logp`` at all, ``old_logp`` stands in for it.
+    w_i = exp(sum over the trajectory of (logp - rollout_logp)), computed by logsumexp and never clamped: a clamp would
+    put a floor under the ESS and hide a collapse.  ess = (sum w)^2 / (B sum w^2) over the whole optimizer batch, all
+    micro-batches and ranks; B counts the trajectories that have a valid token.  For a token without a ``rollout_logp``
+    (not scored by the engine, or none given at all) ``old_logp`` takes its place.
 
-    The rate is scaled inside the optimizer's own ``step``, by its hooks, and put back before ``step`` returns.  So no
+    The rate is scaled inside the optimizer's own ``step``, by its hooks, and restored before ``step`` returns.  No
     scheduler, warm-up, log or checkpoint ever sees a scaled rate, wherever the step happens: in ``optimizer.step()``,
     in a GradScaler, or within DeepSpeed's backward.
 
     Args:
         optimizer: of torch, or as ``accelerator.prepare`` returns it, under DeepSpeed and FSDP2 too.
-        base: the ESS that counts as healthy, in (0, 1]: 1 (single turn), .55 (several turns), or ``calibrate``.
+        base: the ESS that counts as healthy, in (0, 1]: 1 (single turn) or .55 (several turns).  "auto": its mean over
+            the steps whose global batch is on-policy, which are not scaled (1 until there was one).
         rule: "sqrt" or "linear".
 
     Raises:
-        TypeError: the optimizer has no hooks, so is not torch's.
+        TypeError: the optimizer has no hooks, so it is not torch's.
         ValueError: ``base`` or ``rule`` is out of range.
 
-    A loop, where only the last micro-batch of a step takes the second branch:
+    ``offcorr.training.Step`` drives it.  By hand, where only the last micro-batch of a step takes the second branch:
 
         ess_lr.add(batch)
         if not accelerator.sync_gradients:
@@ -70,64 +69,72 @@ class ESSLearningRate:
     (0.8944, 0.8944, 1.0)
     """
 
-    def __init__(self, optimizer: Any, base: float = 1.0, rule: str = "sqrt") -> None:
+    def __init__(self, optimizer: Any, base: float | str = 1.0, rule: str = "sqrt") -> None:
         if rule not in RULES:
             raise ValueError(f"rule is {rule!r}, expected one of {list(RULES)}")
-        if not 0 < base <= 1:
-            raise ValueError(f"base is {base!r}, expected an effective sample size in (0, 1]")
-        self.base, self.rule = base, rule
+        self.auto = base == AUTO
+        self.base = 1.0 if self.auto else float(base)
+        if not 0 < self.base <= 1:
+            raise ValueError(f"base is {base!r}, expected an effective sample size in (0, 1], or {AUTO!r}")
+        self.rule = rule
         self.lr_scale = 1.0
-        """The factor of the step in force, or else of the last one: what to log."""
+        """The factor of the current or else of the last step, to be logged."""
         self._calibrations = 0
-        self._seen: Tensor | None = None
+        self._seen: LogSumExp | None = None
+        self._on_policy: Tensor | None = None
         self._in_force = False
         self._own_rates: list[tuple[dict[str, Any], Any]] = []
-        self._optimizer = _innermost(optimizer)
-        self._optimizer.register_step_pre_hook(self._scale_rates)
-        self._optimizer.register_step_post_hook(self._restore_rates)
-
-    def drives(self, optimizer: Any) -> bool:
-        """Whether this is the optimizer whose rate it scales, wrapped or not."""
-        return _innermost(optimizer) is self._optimizer
+        inner = _innermost(optimizer)
+        self._hooks = (
+            inner.register_step_pre_hook(self._scale_rates),
+            inner.register_step_post_hook(self._restore_rates),
+        )
 
     @torch.no_grad()
-    def add(self, batch: Batch) -> None:
-        """One micro-batch of the coming step, with the log-probs it is trained on.
+    def add(self, batch: Batch, on_policy: Tensor | None = None) -> None:
+        """Add one micro-batch of the coming step, with the log-probs it is trained on.
 
-        ValueError: the batch names no other policy, neither ``rollout_logp`` nor ``old_logp``.
+        Args:
+            on_policy: [] bool, for ``base="auto"``: all of the batch was sampled by the weights being trained.  None:
+                where the batch's ``rollout_version`` says so.
+
+        Raises:
+            ValueError: the batch has neither ``rollout_logp`` nor ``old_logp``.
         """
         if batch.rollout_logp is None and batch.old_logp is None:
             raise ValueError(
                 "rollout_logp and old_logp are None, so there is no policy to compare logp with: pass rollout_logp, "
                 "what the engine reported"
             )
-        tokens = Tokens(batch)
+        tokens = batch.tokens
         log_weight = tokens.log_ratio("total").raw.double().sum(1)
-        seen = LogSumExp.of(log_weight, tokens.rows.count > 0)
-        self._seen = seen if self._seen is None else _TRAJECTORIES.merge(self._seen, seen)
+        seen = LogSumExp(LogSumExp.of(log_weight, tokens.rows.count > 0))
+        self._seen = seen if self._seen is None else self._seen.merge(seen)
+        if self.auto:
+            fresh = is_on_policy(batch) if on_policy is None else on_policy
+            self._on_policy = fresh if self._on_policy is None else self._on_policy & fresh
 
     def ess(self, gather: Gather | None = None) -> float:
-        """Effective share of the trajectories added since the last step, in (0, 1]; 1 where there was none.
+        """Effective share of the trajectories added since the last step, in (0, 1]; 1 if none had a valid token.
 
         Args:
-            gather: [K] to [ranks, K], to see every rank's. One transfer to the host.
+            gather: [K] to [ranks, K]; None: one rank.  One transfer to the host.
         """
         if self._seen is None:
             raise ValueError("no batch was added since the last step: call add(batch) on every micro-batch")
-        merged, *others = gather(self._seen) if gather else [self._seen]
-        for other in others:
-            merged = _TRAJECTORIES.merge(merged, other)
-        return (_TRAJECTORIES.read(merged.tolist()) or {"ess": 1.0})["ess"]
+        ranks = gather(self._seen.vector) if gather else self._seen.vector[None]
+        moments = reduce(LogSumExp.merge, map(LogSumExp, ranks)).read()
+        return moments[2] if moments else 1.0
 
     def scale(self, gather: Gather | None = None) -> float:
         """min(1, ess / base), to the power of the rule."""
         return min(1.0, self.ess(gather) / self.base) ** RULES[self.rule]
 
     def calibrate(self, gather: Gather | None = None) -> float:
-        """Take the ESS of what was added for healthy, and forget it: on on-policy batches, in place of ``applied``.
+        """Take the ESS of the added batches, which are on-policy, as healthy; to be called in place of ``applied``.
 
-        ``base`` becomes the mean over the calls.  What is left on-policy is the mismatch of the engine.  The step that
-        follows is not scaled.
+        ``base`` becomes the mean over the calls: on-policy, only the engine's mismatch is left.  The step that follows
+        is not scaled.
         """
         ess = self.ess(gather)
         self.end()
@@ -138,29 +145,42 @@ class ESSLearningRate:
 
     @contextmanager
     def applied(self, gather: Gather | None = None) -> Iterator[float]:
-        """Inside, the optimizer steps at the scaled rate; the added batches are used up.  Gives the scale."""
+        """Context in which the optimizer steps at the scaled rate; uses up the added batches and gives the scale."""
         try:
             yield self.begin(gather)
         finally:
             self.end()
 
     def begin(self, gather: Gather | None = None) -> float:
-        """Scale every step from now on, up to ``end`` or the next ``begin``: for trainers that own the step."""
-        self.lr_scale = self.scale(gather)
-        self._seen, self._in_force = None, True
+        """Scale every step from now on, up to ``end`` or the next ``begin``, for trainers that step by themselves.
+
+        With ``base="auto"`` and a global batch that is on-policy, calibrates instead.
+        """
+        on_policy, self._on_policy = self._on_policy, None
+        if on_policy is not None and bool((gather(on_policy[None].float()) if gather else on_policy).all()):
+            self.calibrate(gather)
+        else:
+            self.lr_scale = self.scale(gather)
+            self._seen, self._in_force = None, True
         return self.lr_scale
 
     def end(self) -> None:
-        """Scale no more."""
+        """Stop scaling."""
         self._in_force = False
         self._restore_rates()
 
+    def detach(self) -> None:
+        """Remove the hooks from the optimizer."""
+        self.end()
+        for hook in self._hooks:
+            hook.remove()
+
     def state_dict(self) -> dict[str, Any]:
-        """The base and how it was calibrated; what was added for a step not taken goes with its gradients."""
+        """The base and the number of calibrations; batches added for a step that was not taken are not kept."""
         return {"base": self.base, "calibrations": self._calibrations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``'s answer, at the beginning of a step."""
+        """Continue from a result of ``state_dict``, at the beginning of a step."""
         self.base, self._calibrations, self._seen = state["base"], state["calibrations"], None
 
     # DeepSpeed calls the optimizer once for each part of the parameters, with param_groups narrowed to it.
@@ -179,8 +199,15 @@ class ESSLearningRate:
         self._own_rates.clear()
 
 
+def is_on_policy(batch: Batch) -> Tensor:
+    """[] bool: every valid token was sampled by the version being trained; False where the versions are not known."""
+    if batch.rollout_version is None or batch.trainer_version is None:
+        return torch.zeros((), dtype=torch.bool, device=batch.logp.device)
+    return ((batch.rollout_version == batch.trainer_version) | ~batch.mask.bool()).all()
+
+
 def _innermost(optimizer: Any) -> Any:
-    """The optimizer that reads the rates: inside the wrappers of Accelerate and DeepSpeed."""
+    """The optimizer that reads the rates, inside the wrappers of Accelerate and DeepSpeed."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     if not hasattr(optimizer, "register_step_pre_hook"):

@@ -1,4 +1,4 @@
-"""What precision does to a sampler's weights: a cast, or quantise-dequantise of the matrices."""
+"""The precision of a sampler's weights: a cast, or quantising and dequantising the matrices."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from torch import Tensor
 def quantise_int8(weight: Tensor) -> Tensor:
     """Symmetric int8, one scale per output channel.  w -> round(w / s) * s, s = max|w_row| / 127
 
-    `weight` [..., out, in], float; returns the nearest weights int8 can hold, same shape and dtype.
+    Takes ``weight`` [..., out, in], float; returns the nearest weights that int8 can hold, in the same shape and dtype.
     """
     scale = _absmax(weight) / 127
     return (weight / scale).round_().clamp_(-127, 127).mul_(scale)
 
 
 def quantise_fp8(weight: Tensor, storage: str) -> Tensor:
-    """8-bit float, one scale per output channel (row): the row's largest |w| lands on the format's
-    largest number.
+    """8-bit float, one scale per output channel (row): the row's largest |w| is the format's largest number.
 
-    `weight` [..., out, in], float; `storage` is a torch dtype by name, such as "float8_e4m3fn".
-    Returns the nearest weights that it can hold, same shape and dtype.
+    Takes ``weight`` [..., out, in], float, and a torch dtype by name, such as "float8_e4m3fn"; returns the nearest
+    weights that it can hold, in the same shape and dtype.
     """
     dtype = getattr(torch, storage)
     largest = torch.finfo(dtype).max
@@ -40,12 +39,11 @@ def _absmax(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Precision:
-    """How a sampler holds its weights.
+    """Precision of a sampler's weights.
 
-    Every floating-point weight is cast to `compute`, the dtype the forward runs in.  Where
-    `quantise` is given, the matrices (see `Replica`) are moved to the numbers that format can hold:
-    weight-only quantisation, activations and KV cache stay in `compute`.  `storage` names the torch
-    dtype that this takes, which an old torch may lack.
+    Every floating-point weight is cast to ``compute``, the dtype of the forward pass.  ``quantise`` then rounds the
+    matrices (see ``Replica``) to the numbers that a format can hold: weight-only quantisation, where activations and KV
+    cache stay in ``compute``.  ``storage`` names the torch dtype that it requires, which an old torch may lack.
     """
 
     name: str
@@ -55,7 +53,11 @@ class Precision:
 
     @staticmethod
     def named(name: str) -> Precision:
-        """The precision called `name`.  ValueError: unknown, or this torch has no such dtype."""
+        """The precision of this name.
+
+        Raises:
+            ValueError: the name is unknown, or this torch has no such dtype.
+        """
         if name not in PRECISIONS:
             raise ValueError(f"precision is {name!r}, expected one of {', '.join(PRECISIONS)}")
         precision = PRECISIONS[name]

@@ -1,4 +1,4 @@
-"""A second copy of a model, whose weights are handed to it: the sampler's own model."""
+"""A second copy of a model for other weights than the model's own, such as a sampler's."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .precision import Precision
-from .snapshots import frozen_weights, is_sharded, refuse_fsdp1
+from offcorr.training.precision import Precision
+from offcorr.training.snapshots import frozen_weights, is_sharded, refuse_fsdp1
 
 
 class Replica:
-    """The structure of `model`, without its hooks, wrappers and patches; weights by `load`.
+    """The structure of ``model``, without its hooks, wrappers and patches; ``load`` sets its weights.
 
-    Built once and reused: loading sets pointers, it builds no modules.  `model` is never written
-    to.  Where it is not sharded its frozen parameters are shared, so a LoRA replica costs its
-    adapters only; under ZeRO-3 and FSDP2 the structure comes from `model.config`.
+    It is built once and reused: loading sets pointers and builds no modules.  ``model`` is never written to.  If it is
+    not sharded, its frozen parameters are shared, so a LoRA replica costs its adapters only; under ZeRO-3 and FSDP2 the
+    structure is built from ``model.config``.
 
-    Quantised are the matrices an engine quantises: the weights of `nn.Linear` and of fused experts
-    (three dimensions), without the output head and the embeddings.  In a PEFT model the adapters
-    stay as they are, as engines serve a LoRA over a quantised base.
+    Quantisation applies to the matrices that an engine quantises: the weights of ``nn.Linear`` and of fused experts
+    (three dimensions), without the output head and the embeddings.  In a PEFT model the adapters stay as they are, as
+    engines serve a LoRA over a quantised base.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str) -> None:
@@ -36,16 +36,20 @@ class Replica:
         self._matrices = _matrices(self.module)
         if is_peft(model):
             self._matrices &= self._frozen.keys()
-        # Frozen weights are cast once a precision; without a cast they are the model's own tensors.
+        # Frozen weights are cast once per precision; without a cast they are the model's own tensors.
         self._frozen_at: dict[Precision | None, dict[str, Tensor]] = {}
         self.device = torch.device(device)
         self.module.to(self.device)
 
     def load(self, weights: Mapping[str, Tensor], precision: Precision | None = None) -> nn.Module:
-        """The module, with `weights` (what `changing_weights` names) at `precision`.
+        """The module with ``weights``, named as by ``changing_weights``, at ``precision``.
 
-        None: every weight in the dtype it came in, the trainer's own.  KeyError: a name the model
-        does not have.  ValueError: nothing to quantise.
+        Args:
+            precision: None: every weight in its own dtype, the trainer's.
+
+        Raises:
+            KeyError: a name that the model does not have.
+            ValueError: there is nothing to quantise.
         """
         if precision is not None and precision.quantise is not None and not self._matrices:
             raise ValueError(f"precision {precision.name!r}: this model has no nn.Linear weight to quantise")
@@ -60,7 +64,7 @@ class Replica:
         return self.module
 
     def _at(self, name: str, weight: Tensor, precision: Precision | None) -> Tensor:
-        # Packed frozen weights (4-bit bases) are not floats; they are left as they came.
+        # Packed frozen weights (4-bit bases) are not floats and stay as they are.
         if precision is None or not weight.is_floating_point():
             return weight
         weight = weight.to(precision.compute)
@@ -72,9 +76,9 @@ class Replica:
         if not weight.is_floating_point():
             return
         weight = weight.to(self.device)
-        parameter = nn.Parameter(weight, requires_grad=False)  # one, so that tied stays tied
+        parameter = nn.Parameter(weight, requires_grad=False)  # one Parameter, so that tied weights stay tied
         if self._zero3:
-            _say_available(parameter)
+            _mark_available(parameter)
         for module, attribute in self._slots[name]:
             if attribute in module._buffers:
                 module._buffers[attribute] = weight
@@ -82,8 +86,8 @@ class Replica:
                 module._parameters[attribute] = parameter
 
 
-def _say_available(parameter: Any) -> None:
-    """Answer code that, under ZeRO-3, asks every parameter whether it has to be gathered."""
+def _mark_available(parameter: Any) -> None:
+    """Mark a parameter as gathered, for code that checks every parameter under ZeRO-3."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     parameter.ds_status = ZeroParamStatus.AVAILABLE
@@ -95,17 +99,17 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """The model inside peft's wrapper; `model` itself where there is none."""
+    """The model inside peft's wrapper, or ``model`` itself."""
     return model.get_base_model() if is_peft(model) else model
 
 
 def _share(model: nn.Module) -> nn.Module:
-    """A copy of the structure that points at the same parameters."""
+    """A copy of the structure with the same parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def _from_config(model: Any) -> Any:
-    """The same structure anew, from the configuration; its weights are not the model's."""
+    """A new model from the configuration, with other weights."""
     if is_peft(model):
         from peft import get_peft_model
 
@@ -124,7 +128,7 @@ def _from_config(model: Any) -> Any:
 
 
 def _strip(model: nn.Module) -> nn.Module:
-    """Remove what trainers attach to a model: their closures still point at the original."""
+    """Remove the patches and hooks of trainers, whose closures refer to the original model."""
     for module in model.modules():
         for patched in ("forward", "_original_forward"):
             module.__dict__.pop(patched, None)
@@ -134,7 +138,7 @@ def _strip(model: nn.Module) -> nn.Module:
 
 
 def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where each weight lives: several places for a tied one, under its first name."""
+    """The modules and attributes that hold each weight: several for a tied weight, under its first name."""
     first_name: dict[int, str] = {}
     slots: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
     for prefix, module in model.named_modules(remove_duplicate=False):

@@ -1,6 +1,6 @@
 """Options that change over training: ``Linear``, and a correction some of whose options follow one.
 
-Nothing here holds a step: the caller says which share of the training is done, so a resumed run needs no state.
+They have no state: the caller passes the share of the training that is done, so a resumed run needs none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offcorr.stages.checks import check_number
 
 @dataclass(frozen=True)
 class Linear:
-    """From ``start`` to ``end`` over training; in a configuration ``{"start": 2.0, "end": -1.0}``.
+    """A number that runs from ``start`` to ``end`` over training; in a configuration ``{"start": 2.0, "end": -1.0}``.
 
     >>> power = Linear(2.0, -1.0)
     >>> power.at(0.0), power.at(0.5), power.at(1.0)
@@ -42,12 +42,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class Annealed:
-    """A correction over training: built anew from the options in force.
+    """A correction whose options change over training.
 
     Args:
         build: options to a Correction, for instance ``functools.partial(offcorr.get, "holderpo")``.
-        options: its keywords. A ``Linear``, or the mapping that stands for one, may stand wherever a number may,
-            in the options of a weight too.
+        options: its keywords. Any number among them, those of a weight too, may be a ``Linear``, or the mapping of its
+            configuration.
 
     Raises:
         ValueError: an option is wrong at the start or at the end of its schedule.
@@ -71,36 +71,36 @@ class Annealed:
 
     @property
     def schedules(self) -> dict[str, Linear]:
-        """What changes, by where it stands: "power", "weight.cap", "weight.0.cap" in a list of weights."""
-        return dict(_found(self.options))
+        """The options that change, by their path: "power", "weight.cap", "weight.0.cap" in a list of weights."""
+        return dict(_schedules_in(self.options))
 
     def at(self, done: float) -> Correction:
         """The correction when the share ``done`` of the training is done."""
         return self.build(**_resolved(self.options, done))
 
     def values(self, done: float) -> dict[str, float]:
-        """The scheduled options then, by where they stand."""
-        return {place: schedule.at(done) for place, schedule in self.schedules.items()}
+        """The scheduled options at that share of the training, by their path."""
+        return {path: schedule.at(done) for path, schedule in self.schedules.items()}
 
 
 def _parsed(option: Any) -> Any:
     if isinstance(option, Mapping):
         return Linear(**option) if option.keys() == {"start", "end"} else {k: _parsed(v) for k, v in option.items()}
-    return [_parsed(one) for one in option] if isinstance(option, list | tuple) else option
+    return [_parsed(entry) for entry in option] if isinstance(option, list | tuple) else option
 
 
 def _resolved(option: Any, done: float) -> Any:
     if isinstance(option, Mapping):
         return {name: _resolved(value, done) for name, value in option.items()}
     if isinstance(option, list):
-        return [_resolved(one, done) for one in option]
+        return [_resolved(entry, done) for entry in option]
     return option.at(done) if isinstance(option, Linear) else option
 
 
-def _found(option: Any, place: str = "") -> Iterator[tuple[str, Linear]]:
+def _schedules_in(option: Any, path: str = "") -> Iterator[tuple[str, Linear]]:
     if isinstance(option, Linear):
-        yield place, option
+        yield path, option
     elif isinstance(option, Mapping | list):
         parts = option.items() if isinstance(option, Mapping) else enumerate(option)
         for name, value in parts:
-            yield from _found(value, f"{place}.{name}" if place else str(name))
+            yield from _schedules_in(value, f"{path}.{name}" if path else str(name))

@@ -1,4 +1,4 @@
-"""Weights by version: reading them off a live model, sharded or not, and keeping the last few."""
+"""Weights by version: read from a live model, sharded or not, with the last few versions kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class MissingVersion(KeyError):
-    """Weights were asked for at a version that the ring does not hold."""
+    """Raised for weights of a version that is not held."""
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return self.args[0]
@@ -19,8 +19,8 @@ class MissingVersion(KeyError):
 class SnapshotRing:
     """Exact copies of a model's changing weights, by version, on the CPU.
 
-    A sampler that lags `lag` versions behind never looks further back than that, so the ring holds
-    at most `lag + 1` versions: the newest and the `lag` before it.
+    It holds at most ``lag + 1`` versions, the newest and the ``lag`` before it: a sampler that lags ``lag`` versions
+    behind never needs older ones.
     """
 
     def __init__(self, lag: int) -> None:
@@ -35,9 +35,10 @@ class SnapshotRing:
         return sorted(self._held)
 
     def push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy `weights` (name, tensor) as `version`; forget those no lag can reach any more.
+        """Copy ``weights`` (name, tensor) as ``version``, and drop versions that lie further back than the lag.
 
-        ValueError: `version` is older than the newest held, so time would run backwards.
+        Raises:
+            ValueError: ``version`` is older than the newest version held.
         """
         newest = max(self._held, default=version)
         if version < newest:
@@ -47,7 +48,11 @@ class SnapshotRing:
         self._held[version] = {name: weight.detach().to("cpu", copy=True) for name, weight in weights}
 
     def __getitem__(self, version: int) -> dict[str, Tensor]:
-        """The weights of `version`.  MissingVersion (a KeyError) says which versions are held."""
+        """The weights of ``version``.
+
+        Raises:
+            MissingVersion: they are not held (a KeyError that lists the versions held).
+        """
         try:
             return self._held[version]
         except KeyError:
@@ -64,7 +69,7 @@ class SnapshotRing:
         return len(self._held)
 
     def clear(self) -> None:
-        """Forget every version."""
+        """Drop every version."""
         self._held.clear()
 
     def state_dict(self) -> dict[int, dict[str, Tensor]]:
@@ -72,18 +77,18 @@ class SnapshotRing:
         return {version: dict(weights) for version, weights in self._held.items()}
 
     def load_state_dict(self, state: dict[int, dict[str, Tensor]]) -> None:
-        """Hold exactly what `state_dict` gave, less what this ring's lag cannot reach."""
+        """Hold the versions of a result of ``state_dict`` that lie within this ring's lag."""
         newest = max(state, default=0)
         self._held = {version: dict(state[version]) for version in sorted(state) if version >= newest - self.lag}
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """True where this process holds only a part of the parameter (DeepSpeed ZeRO-3, FSDP2)."""
+    """Whether this process holds only a part of the parameter (DeepSpeed ZeRO-3, FSDP2)."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor")
 
 
 def whole(parameter: Any) -> Tensor:
-    """The whole parameter, gathered over the ranks where it is sharded (a collective), detached."""
+    """The whole parameter, detached; a sharded one is gathered over the ranks (a collective)."""
     if hasattr(parameter, "full_tensor"):  # FSDP2: a DTensor
         return parameter.detach().full_tensor()
     if hasattr(parameter, "ds_id"):  # DeepSpeed ZeRO-3
@@ -95,11 +100,11 @@ def whole(parameter: Any) -> Tensor:
 
 
 def changing_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What training changes: parameters that require grad, and persistent floating-point buffers.
+    """The weights that training changes: parameters that require grad, and persistent floating-point buffers.
 
-    Yields (name, whole tensor), each tied parameter once, in the model's own dtypes.  Not copies:
-    a later optimizer step changes them.  Under ZeRO-3 and FSDP2 every rank must run through it.
-    For a PEFT model these are the adapters alone.
+    Yields (name, whole tensor), each tied parameter once, in the model's own dtypes.  They are not copies: a later
+    optimizer step changes them.  Under ZeRO-3 and FSDP2 every rank must iterate over all of them.  Of a PEFT model they
+    are the adapters alone.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -108,14 +113,14 @@ def changing_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def frozen_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that never change, as (name, whole tensor); not copies unless sharded."""
+    """The parameters that never change, as (name, whole tensor); copies only if sharded."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             yield name, whole(parameter)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point buffers a checkpoint would hold, as (name, tensor)."""
+    """The floating-point buffers of a checkpoint, as (name, tensor)."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             persistent = name not in module._non_persistent_buffers_set
@@ -124,7 +129,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_fsdp1(model: Any) -> None:
-    """ValueError under FSDP1, whose flattened parameters have no names of their own."""
+    """Raise ``ValueError`` under FSDP1, whose flattened parameters have no names of their own."""
     if not torch.distributed.is_available():
         return
     from torch.distributed.fsdp import FullyShardedDataParallel

@@ -1,34 +1,30 @@
-"""``GRPOConfig``: TRL's and seven fields more, most of them the asynchronous trainer's too; and how a name of a loss
-becomes a correction.
-"""
+"""``GRPOConfig``: TRL's with the options of a correction; and the correction that a ``loss_type`` names."""
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
 import math
-import textwrap
 import warnings
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import trl
 
 import offcorr
 from offcorr.methods.registry import Method, find
-from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.training.ess_lr import RULES
+from offcorr.training.anchors import ANCHORS
+from offcorr.training.ess_lr import AUTO, RULES
 from offcorr.training.schedules import Annealed
-from offcorr.trl.anchor import KINDS
-from offcorr.trl.head import HEADS, SUPPORTED
-from offcorr.trl.state import AUTO
+from offcorr.trl.lm_head import HEADS, SUPPORTED
+
+TRL_LOSSES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
+"""The loss types of TRL, in every supported version (1.9.2 to 1.16.0): as bare names these run TRL's own loss.
+
+Any other bare name is this library's; a loss that a later TRL adds is then an unknown method until it is listed here.
+"""
 
 PREFIX = "offcorr:"
 """``"offcorr:dapo"`` is this library's dapo; a bare ``"dapo"`` is TRL's."""
 
-# What TRL's losses read and a correction does not, and the option that does the same here.
 TRL_LOSS_OPTIONS = {
     "epsilon": "eps_low",
     "epsilon_high": "eps_high, or cap for cispo",
@@ -42,14 +38,15 @@ TRL_LOSS_OPTIONS = {
     "vespo_lambda_neg": "lam_neg",
     "off_policy_mask_threshold": 'reject={"name": "opsm", "delta": ...}',
 }
+"""The options of TRL's own losses, which a correction ignores, and the option with the same effect here."""
 
 
 @dataclass
 class CorrectionOptions:
-    """What both of this library's configurations add to TRL's.
+    """The options that both of this library's configurations add to TRL's.
 
-    In ``loss_kwargs`` ``{"start": 2.0, "end": -1.0}`` may stand for a number: it runs linearly over the training, and
-    is logged as ``offcorr/schedule/...``.
+    In ``loss_kwargs`` a number may be given as ``{"start": 2.0, "end": -1.0}``: it changes linearly over the training,
+    and is logged as ``offcorr/schedule/...``.
     """
 
     loss_kwargs: dict | str | None = field(
@@ -62,13 +59,14 @@ class CorrectionOptions:
     anchor: str | None = field(
         default=None,
         metadata={
-            "help": "Who plays old_logp. 'snapshot': the log-probs that the sampler supplies (weights that sampled, "
-            "trainer's precision). 'rollout': what the engine reported. 'recomputed': the current weights at "
-            "generation; in the asynchronous trainer those being trained, so every staleness ratio is 1. 'ewma': a "
-            "mean of the weights so far, by one more forward pass (PPO-EWMA). 'log_linear': between rollout and "
-            "current log-probs, by version (A-3PO). Default: snapshot where the sampler supplies it, else rollout if "
-            "the correction has no engine stage, else recomputed.",
-            "choices": list(KINDS),
+            "help": "The policy that supplies old_logp (the proximal policy of decoupled PPO). 'snapshot': the weights "
+            "that sampled, in the trainer's precision, as the sampler supplies them. 'rollout': the engine, as "
+            "reported. 'recomputed': the weights at generation; in the asynchronous trainer those being trained, so "
+            "that every staleness ratio is 1. 'ewma': a mean of the weights so far, by one more forward pass "
+            "(PPO-EWMA). 'log_linear': a mixture of the engine's and the current log-probs, by version (A-3PO). "
+            "Default: snapshot where the sampler supplies it, else rollout if no stage of the correction compares "
+            "with the engine, else recomputed.",
+            "choices": list(ANCHORS),
         },
     )
     anchor_kwargs: dict | str | None = field(
@@ -92,19 +90,19 @@ class CorrectionOptions:
         default=1.0,
         metadata={
             "help": "The effective sample size that counts as healthy, in (0, 1]: 1 (one turn), .55 (several); or "
-            "'auto': its mean over the optimizer steps whose whole batch is on-policy, which are not scaled."
+            "'auto': its mean over the optimizer steps whose global batch is on-policy, which are not scaled."
         },
     )
 
     def _check_options(self) -> None:
-        """Raise ``ValueError`` for what none of the options can be; ``ess_base`` as a number where it is one."""
+        """Raise ``ValueError`` for values that an option cannot have; make ``ess_base`` a number if it is text."""
         for name, example in (("loss_kwargs", '{"eps_high": 0.28}'), ("anchor_kwargs", '{"window": 16}')):
             if isinstance(getattr(self, name), str):
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, expected a mapping or a JSON object, for instance '{example}'"
                 )
-        if self.anchor is not None and self.anchor not in KINDS:
-            raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(KINDS)} or None")
+        if self.anchor is not None and self.anchor not in ANCHORS:
+            raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(ANCHORS)} or None")
         if self.ess_lr is not None and self.ess_lr not in RULES:
             raise ValueError(f"ess_lr is {self.ess_lr!r}, expected one of {list(RULES)} or None")
         self.ess_base = _ess_base(self.ess_base)
@@ -112,11 +110,10 @@ class CorrectionOptions:
 
 @dataclass
 class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
-    """TRL's ``GRPOConfig`` and seven fields more; ``loss_type`` also takes this library's names.
+    """TRL's ``GRPOConfig`` with the ``CorrectionOptions``, ``logprob_head`` and ``skip_dead_sequences``.
 
-    ``loss_type``: a name that TRL knows runs TRL's own loss; ``"offcorr:dapo"``, ``"minpro"`` or
-    ``"my_file.py:MyLoss"`` a correction.  In ``loss_kwargs`` ``{"start": 2.0, "end": -1.0}`` may stand for a number: it
-    runs linearly over the training, and is logged as ``offcorr/schedule/...``.
+    ``loss_type`` also takes this library's names: one of ``TRL_LOSSES`` runs TRL's own loss; ``"offcorr:dapo"``,
+    ``"minpro"`` or ``"my_file.py:MyLoss"`` a correction.
 
     >>> GRPOConfig("out", loss_type="minpro", loss_kwargs={"eps_high": 0.28}, bf16=False).loss_kwargs
     {'eps_high': 0.28}
@@ -127,8 +124,8 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
     logprob_head: str = field(
         default="auto",
         metadata={
-            "help": "What makes log-probs of hidden states: 'trl', 'offcorr' (offcorr.linear_logprob, TRL 1.16 and "
-            "later), or 'auto', ours for a correction where it was measured to be faster, on a CPU.",
+            "help": "Computes log-probs from hidden states: 'trl', 'offcorr' (offcorr.linear_logprob, TRL 1.16 and "
+            "later), or 'auto': for a correction, offcorr where it was measured to be faster (on a CPU), else trl.",
             "choices": list(HEADS),
         },
     )
@@ -136,9 +133,9 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
     skip_dead_sequences: bool = field(
         default=False,
         metadata={
-            "help": "Leave sequences out of the forward and backward passes whose gradient is known to be 0 before: no "
-            "advantage, or rejected by stages that compare old with rollout log-probs. The update is the same; "
-            "metrics cover the computed sequences, and offcorr/loss/skipped is the share left out."
+            "help": "Skip sequences whose gradient is known to be zero before the forward pass: their advantage is "
+            "zero, or they are rejected by stages that compare old with rollout log-probs. The update is the same; "
+            "metrics cover the computed sequences, and offcorr/loss/skipped is the share that was skipped."
         },
     )
 
@@ -149,15 +146,15 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
             raise ValueError(f"logprob_head is {self.logprob_head!r}, expected one of {list(HEADS)}")
         if self.logprob_head == "offcorr" and not SUPPORTED:
             raise ValueError(
-                "logprob_head='offcorr' takes the place of a function that this TRL does not have: update it (1.16 "
-                "does), or take 'auto'"
+                "logprob_head='offcorr' replaces a function that this TRL does not have: update TRL (1.16 has it), or "
+                "take 'auto'"
             )
         if self.ess_lr is not None and self.skip_dead_sequences:
             raise ValueError(
                 f"skip_dead_sequences=True leaves sequences out of the forward pass, and ess_lr={self.ess_lr!r} "
                 "looks at all of them: leave one of the two out"
             )
-        if self.skip_dead_sequences and self.anchor is not None and KINDS[self.anchor].computed:
+        if self.skip_dead_sequences and self.anchor is not None and ANCHORS[self.anchor].needs_forward:
             raise ValueError(
                 f"skip_dead_sequences=True leaves sequences out before the forward pass, and anchor={self.anchor!r} "
                 "has no log-probs before it: leave one of the two out"
@@ -177,30 +174,17 @@ def _ess_base(base: Any) -> float | str:
     return number
 
 
-@cache
-def trl_losses() -> frozenset[str]:
-    """The loss names that the installed TRL knows: what its own ``_compute_loss`` compares ``loss_type`` with."""
-    source = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
-    return frozenset(
-        constant.value
-        for compare in ast.walk(ast.parse(source))
-        if isinstance(compare, ast.Compare) and getattr(compare.left, "attr", "") == "loss_type"
-        for constant in ast.walk(compare)
-        if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
-    )
-
-
 def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> Annealed | None:
-    """The correction, over training, that ``loss=`` or the config asks for; None: TRL's own loss.
+    """The correction that ``loss=`` or the config asks for, with its schedules; None: TRL's own loss.
 
     Raises:
         TypeError: ``loss`` is no Correction.
-        ValueError: both ways are used at once, the name or an option is unknown (at the start of its schedule or at
-            its end), or options go with a TRL name.
+        ValueError: the correction is given twice, its name is unknown, an option is unknown or out of range (at the
+            start of its schedule or at its end), or options are given for a loss of TRL.
     """
     loss_type = getattr(args, "loss_type", "dapo")
     options = dict(getattr(args, "loss_kwargs", None) or {})
-    known_to_trl = loss_type in trl_losses()
+    known_to_trl = loss_type in TRL_LOSSES
     if loss is not None:
         annealed = given(loss, args)
         if options or not known_to_trl:
@@ -217,46 +201,51 @@ def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> Anne
         return None
     else:
         annealed = named(loss_type, args)
-    _say_what_is_ignored(args, annealed.at(0.0))
+    _warn_about_ignored(args, annealed.at(0.0))
     return annealed
 
 
 def given(loss: Any, args: Any) -> Annealed:
-    """The correction that was passed as ``loss=``.  TypeError: it is none."""
+    """The correction that was passed as ``loss=``.
+
+    Raises:
+        TypeError: it is no Correction.
+    """
     if not isinstance(loss, offcorr.Correction):
         raise TypeError(f"loss is a {type(loss).__name__}, expected an offcorr.Correction")
     return Annealed(lambda: _with_length(loss, args))
 
 
 def named(name: str, args: Any) -> Annealed:
-    """The correction of this name with the ``loss_kwargs`` of ``args``, over training.
+    """The correction of this name with the ``loss_kwargs`` of ``args``, and its schedules.
 
-    ValueError: the name or an option is unknown (at the start of its schedule or at its end).
+    Raises:
+        ValueError: the name is unknown, or an option is unknown or out of range.
     """
     found = find(name)
     own = found.schedules if isinstance(found, Method) else {}
+
     options = getattr(args, "loss_kwargs", None) or {}
     return Annealed(lambda **in_force: _with_length(offcorr.resolve(name, **in_force), args), {**own, **options})
 
 
 def _with_length(correction: offcorr.Correction, args: Any) -> offcorr.Correction:
-    """With the longest completion as the constant length, where one is wanted and none is given: as TRL's dr_grpo."""
-    if not AGGREGATIONS[correction.aggregate].constant_length or correction.max_length is not None:
-        return correction
+    """With the longest completion as the constant length where it needs one and has none, as TRL's dr_grpo."""
     length = getattr(args, "max_completion_length", None)
-    return dataclasses.replace(correction, max_length=length, options={**correction.options, "max_length": length})
+    return correction if length is None else correction.with_max_length(length)
 
 
-def _say_what_is_ignored(args: Any, correction: offcorr.Correction) -> None:
+def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
+    """Warn of options of TRL's own losses that were set and do nothing here."""
     defaults = {name: f.default for name, f in trl.GRPOConfig.__dataclass_fields__.items()}
     ignored = {
-        name: mend
-        for name, mend in TRL_LOSS_OPTIONS.items()
+        name: instead
+        for name, instead in TRL_LOSS_OPTIONS.items()
         if name in defaults and getattr(args, name, defaults[name]) != defaults[name]
     }
     if ignored:
-        listed = ", ".join(f"{name}={getattr(args, name)!r} (here: {mend})" for name, mend in ignored.items())
+        listed = ", ".join(f"{name}={getattr(args, name)!r} (here: {instead})" for name, instead in ignored.items())
         warnings.warn(
-            f"TRL's own losses read {listed}; the correction {correction.method!r} does not: say it in loss_kwargs",
+            f"TRL's own losses read {listed}; the correction {correction.method!r} ignores this: use loss_kwargs",
             stacklevel=3,
         )

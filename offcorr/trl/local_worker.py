@@ -1,7 +1,7 @@
 """``LocalWorker``: a rollout worker for ``AsyncGRPOTrainer`` in a thread of its own, without a vLLM server.
 
-For machines without vLLM, small models and experiments in asynchrony: the trainer and the sampler run at the same
-time, through the same two interfaces as TRL's own worker and weight transfer.
+For machines without vLLM, small models and experiments with asynchrony: trainer and sampler run at the same time,
+through the same two interfaces as TRL's own worker and weight transfer.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offcorr.rollout import Precision, Replica, Sampling, decode, score
+from offcorr.rollout import Sampling, decode, score
+from offcorr.training import Precision, Replica
 from offcorr.trl.async_grpo import CorrectedSample
 
 __all__ = ["LocalWorker"]
 
 
 class LocalWorker:
-    """Samples from the last weights it was sent; both ``rollout_worker=`` and ``weight_transfer=`` of the trainer.
+    """Samples with the last weights it was sent: both ``rollout_worker=`` and ``weight_transfer=`` of the trainer.
 
     Args:
         model: of the trainer's kind, on the device to sample on; its weights are replaced.
         processing_class: the tokenizer.
         dataset: rows with ``prompt``; other columns reach the reward function.
         reward_func: TRL's: (completions=, prompts=, **columns) to a list of floats.
-        args: the trainer's; read are num_generations, max_completion_length, temperature, top_p, top_k, seed,
-            queue_maxsize and max_inflight_tasks (which TRL derives from max_staleness): the worker runs ahead of the
-            trainer by no more than these two allow.
-        precision: of the sampler's weights, see ``offcorr.rollout.Precision``.
-        prompts: sampled at once.
+        args: the trainer's; it reads num_generations, max_completion_length, temperature, top_p, top_k, seed, and
+            queue_maxsize and max_inflight_tasks (which TRL derives from max_staleness), which limit how far the worker
+            runs ahead of the trainer.
+        precision: of the sampler's weights, see ``offcorr.training.Precision``.
+        prompts: number of prompts sampled at once.
 
-    Each sample carries the version of its weights, the log-probs that its decode saw, and ``old_logp``: the same
-    tokens scored by the same weights in full precision.  A decode finishes with the weights it began with.
+    Each sample has the version of its weights, the log-probs of its decode, and ``old_logp``: the same tokens scored by
+    the same weights in full precision.  A decode finishes with the weights it began with.
     """
 
     def __init__(
@@ -83,17 +84,17 @@ class LocalWorker:
             self._thread.join()
 
     def update_model_version(self, model_version: int) -> None:
-        """The weights last sent are this version: the next decode takes them."""
+        """Name the version of the weights last sent, which the next decode uses."""
         with self._lock:
             self._weights = (model_version, self._incoming)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what ended the thread, or that it has been silent for too long."""
+        """Raise ``RuntimeError`` if the thread has ended by an error, or has produced nothing for too long."""
         if self._error is not None:
             raise RuntimeError("the local worker's thread has ended") from self._error
-        silent = time.time() - self._last_put
-        if silent > stale_after_s:
-            raise RuntimeError(f"the local worker has produced nothing for {silent:.0f} s")
+        idle = time.time() - self._last_put
+        if idle > stale_after_s:
+            raise RuntimeError(f"the local worker has produced nothing for {idle:.0f} s")
 
     # TRL's WeightTransferProtocol
 
@@ -162,20 +163,20 @@ class LocalWorker:
         samples = []
         for i, (prompt, ids) in enumerate(zip(prompts, decoded.completion_ids, strict=True)):
             group, place = divmod(i, n)
-            before = [0.0] * len(prompt)
+            padding = [0.0] * len(prompt)
             samples.append(
                 CorrectedSample(
                     prompt=_messages(rows[i]["prompt"], "user"),
                     completion=_messages(texts[i], "assistant"),
                     input_ids=np.array([*prompt, *ids], dtype=np.int64),
                     completion_mask=np.array([0] * len(prompt) + [1] * len(ids), dtype=np.int64),
-                    old_log_probs=np.array([*before, *decoded.logp[i]], dtype=np.float32),
+                    old_log_probs=np.array([*padding, *decoded.logp[i]], dtype=np.float32),
                     advantage=float(advantages[group, place]),
                     model_version=version,
                     group_id=first_group + group,
                     metrics={"reward": float(rewards[group, place]), "reward_std": float(rewards[group].std())},
                     enqueued_at=time.time(),
-                    old_logp=np.array([*before, *old_logp[i]], dtype=np.float32),
+                    old_logp=np.array([*padding, *old_logp[i]], dtype=np.float32),
                 )
             )
         return samples

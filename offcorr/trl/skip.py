@@ -1,4 +1,4 @@
-"""``skip_dead_sequences``: leave out of the forward pass what cannot change the update."""
+"""``skip_dead_sequences``: skips sequences whose gradient is known to be zero before the forward pass."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 import offcorr
-from offcorr.batch import Tokens
+from offcorr.stages.reference import weight_of
 
 
 def dead_sequences(correction: offcorr.Correction, batch: offcorr.Batch) -> Tensor:
-    """[B] bool: sequences whose every coefficient is 0 whatever the current log-probs turn out to be.
+    """[B] bool: sequences whose coefficients are all 0, whatever the current log-probs are.
 
-    Known before the forward pass: no advantage under a gate that scales with it; no valid token; or dropped, token
-    by token, by weights and rejections that compare ``old_logp`` with ``rollout_logp`` only.
+    The reasons are an advantage of 0 under a gate that scales with it, no valid token, and tokens dropped by weights
+    and rejections that compare ``old_logp`` with ``rollout_logp``.
 
     Args:
         batch: ``logp`` is a placeholder and is not looked at.
     """
-    tokens = Tokens(batch)
+    tokens = batch.tokens
     alive = tokens.mask
     if correction.gate.scales_with_advantage:
         alive = alive & (tokens.advantages != 0)
     if batch.old_logp is not None and batch.rollout_logp is not None:
         for place, stage in correction.stages.items():
-            if place.startswith(("weight", "reject")) and getattr(stage, "mismatch", None) == "engine":
-                alive = alive & stage(tokens).kept
+            if place.startswith(("weight", "reject")) and stage.mismatch == "engine":
+                alive = alive & weight_of(stage, tokens).kept
     return ~alive.any(1)
 
 
 def rows_kept(dead: Tensor) -> Tensor:
-    """Indices of the sequences to compute; at least one, so that every rank takes part in the collectives."""
+    """Indices of the other sequences; at least one, so that every rank takes part in the collectives."""
     alive = (~dead).nonzero()[:, 0]
     return alive if len(alive) else torch.zeros(1, dtype=torch.long, device=dead.device)
 
 
 def only(inputs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """The micro-batch of ``rows``, each with its own images; what is not one entry a sequence stays."""
+    """The micro-batch of ``rows``, each with its own images; values without one entry per sequence are unchanged."""
     size, kept = len(inputs["advantages"]), rows.tolist()
 
     def chosen(value: Any) -> Any:
@@ -47,6 +47,6 @@ def only(inputs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
             return value[rows]
         return [value[row] for row in kept] if isinstance(value, list) and len(value) == size else value
 
-    # Images lie end to end, several or none for a sequence: TRL takes them apart as it does to shuffle a batch.
+    # Images lie end to end, any number per sequence; TRL splits them in the same way to shuffle a batch.
     parts = split_pixel_values_by_grid(inputs)
     return unsplit_pixel_values_by_grid({name: chosen(value) for name, value in parts.items()})

@@ -435,7 +435,7 @@ def test_an_external_weight(per):
 def test_an_external_weight_that_is_not_finite():
     batch = padded(rows=2, width=9)
     given = torch.ones(2, 9)
-    given[0, 0] = math.inf
+    given[0, 0] = math.nan
     out = within_budget(offcorr.get("ppo"), dataclasses.replace(batch, weight=given))
     assert out.metrics.compute()["offcorr/loss/nonfinite"] == 1
 

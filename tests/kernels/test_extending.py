@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import offcorr
-from offcorr.kernels import spans as twins
 from offcorr.stages import spans
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text()
@@ -43,7 +42,6 @@ def extensions(tmp_path_factory):
     yield module
     offcorr.unregister("gspo_tis")
     for name in ("running_max", "decayed"):
-        twins.TWINS.pop(name, None)
         spans.unregister(name)
 
 

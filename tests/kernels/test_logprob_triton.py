@@ -7,7 +7,7 @@ torch.mm, since the kernels do no matrix product.
 import pytest
 import torch
 
-from offcorr.kernels.correction import use
+from offcorr.kernels.dispatch import use
 from offcorr.kernels.logprob import fold as triton_tiles
 from offcorr.kernels.logprob import linear_logprob, logits_logprob, naive_logprob, out_of_vocabulary
 from offcorr.kernels.logprob import tiles as torch_tiles

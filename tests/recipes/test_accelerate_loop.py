@@ -22,8 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import offcorr
 from offcorr import toy
-from offcorr.training.baselines import token_baseline
-from offcorr.training.ess_lr import ESSLearningRate
+from offcorr.training import ESSLearningRate, Step, token_baseline
 from tests.recipes.test_recipes import assert_improved
 from tests.tiny import qwen3
 
@@ -41,7 +40,7 @@ SHARED |= {"ess": {"method": "minpro", "ess": True}, "vcpo": {"method": "vcpo", 
 
 def tiny_model():
     model = qwen3(vocab_size=23, initializer_range=0.2)
-    loop.answer_with_log_probs(model, temperature=0.9)
+    loop.return_log_probs(model, temperature=0.9)
     return model
 
 
@@ -82,10 +81,10 @@ def updated_weights(accelerator, method, packed=True, samples=None, opob=False, 
     micros = loop.split(mine, len(mine) if opob else accelerator.gradient_accumulation_steps)
     window = [loop.lay_out(micro, packed, "cpu") for micro in micros]
     take = loop.opob_update if opob else loop.update
-    seen = take(accelerator, model, optimizer, offcorr.get(method), window, 1e9, ess_lr)
-    merged = seen.all_reduce(lambda vector: accelerator.gather(vector[None])).compute()
-    if ess_lr:
-        merged["lr_scale"] = ess_lr.lr_scale
+    step = Step(offcorr.get(method), ess_lr=ess_lr, gather=lambda vector: accelerator.gather(vector[None]))
+    take(accelerator, model, optimizer, step, window, 1e9)
+    step.end(1)
+    merged = step.metrics()
     weights = {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
     return weights, merged
 
@@ -186,7 +185,7 @@ def test_opob_with_a_constant_baseline_is_the_corrections_own_gradient(method, p
 
     class Constant(loop.OPOB):
         def end_group(self):
-            self._energy, self._praise = torch.tensor(1.0), torch.tensor(0.3)
+            self._squared_norm, self._rewarded_norm = torch.tensor(1.0), torch.tensor(0.3)
             return super().end_group()
 
     wanted, measured = updated_weights(
@@ -249,7 +248,9 @@ def test_opob_refuses_what_it_cannot_do(monkeypatch):
         loop.check_opob(accelerator, offcorr.get("ppo"))
     for kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         accelerator.state.distributed_type = kind
-        with pytest.raises(ValueError, match=f"gradient of each trajectory on its own process, where {kind.value}"):
+        with pytest.raises(
+            ValueError, match=f"gradient of each trajectory on its own process, which {kind.value} shards"
+        ):
             loop.check_opob(accelerator, offcorr.get("vcpo"))
     accelerator = one_process()
     accelerator.state._mixed_precision = "fp16"

@@ -43,7 +43,7 @@ def test_its_probabilities_are_the_trainers(tmp_path):
         train_dataset=task.train,
         eval_dataset=task.test,
         processing_class=tokenizer,
-        rollout_func=grpo.offcorr.rollout.OffPolicy(precision="int8"),
+        rollout_func=grpo.OffPolicy(precision="int8"),
     )
     rows = [task.train[i // 8] for i in range(256)]
     trainer.model.train()

@@ -73,7 +73,7 @@ def test_zero3(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_on_policy_learning(tmp_path, seed):
-    """At lag 0 the embedded task gains at least .20 held-out sampled accuracy."""
+    """At lag 0 the toy task gains at least .20 held-out sampled accuracy."""
     history = launch(tmp_path, "--seed", str(seed), steps=40)
     accuracy = [entry["eval_reward"] for entry in history if "eval_reward" in entry]
     assert accuracy[-1] >= accuracy[0] + 0.20, accuracy

@@ -9,18 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
-from offcorr.rollout import (
-    PRECISIONS,
-    MissingVersion,
-    OffPolicy,
-    Precision,
-    Replica,
-    Sampling,
-    SnapshotRing,
-    changing_weights,
-    decode,
-    score,
-)
+from offcorr.rollout import OffPolicy, Sampling, decode, score
+from offcorr.training import PRECISIONS, MissingVersion, Precision, Replica, SnapshotRing, changing_weights
 from tests.rollout.rollout_models import EOS, fresh_model
 
 

@@ -9,7 +9,8 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from offcorr.rollout import MissingVersion, OffPolicy, Precision, Replica, score
+from offcorr.rollout import OffPolicy, score
+from offcorr.training import MissingVersion, Precision, Replica
 from tests.rollout.rollout_models import fresh_model, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")

@@ -492,3 +492,14 @@ def test_where_of_two_numbers_has_no_precision():
         with pytest.raises(TypeError, match="ops.where of two plain numbers"):
             ops.where(mask, a, b)
     assert ops.where(mask, torch.zeros(2, 3), number).dtype == torch.float32
+
+
+def test_a_token_that_the_engine_could_not_score_is_in_the_budget_that_judges_it():
+    """Its total ratio is its staleness ratio: a large one may not hide behind a missing score."""
+    logp = torch.tensor([[-1.0, -1.0, -1.0, -1.0]], dtype=torch.float64)
+    old = logp + torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    rollout = torch.where(torch.tensor([[True, True, True, False]]), old, math.nan)
+    batch = Batch(logp=logp, old_logp=old, rollout_logp=rollout, advantages=torch.ones(1), mask=torch.ones(1, 4))
+    for tau, kept in ((0.2, 3), (0.3, 4)):  # the mean over all four squares is 1 / 4
+        loss_fn = offcorr.Correction(reject=MomentBudget(tau, mismatch="total"))
+        assert loss_fn(batch).metrics.compute()["offcorr/loss/kept"] == kept / 4

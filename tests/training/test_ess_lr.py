@@ -80,7 +80,7 @@ def test_the_split_into_micro_batches_and_ranks_changes_nothing(optimizer):
     for size in (16, 4, 1):
         assert seen(split(size)).ess() == pytest.approx(whole, rel=1e-6)
     first, second = seen(split(4, log_weights[:32])), seen(split(4, log_weights[32:]))
-    together = first.ess(lambda vector: torch.stack([vector, second._seen]))
+    together = first.ess(lambda vector: torch.stack([vector, second._seen.vector]))
     assert together == pytest.approx(whole, rel=1e-6)
     assert first.ess() != pytest.approx(whole, rel=1e-3)
 

@@ -14,7 +14,7 @@ STALE = ("old_logp", "rollout_version")
 
 
 class Rates(TrainerCallback):
-    """What the optimizer reads inside each of its steps, registered after whoever else did."""
+    """The rates that the optimizer reads inside each of its steps, by a hook registered after all others."""
 
     def __init__(self):
         self.read = []

@@ -1,4 +1,4 @@
-"""``replaced``: attributes that are others for a while."""
+"""``patched``: attributes that have other values for a while."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, these attributes of an object or a module have these values."""
+def patched(owner: Any, **values: Any) -> Iterator[None]:
+    """Context in which these attributes of an object or a module have these values."""
     before = {name: getattr(owner, name) for name in values}
     vars(owner).update(values)
     try:

@@ -1,7 +1,7 @@
-"""The names under which other frameworks log the same numbers, always from raw ratios.
+"""The names under which other frameworks log the mismatch between trainer and engine, always from raw ratios.
 
-d = ours - theirs (nats): the trainer's log-prob of a sampled token less the engine's.  Formulas as read in each
-framework's code; what the core's series do not hold is accumulated here.
+d = ours - theirs (nats): the trainer's log-prob of a sampled token less the engine's.  The formulas were read in each
+framework's code; accumulators that the core's series do not have are added here.
 """
 
 from __future__ import annotations
@@ -11,26 +11,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from offcorr import metrics
 from offcorr.batch import Batch
-from offcorr.metrics import Max, Mean, Metric, Metrics
+from offcorr.metrics import Accumulator, Max, Mean, Metrics
 
 ENGINE, STALENESS, FIELD = "offcorr/engine/", "offcorr/staleness/", "field/"
 
-_MORE = (
-    Metric("entropy", "mean entropy of the trainer's next-token distribution (nats)", Mean()),
-    Metric(STALENESS + "lag", "mean number of optimizer steps since the sampling weights", Mean()),
-    Metric(STALENESS + "lag_max", "largest number of optimizer steps since the sampling weights", Max()),
-    Metric(FIELD + "k2", "mean d^2 / 2", Mean()),
-    Metric(FIELD + "mult_error", "mean e^|d|", Mean()),
-    Metric(FIELD + "log_ppl_diff", "mean over sequences of mean -d", Mean()),
-    Metric(FIELD + "ratio_max", "max e^d", Max()),
-    Metric(FIELD + "inverse_max", "max e^-d", Max()),
-)
-for _metric in _MORE:
-    metrics.KINDS.setdefault(_metric.name, _metric)
-
-# Their name: how to read it from ours (the mismatch series' short names, and FIELD's).
 ALIASES: dict[str, str | Callable[[Mapping[str, float]], float]] = {
     # verl
     "rollout_corr/kl": "k1",
@@ -61,42 +46,42 @@ ALIASES: dict[str, str | Callable[[Mapping[str, float]], float]] = {
     "sampling/importance_sampling_ratio/mean": "ratio_mean",
     "sampling/importance_sampling_ratio/max": "ratio_max",
 }
+"""Each framework's name, and the short name of the same metric here or a function of these metrics."""
 
 
 @torch.no_grad()
-def with_field_metrics(measured: Metrics, batch: Batch, *, bypass: bool) -> Metrics:
-    """The core's metrics of a padded batch, and what the aliases need beside them.
+def field_metrics(batch: Batch, *, contains_rollout: bool) -> Metrics:
+    """Entropy, lag, and the accumulators that ``ALIASES`` needs beside the core's, of a padded batch.
 
     Args:
-        bypass: the engine's log-probs play ``old_logp``.  Then the trainer-engine gap is the staleness series, and
-            the engine series, 0 by construction, is left out: it would pass for good news.
+        contains_rollout: ``old_logp`` comes from the engine, so d is taken from ``logp`` instead.
     """
     mask = batch.mask.bool()
-    data = {name: value for name, value in measured.data.items() if not (bypass and name.startswith(ENGINE))}
+    data: dict[str, Accumulator] = {}
     if batch.entropy is not None:
-        data["entropy"] = Mean.of(batch.entropy, mask)
+        data["entropy"] = Mean(Mean.of(batch.entropy, mask))  # nats
     if batch.rollout_version is not None and batch.trainer_version is not None:
-        lag = (batch.trainer_version - batch.rollout_version).double()
-        data[STALENESS + "lag"] = Mean.of(lag, mask)
-        data[STALENESS + "lag_max"] = Max.of(lag, mask)
+        lag = (batch.trainer_version - batch.rollout_version).double()  # optimizer steps
+        data[STALENESS + "lag"] = Mean(Mean.of(lag, mask))
+        data[STALENESS + "lag_max"] = Max(Max.of(lag, mask))
     if batch.rollout_logp is not None:
-        ours = batch.logp if bypass or batch.old_logp is None else batch.old_logp
+        ours = batch.logp if contains_rollout or batch.old_logp is None else batch.old_logp
         d = ours.double() - batch.rollout_logp
         seen = mask & d.isfinite()
         d = torch.where(seen, d, 0).clamp(-700, 700)
         count = seen.sum(1)
         data |= {
-            FIELD + "k2": Mean.of(d.square() / 2, seen),
-            FIELD + "mult_error": Mean.of(d.abs().exp(), seen),
-            FIELD + "log_ppl_diff": Mean.of(-d.sum(1) / count.clamp(min=1), count > 0),
-            FIELD + "ratio_max": Max.of(d.exp(), seen),
-            FIELD + "inverse_max": Max.of((-d).exp(), seen),
+            FIELD + "k2": Mean(Mean.of(d.square() / 2, seen)),
+            FIELD + "mult_error": Mean(Mean.of(d.abs().exp(), seen)),
+            FIELD + "log_ppl_diff": Mean(Mean.of(-d.sum(1) / count.clamp(min=1), count > 0)),
+            FIELD + "ratio_max": Max(Max.of(d.exp(), seen)),
+            FIELD + "inverse_max": Max(Max.of((-d).exp(), seen)),
         }
     return Metrics(data)
 
 
-def readable(computed: Mapping[str, float]) -> dict[str, float]:
-    """What is logged: this library's names, and the field's for the trainer-engine gap where there is one."""
+def with_aliases(computed: Mapping[str, float]) -> dict[str, float]:
+    """This library's names, and the other frameworks' names for the mismatch between trainer and engine, if any."""
     logged = {name: value for name, value in computed.items() if not name.startswith(FIELD)}
     if FIELD + "k2" not in computed:
         return logged

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offcorr.trl import GRPOConfig
-from offcorr.trl import head as heads
+from offcorr.trl import lm_head as heads
 
 CPU = torch.device("cpu")
-needs_the_place = pytest.mark.skipif(
-    not heads.SUPPORTED, reason="TRL before 1.16 makes log-probs of whole logits: there is no head to take the place of"
+needs_the_function = pytest.mark.skipif(
+    not heads.SUPPORTED, reason="TRL before 1.16 makes log-probs of whole logits: there is no function to replace"
 )
 
 
@@ -21,14 +21,14 @@ def answers(folder, choice, labels, autocast=False, **options):
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "log_sum_sq_probs"), **options)
-    with heads.head(choice, CPU), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with heads.lm_head(choice, CPU), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = model(input_ids=labels.clamp(min=0), labels=labels, fused_lm_head=True)
     (out.log_probs.sum() + 0.3 * out.entropy.square().sum()).backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return out.log_probs, out.entropy, out.log_sum_sq_probs, gradients
 
 
-@needs_the_place
+@needs_the_function
 @pytest.mark.parametrize("masked", ["some", "all"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "cast_lm_head_to_fp32": True}], ids=["plain", "options"])
 def test_the_same_numbers(model_folder, options, masked):
@@ -39,14 +39,14 @@ def test_the_same_numbers(model_folder, options, masked):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@needs_the_place
+@needs_the_function
 def test_the_same_numbers_under_autocast(model_folder):
     labels = torch.randint(2, 23, (3, 11), generator=torch.Generator().manual_seed(0))
     ours, theirs = (answers(model_folder, choice, labels, autocast=True) for choice in ("offcorr", "trl"))
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)  # bfloat16: TRL rounds the logits too
 
 
-@needs_the_place
+@needs_the_function
 def test_a_head_in_another_precision():
     """Kept in float32 over a bfloat16 model, say: TRL's function takes it in the hidden states' precision."""
     from trl.trainer.utils import _ChunkedLogProbFunction
@@ -55,7 +55,7 @@ def test_a_head_in_another_precision():
     hidden, weight, bias = (torch.randn(shape, generator=draw) for shape in ((9, 8), (70, 8), (70,)))
     targets = torch.randint(70, (9,), generator=draw)
     results = []
-    for function in (heads.Head, _ChunkedLogProbFunction):
+    for function in (heads.LinearLogProb, _ChunkedLogProbFunction):
         leaves = [x.clone().requires_grad_() for x in ((hidden / 4).bfloat16(), weight, bias)]
         logp, entropy, *_ = function.apply(*leaves, targets, 0.9, 32, None, 1.0, ("log_probs", "entropy"))
         results.append([logp, entropy, *torch.autograd.grad((logp + entropy).sum(), leaves)])
@@ -64,12 +64,12 @@ def test_a_head_in_another_precision():
         torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.03)  # TRL rounds the logits too
 
 
-@needs_the_place
+@needs_the_function
 @pytest.mark.parametrize(("choice", "used"), [("auto", True), ("offcorr", True), ("trl", False)])
 def test_the_choice(make_trainer, replay, monkeypatch, choice, used):
     calls = []
-    own = heads.Head.apply
-    monkeypatch.setattr(heads.Head, "apply", staticmethod(lambda *given: calls.append(1) or own(*given)))
+    own = heads.LinearLogProb.apply
+    monkeypatch.setattr(heads.LinearLogProb, "apply", staticmethod(lambda *given: calls.append(1) or own(*given)))
     make_trainer(rollout_func=replay("old_logp"), logprob_head=choice, loss_type="ppo", max_steps=1).train()
     assert bool(calls) == used
     calls.clear()
@@ -77,14 +77,14 @@ def test_the_choice(make_trainer, replay, monkeypatch, choice, used):
     assert bool(calls) == (choice == "offcorr")  # TRL's own loss keeps TRL's head unless told otherwise
     from trl.trainer import utils
 
-    assert utils._ChunkedLogProbFunction is not heads.Head  # put back
+    assert utils._ChunkedLogProbFunction is not heads.LinearLogProb  # put back
 
 
 def test_auto_leaves_what_was_not_measured_to_trl():
     from contextlib import nullcontext
 
-    assert isinstance(heads.head("auto", torch.device("cuda")), nullcontext)
-    assert isinstance(heads.head("auto", CPU), nullcontext) == (not heads.SUPPORTED)
+    assert isinstance(heads.lm_head("auto", torch.device("cuda")), nullcontext)
+    assert isinstance(heads.lm_head("auto", CPU), nullcontext) == (not heads.SUPPORTED)
 
 
 def test_refusals(monkeypatch):

@@ -1,0 +1,332 @@
+"""``Step``: everything about an optimizer step that a correction needs and one micro-batch does not know."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offcorr.batch import Batch
+from offcorr.correction import Correction, Output, Statistics
+from offcorr.metrics import Gather, Mean, Metrics, measure
+from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.training.anchors import Anchor, Rollout, Score, default_anchor
+from offcorr.training.ess_lr import ESSLearningRate
+from offcorr.training.field_metrics import field_metrics, with_aliases
+from offcorr.training.schedules import Annealed
+
+ENGINE = "offcorr/engine/"
+
+
+class Step:
+    """The state that a training loop keeps for a correction, for any loop to hold as an attribute.
+
+    It holds the correction in force, the statistics and the denominator of the whole optimizer step (all micro-batches
+    and ranks), the anchor, the ESS learning rate, and the metrics since they were last read.
+
+    Args:
+        loss: the correction, or an ``Annealed`` one whose options follow schedules; None: the loss is computed
+            elsewhere, and ``observe`` measures its batches.
+        anchor: supplies ``old_logp``; None: ``default_anchor`` of each batch.  A function that makes an anchor is
+            called when it is first needed, and again by ``restart``.
+        ess_lr: scales the learning rate; a function, as for ``anchor``, where the optimizer is made later.
+        gather: [K] of this rank to [ranks, K], for instance ``lambda vector: accelerator.gather(vector[None])``;
+            None: one rank.
+
+    Raises:
+        ValueError: the correction and the anchor would count a ratio twice, or ``count_rejected=False``.
+
+    A whole training loop, on a bandit whose third action pays:
+
+    >>> import torch, offcorr
+    >>> from offcorr.training import ESSLearningRate, EWMA, Step
+    >>> policy = torch.nn.Embedding.from_pretrained(torch.zeros(4, 3), freeze=False)  # prompts to logits of 3 actions
+    >>> optimizer = torch.optim.SGD(policy.parameters(), lr=3.0)
+    >>> step = Step(offcorr.get("ppo"), anchor=EWMA(policy, window=4), ess_lr=ESSLearningRate(optimizer))
+    >>> prompts, generator = torch.arange(4).repeat(8), torch.Generator().manual_seed(0)
+    >>> for version in range(20):
+    ...     rollout = policy(prompts).detach().log_softmax(-1)
+    ...     actions = torch.multinomial(rollout.exp(), 1, generator=generator)  # [B, 1]: completions of one token
+    ...     rewards = (actions[:, 0] == 2).float()
+    ...     score = lambda module: module(prompts).log_softmax(-1).gather(1, actions)
+    ...     batch = offcorr.Batch(logp=score(policy), rollout_logp=rollout.gather(1, actions),
+    ...                           advantages=rewards - rewards.mean(), mask=actions >= 0)
+    ...     step.begin(sequences=len(actions), done=version / 20)
+    ...     step.loss(step.place(batch, score)).loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     step.end(version + 1)
+    >>> bool(policy.weight.softmax(-1)[:, 2].min() > 0.9), step.metrics()["lr_scale"]
+    (True, 1.0)
+
+    With several micro-batches per optimizer step, ``begin`` is called once, with the number of tokens or sequences of
+    all of them, and ``loss`` for each, with ``last=False`` for all but the last.  A correction that couples the batch
+    (``correction.couples``) needs ``begin(window=...)``: the placed batches of all micro-batches, read only then.
+    """
+
+    def __init__(
+        self,
+        loss: Correction | Annealed | None = None,
+        *,
+        anchor: Anchor | Callable[[], Anchor] | None = None,
+        ess_lr: ESSLearningRate | Callable[[], ESSLearningRate] | None = None,
+        gather: Gather | None = None,
+    ) -> None:
+        self._annealed = loss if isinstance(loss, Annealed) else None
+        self._correction = loss.at(0.0) if isinstance(loss, Annealed) else loss
+        if self._correction is not None and not self._correction.count_rejected:
+            raise ValueError(
+                "count_rejected=False divides by the number of kept tokens, which no micro-batch and no rank knows of "
+                "the others: leave it out in training"
+            )
+        self._make_anchor = None if anchor is None or isinstance(anchor, Anchor) else anchor
+        self._make_ess_lr = None if ess_lr is None or isinstance(ess_lr, ESSLearningRate) else ess_lr
+        self._anchor = anchor if isinstance(anchor, Anchor) else None
+        self._ess_lr = ess_lr if isinstance(ess_lr, ESSLearningRate) else None
+        self._gather: Gather = gather or (lambda vector: vector[None])
+        self.statistics: Statistics | None = None
+        self.denominator: float | Tensor | None = None
+        self.in_progress = False
+        """A step of training has begun, and its last micro-batch is still to come."""
+        self._train = True
+        self._placed: Anchor | None = None
+        self._active: Mean | None = None
+        self._measured: dict[bool, Metrics] = {True: Metrics(), False: Metrics()}
+        self._values: dict[bool, dict[str, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
+        if self._anchor is not None and self._correction is not None:
+            self._anchor.check(self._correction)
+
+    @property
+    def correction(self) -> Correction:
+        """The correction in force.
+
+        Raises:
+            ValueError: the loss is computed elsewhere.
+        """
+        if self._correction is None:
+            raise ValueError("loss is None: this Step measures batches whose loss is computed elsewhere")
+        return self._correction
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """The anchor; None: ``default_anchor`` of each batch."""
+        if self._anchor is None and self._make_anchor is not None:
+            self._anchor = self._make_anchor()
+        return self._anchor
+
+    @property
+    def ess_lr(self) -> ESSLearningRate | None:
+        """The ESS learning rate; None: the optimizer's own rate."""
+        if self._ess_lr is None and self._make_ess_lr is not None:
+            self._ess_lr = self._make_ess_lr()
+        return self._ess_lr
+
+    def restart(self) -> None:
+        """Begin a run: an anchor or learning rate that was passed as a function is made anew, now."""
+        if self._make_anchor is not None:
+            self._anchor = self._make_anchor()
+        if self._make_ess_lr is not None:
+            if self._ess_lr is not None:
+                self._ess_lr.detach()
+            self._ess_lr = self._make_ess_lr()
+        self._active, self.in_progress = None, False
+
+    # -- one optimizer step --------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        window: Iterable[Batch] = (),
+        *,
+        tokens: float | Tensor | None = None,
+        sequences: float | Tensor | None = None,
+        averaged_over: int = 1,
+        done: float = 0.0,
+        train: bool = True,
+    ) -> None:
+        """Begin an optimizer step, or one of evaluation.
+
+        Args:
+            window: every micro-batch of this rank, placed, under the weights the step begins with (a generator, say,
+                which runs each forward pass): read, without gradient, only by a correction that couples the batch.
+            tokens, sequences, averaged_over: as in ``count``; neither number: to be set by ``count``.
+            done: share of the training that is done, for options that follow a schedule.
+            train: False: an evaluation, whose metrics are kept apart, and which no anchor and no learning rate sees.
+        """
+        self._train = self.in_progress = train
+        if self._annealed is not None and self._annealed.schedules:
+            self._correction = self._annealed.at(done)
+            for name, value in self._annealed.values(done).items():
+                self._values[train][f"offcorr/schedule/{name}"] = [value]
+        self.statistics = self.denominator = None
+        if tokens is not None or sequences is not None:
+            self.count(tokens=tokens, sequences=sequences, averaged_over=averaged_over)
+        if self._correction is not None and self._correction.couples:
+            with torch.no_grad():
+                parts: list[Any] = [self._correction.statistics(batch) for batch in window]
+            if not parts:
+                raise ValueError(
+                    f"window is empty, but {self._correction.method!r} needs the batches of the whole optimizer step"
+                )
+            self.statistics = reduce(Statistics.merge, parts).all_reduce(self._gather)
+
+    def count(
+        self,
+        *,
+        tokens: float | Tensor | None = None,
+        sequences: float | Tensor | None = None,
+        averaged_over: int = 1,
+    ) -> None:
+        """Set the denominator of the losses that follow.
+
+        Args:
+            tokens, sequences: of the whole optimizer step, over all micro-batches and ranks (``total`` sums over
+                ranks); which of the two is needed depends on the correction's aggregation.
+            averaged_over: number of losses that the framework averages: the ranks where it averages gradients over
+                them, times the micro-batches where it divides the loss by their number.
+        """
+        unit = AGGREGATIONS[self.correction.aggregate].unit
+        number = {"tokens": tokens, "sequences": sequences}.get(unit)
+        if number is None:
+            if unit != "none":
+                raise ValueError(f"{unit} is None, but aggregate={self.correction.aggregate!r} divides by its number")
+            self.denominator = None
+        elif isinstance(number, Tensor):
+            self.denominator = torch.where(number > 0, number, 1) / averaged_over
+        else:
+            self.denominator = (number or 1) / averaged_over
+
+    def total(self, counts: Tensor) -> Tensor:
+        """[K] counts of this rank, summed over all ranks."""
+        return self._gather(counts).sum(0)
+
+    def place(self, batch: Batch, score: Score | None = None, recomputed: Tensor | None = None) -> Batch:
+        """The batch with the anchor's ``old_logp``.
+
+        Args:
+            batch: ``old_logp`` as the sampler supplied it, or None.
+            score: runs the batch through a module, for anchors that hold weights.
+            recomputed: log-probs that the loop computed before its first update on these samples, if it did.
+        """
+        self._placed = self.anchor or default_anchor(batch, self._correction)
+        return self._placed.place(batch, score, recomputed)
+
+    def loss(self, batch: Batch, *, last: bool = True, on_policy: Tensor | None = None) -> Output:
+        """Loss, coefficient and metrics of a micro-batch; its share of the loss of the whole optimizer step.
+
+        Args:
+            last: the optimizer steps after this micro-batch: its backward pass, or the call that follows it.
+            on_policy: as in ``ESSLearningRate.add``.
+        """
+        out = self.correction(batch, denominator=self.denominator, statistics=self.statistics)
+        if self._train and self._anchor is not None and self._anchor.wants_active:
+            self._count_active(batch, out.coefficient)
+        self.observe(batch, out.metrics, last=last, on_policy=on_policy)
+        return out
+
+    def observe(
+        self, batch: Batch, metrics: Metrics | None = None, *, last: bool = True, on_policy: Tensor | None = None
+    ) -> None:
+        """Measure a micro-batch whose loss is computed elsewhere; arguments as in ``loss``."""
+        self.add(self._complete(measure(batch) if metrics is None else metrics, batch))
+        self.in_progress = self._train and not last
+        if not self._train or self.ess_lr is None:
+            return
+        self.ess_lr.add(batch, on_policy)
+        if last:
+            self._values[True]["lr_scale"].append(self.ess_lr.begin(self._gather))
+            if self.ess_lr.auto:
+                self._values[True]["ess_base"].append(self.ess_lr.base)
+
+    def add(self, metrics: Metrics) -> None:
+        """Add to the metrics of the current step."""
+        self._measured[self._train] = self._measured[self._train].merge(metrics)
+
+    def end(self, version: int) -> None:
+        """End an optimizer step: the anchor follows it.
+
+        Args:
+            version: of the weights now, one higher after every step.
+        """
+        self.in_progress = False
+        if self._ess_lr is not None:
+            self._ess_lr.end()
+        if self.anchor is None:
+            return
+        share = None
+        if self.anchor.wants_active and self._active is not None:
+            (share,) = Mean(self._gather(self._active.vector).sum(0)).read() or (1.0,)
+            self._active = None
+        self.anchor.step(version, share)
+        if share is not None:
+            self._values[True] |= {"offcorr/anchor/active": [share], "offcorr/anchor/resets": [self.anchor.resets]}
+
+    # -- metrics -------------------------------------------------------------------------------------------------
+
+    def metrics(self, train: bool = True) -> dict[str, float]:
+        """The metrics since the last call, over all micro-batches and ranks.
+
+        One packed vector per rank and one transfer to the host; every rank must call it.
+        """
+        measured, self._measured[train] = self._measured[train], Metrics()
+        values, self._values[train] = self._values[train], defaultdict(list)
+        computed = with_aliases(measured.all_reduce(self._gather).compute())
+        return computed | {name: sum(value) / len(value) for name, value in values.items()}
+
+    def _complete(self, metrics: Metrics, batch: Batch) -> Metrics:
+        """With the field's metrics.  Where the anchor contains the engine's log-probs, the mismatch of the engine is
+        the staleness series: the engine series would be 0 by construction, and look like good news.
+        """
+        padded = batch.tokens.batch
+        placed = self._placed
+        contains_rollout = placed is not None and placed.contains_rollout
+        data = dict(metrics.data)
+        if contains_rollout:
+            if not isinstance(placed, Rollout):  # a mixture of trainer and engine: the gap is all of it
+                data |= measure(dataclasses.replace(padded, old_logp=Rollout().old_logp(padded))).data
+            data = {name: value for name, value in data.items() if not name.startswith(ENGINE)}
+        return Metrics({**data, **field_metrics(padded, contains_rollout=contains_rollout).data})
+
+    @torch.no_grad()
+    def _count_active(self, batch: Batch, coefficient: Tensor) -> None:
+        could = batch.mask.bool()
+        if self.correction.gate.scales_with_advantage:
+            # A prompt whose samples all have the same reward has no gradient, wherever the anchor is.
+            could = could & (batch.repack(batch.tokens.advantages) != 0)
+        active = Mean(Mean.of(coefficient != 0, could))
+        self._active = active if self._active is None else self._active.merge(active)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint between two optimizer steps, the same on every rank: anchor and calibration.
+
+        Empty where neither has any.
+        """
+        state: dict[str, Any] = {}
+        if self.anchor is not None and (weights := self.anchor.state_dict()):
+            state["anchor"] = {type(self.anchor).__name__: weights}
+        if self.ess_lr is not None and self.ess_lr.auto:
+            state["ess_lr"] = self.ess_lr.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Continue from a result of ``state_dict``.
+
+        Returns:
+            What ``state`` has nothing of, and which is left as it is.
+        """
+        missing = []
+        for name, own in self.state_dict().items():
+            found = state.get(name, {})
+            if not own.keys() <= found.keys():
+                missing.append(repr(self.anchor) if name == "anchor" else "the calibrated ess_base")
+            elif name == "anchor":
+                self.anchor.load_state_dict(found[type(self.anchor).__name__])  # type: ignore[union-attr]
+            else:
+                self.ess_lr.load_state_dict(found)  # type: ignore[union-attr]
+        return missing

@@ -1,0 +1,104 @@
+"""A trainer's ``correction_step``: built from its configuration, tied to its run by one callback."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from offcorr.training.anchors import make_anchor
+from offcorr.training.ess_lr import ESSLearningRate
+from offcorr.training.schedules import Annealed
+from offcorr.training.step import Step
+
+STATE_FILE = "offcorr_trainer.pt"
+"""The file of a checkpoint folder with the state of the ``Step``."""
+
+
+def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
+    """The ``Step`` that the ``CorrectionOptions`` of ``args`` ask for; anchor and learning rate are made when a run
+    begins.
+
+    Args:
+        loss: None: TRL's own loss.
+
+    Raises:
+        ValueError: options of the anchor that are wrong, or an anchor with which the loss makes no sense.
+    """
+    name, options = getattr(args, "anchor", None), dict(getattr(args, "anchor_kwargs", None) or {})
+    if name is None and options:
+        raise ValueError(f"anchor_kwargs={options!r} goes with an anchor: name one in anchor")
+    if name is not None:
+        anchor = make_anchor(name, nn.Module(), **options)  # has no weights, but checks the options
+        if loss is not None:
+            anchor.check(loss.at(0.0))
+        elif anchor.needs_forward:
+            raise ValueError(
+                f"anchor={name!r} goes with a correction, and TRL's own loss computes its old log-probs itself: write "
+                "loss_type='offcorr:...' or drop the anchor"
+            )
+    rule = getattr(args, "ess_lr", None)
+    return Step(
+        loss,
+        anchor=None
+        if name is None
+        else lambda: make_anchor(name, trainer.accelerator.unwrap_model(trainer.model), **options),
+        ess_lr=None if rule is None else lambda: ESSLearningRate(trainer.optimizer, args.ess_base, rule),
+        gather=lambda vector: trainer.accelerator.gather(vector[None]),
+    )
+
+
+def share_done(trainer: Any) -> float:
+    """Share of the training that is done."""
+    return trainer.state.global_step / trainer.state.max_steps if trainer.state.max_steps else 0.0
+
+
+def log_metrics(trainer: Any) -> None:
+    """Hand the metrics of a trainer's step to TRL, to be logged; what TRL measured itself stands."""
+    mode = "train" if trainer.model.training else "eval"
+    for name, value in trainer.correction_step.metrics(train=mode == "train").items():
+        if name not in trainer._metrics[mode]:
+            trainer._metrics[mode][name] = [value]
+
+
+def warn_on_main(trainer: Any, message: str) -> None:
+    """Warn, on the main process alone."""
+    if trainer.accelerator.is_main_process:
+        warnings.warn(message, stacklevel=3)
+
+
+class StepCallback(TrainerCallback):
+    """Starts, ends and saves a trainer's ``correction_step`` with its run, its steps and its checkpoints."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = weakref.proxy(trainer)
+        self.checkpoint: str | None = None
+        """The folder that the run resumes from; to be set before it begins."""
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        step = self._trainer.correction_step
+        step.restart()
+        if self.checkpoint is None:
+            return
+        path = Path(self.checkpoint, STATE_FILE)
+        saved = torch.load(path, "cpu", weights_only=True) if path.exists() else {}
+        for missing in step.load_state_dict(saved):
+            warn_on_main(
+                self._trainer,
+                f"the checkpoint {self.checkpoint} has no state of {missing}, which begins with the weights loaded",
+            )
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self._trainer.correction_step.end(state.global_step)
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        saved = self._trainer.correction_step.state_dict()
+        if saved and args.should_save:
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(saved, folder / STATE_FILE)

@@ -1,0 +1,318 @@
+"""Step: one optimizer step of any loop, however it is split; and that it needs torch alone."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import offcorr
+from offcorr import Batch
+from offcorr.training import EWMA, Annealed, ESSLearningRate, Linear, Recomputed, Rollout, Step, Supplied
+from offcorr.training.anchors import default_anchor
+
+ROWS, WIDTH = 8, 5
+
+
+def whole_batch(**fields):
+    chance = torch.Generator().manual_seed(0)
+    old = -2 + torch.randn(ROWS, WIDTH, generator=chance)
+    lengths = torch.tensor([5, 2, 4, 1, 3, 5, 2, 4])
+    values = {
+        "logp": (old + 0.3 * torch.randn(ROWS, WIDTH, generator=chance)).requires_grad_(),
+        "old_logp": old,
+        "rollout_logp": old + 0.1 * torch.randn(ROWS, WIDTH, generator=chance),
+        "advantages": torch.randn(ROWS, generator=chance),
+        "rewards": torch.randn(ROWS, generator=chance),
+        "group_ids": torch.arange(ROWS) // 4,
+        "mask": torch.arange(WIDTH) < lengths[:, None],
+    }
+    return Batch(**values | fields)
+
+
+def counts(batch):
+    return {"tokens": batch.mask.sum(), "sequences": len(batch.mask)}
+
+
+@pytest.fixture
+def optimizer():
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+# -- one update, however it is split -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("averaged_over", [1, 3])
+@pytest.mark.parametrize("sizes", [(8,), (4, 4), (1, 5, 2)])
+@pytest.mark.parametrize("method", ["minpro", "gspo", "m2po", "asymre", "reinforce?aggregate=sum"])
+def test_the_split_into_micro_batches_changes_nothing(method, sizes, averaged_over, optimizer):
+    batch = whole_batch()
+    wanted = offcorr.get(method)(batch)
+    (gradient,) = torch.autograd.grad(wanted.loss, batch.logp)
+    step = Step(offcorr.get(method), ess_lr=ESSLearningRate(optimizer))
+    parts = [batch.rows(rows) for rows in torch.arange(ROWS).split(list(sizes))]
+    step.begin(map(step.place, parts), averaged_over=averaged_over, **counts(batch))
+    losses = []
+    for i, part in enumerate(parts):
+        assert step.in_progress == True  # noqa: E712
+        losses.append(step.loss(step.place(part), last=i + 1 == len(parts)).loss)
+    assert not step.in_progress
+    (found,) = torch.autograd.grad(sum(losses), batch.logp)
+    if method.endswith("sum"):
+        averaged_over = 1  # divides by nothing, so a host that averages is on its own
+    torch.testing.assert_close(found / averaged_over, gradient)
+    whole = Step(offcorr.get(method), ess_lr=ESSLearningRate(optimizer))
+    whole.begin([batch], **counts(batch))
+    whole.loss(batch)
+    assert step.metrics() == pytest.approx(whole.metrics())
+
+
+def test_counts_are_of_all_ranks():
+    """The statistics and the numbers of another rank arrive by ``gather``."""
+    batch = whole_batch()
+    parts = [batch.rows(slice(0, 3)), batch.rows(slice(3, None))]
+    sent = [[], []]
+    for rank, part in enumerate(parts):  # what each of the two would send
+        alone = Step(offcorr.get("m2po"), gather=lambda v, rank=rank: (sent[rank].append(v), v[None])[1])
+        total = alone.total(part.mask.sum().reshape(1))
+        alone.begin([part], tokens=total[0])
+        alone.loss(part)
+        alone.metrics()
+
+    def gather_on(rank):
+        calls = iter(range(99))
+
+        def gather(vector):
+            i = next(calls)
+            both = [sent[0][i], sent[1][i]]
+            width = max(map(len, both))
+            pad = [torch.nn.functional.pad(v, (0, width - len(v))) for v in both]
+            assert len(vector) in (width, len(sent[rank][i]))
+            return torch.stack(pad)
+
+        return gather
+
+    whole = Step(offcorr.get("m2po"))
+    whole.begin([batch], tokens=batch.mask.sum())
+    wanted = whole.loss(batch)
+    for rank, part in enumerate(parts):
+        step = Step(offcorr.get("m2po"), gather=gather_on(rank))
+        tokens = step.total(part.mask.sum().reshape(1))[0]
+        assert tokens == batch.mask.sum()
+        step.begin([part], tokens=tokens, averaged_over=2)
+        rows = slice(0, 3) if rank == 0 else slice(3, None)
+        torch.testing.assert_close(step.loss(part).coefficient, 2 * wanted.coefficient[rows])
+
+
+def test_what_a_step_must_be_told():
+    batch = whole_batch()
+    with pytest.raises(ValueError, match="window is empty, but 'm2po' needs the batches of the whole optimizer step"):
+        Step(offcorr.get("m2po")).begin(**counts(batch))
+    with pytest.raises(ValueError, match="sequences is None, but aggregate='seq-mean-token-mean' divides by"):
+        Step(offcorr.get("gspo")).begin(tokens=3)
+    with pytest.raises(ValueError, match="count_rejected=False"):
+        Step(offcorr.get("icepop", count_rejected=False))
+    with pytest.raises(ValueError, match="would count twice"):
+        Step(offcorr.get("icepop"), anchor=Rollout())
+    with pytest.raises(ValueError, match="loss is computed elsewhere"):
+        Step().loss(batch)
+
+
+def test_no_tokens_are_no_division_by_zero():
+    step = Step(offcorr.get("dapo"))
+    for zero in (0, torch.tensor(0)):
+        step.begin(tokens=zero, averaged_over=4)
+        assert float(step.denominator) == 0.25
+
+
+# -- schedules, anchors, learning rate -----------------------------------------------------------------------
+
+
+def test_the_correction_in_force():
+    annealed = Annealed(lambda power: offcorr.get("holderpo", power=power), {"power": Linear(2.0, -1.0)})
+    step = Step(annealed)
+    for done, power in ((0.0, 2.0), (0.5, 0.5)):
+        step.begin(done=done, sequences=1)
+        assert step.correction.ratio.power == power
+        assert step.metrics()["offcorr/schedule/power"] == power
+
+
+def test_the_default_anchor():
+    given, engine, bare = whole_batch(), whole_batch(old_logp=None), whole_batch(old_logp=None, rollout_logp=None)
+    ppo, tis = offcorr.get("ppo"), offcorr.get("tis")
+    for batch, loss, kind in (
+        (given, ppo, Supplied),
+        (given, tis, Supplied),
+        (engine, ppo, Rollout),
+        (engine, tis, Recomputed),
+        (engine, None, Recomputed),
+        (bare, ppo, Recomputed),
+    ):
+        assert type(default_anchor(batch, loss)) is kind
+    recomputed = torch.zeros(ROWS, WIDTH)
+    assert Step(tis).place(engine, recomputed=recomputed).old_logp is recomputed
+    assert Step(tis).place(engine).old_logp is None
+
+
+def test_the_engines_gap_is_the_staleness_series_where_the_anchor_is_the_engine():
+    batch = whole_batch(old_logp=None)
+    step = Step(offcorr.get("ppo"))
+    step.begin(**counts(batch))
+    step.loss(step.place(batch))
+    logged = step.metrics()
+    assert logged["mismatch_kl"] == logged["offcorr/staleness/k3"] > 0
+    assert not any(name.startswith("offcorr/engine/") for name in logged)
+
+
+def test_evaluation_is_kept_apart(optimizer):
+    batch = whole_batch()
+    step = Step(offcorr.get("ppo"), anchor=EWMA(torch.nn.Linear(1, 1), window=2), ess_lr=ESSLearningRate(optimizer))
+    step._anchor.place = lambda batch, score, recomputed: batch
+    step.begin(train=False, **counts(batch))
+    step.loss(step.place(batch))
+    assert "offcorr/loss/kept" in step.metrics(train=False)
+    assert step.metrics() == {} and not step.in_progress
+    step.begin(**counts(batch))
+    step.loss(step.place(batch))
+    step.end(1)
+    logged = step.metrics()
+    assert 0 < logged["lr_scale"] < 1 and logged["offcorr/anchor/active"] <= 1 and step.metrics(train=False) == {}
+
+
+def test_only_the_next_step_is_scaled(optimizer):
+    (group,) = optimizer.param_groups
+    read = []
+    step = Step(offcorr.get("ppo"), ess_lr=ESSLearningRate(optimizer))
+    optimizer.register_step_pre_hook(lambda *_: read.append(group["lr"]))
+    batch = whole_batch()
+    step.begin(**counts(batch))
+    step.loss(batch, last=False)
+    optimizer.step()
+    step.loss(batch)
+    optimizer.step()
+    step.end(1)
+    optimizer.step()
+    assert read == [1.0, step.ess_lr.lr_scale, 1.0] and step.ess_lr.lr_scale < 1
+
+
+def test_calibrated_on_what_is_on_policy(optimizer):
+    step = Step(offcorr.get("ppo"), ess_lr=ESSLearningRate(optimizer, base="auto"))
+    version = torch.full((ROWS, WIDTH), 3)
+    bases = []
+    for trained in (4, 3, 4):
+        batch = whole_batch(rollout_version=version, trainer_version=trained)
+        step.begin(**counts(batch))
+        step.loss(batch)
+        logged = step.metrics()
+        bases.append(logged["ess_base"])
+        assert (logged["lr_scale"] == 1.0) == (trained == 3 or len(bases) == 3)
+    assert bases[0] == 1.0 > bases[1] == bases[2]
+
+
+def test_made_anew_by_restart(optimizer):
+    model = torch.nn.Linear(2, 1)
+    step = Step(
+        offcorr.get("ppo"),
+        anchor=lambda: EWMA(model, window=4, reset_below=None),
+        ess_lr=lambda: ESSLearningRate(optimizer),
+    )
+    step.restart()
+    first, hooked = step.anchor, len(optimizer._optimizer_step_pre_hooks)
+    step.restart()
+    assert step.anchor is not first and len(optimizer._optimizer_step_pre_hooks) == hooked == 1
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_continues_from_its_state(optimizer, tmp_path):
+    def step_of(model):
+        anchor = EWMA(model, window=4, reset_below=None)
+        return Step(offcorr.get("ppo"), anchor=anchor, ess_lr=ESSLearningRate(optimizer, base="auto"))
+
+    model = torch.nn.Linear(2, 1)
+    step = step_of(model)
+    with torch.no_grad():
+        model.weight += 1
+    step.end(1)
+    batch = whole_batch(rollout_version=torch.zeros(ROWS, WIDTH, dtype=torch.long), trainer_version=0)
+    step.begin(**counts(batch))
+    step.loss(batch)
+    torch.save(step.state_dict(), tmp_path / "state.pt")
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+
+    resumed = step_of(copy.deepcopy(model))
+    assert resumed.load_state_dict({}) == ["EWMA(window=4, reset_below=None)", "the calibrated ess_base"]
+    assert resumed.load_state_dict(saved) == []
+    assert resumed.ess_lr.base == step.ess_lr.base < 1
+    for found, wanted in zip(resumed.anchor.weights().values(), step.anchor.weights().values(), strict=True):
+        assert torch.equal(found, wanted)
+    assert Step(offcorr.get("ppo"), ess_lr=ESSLearningRate(optimizer)).state_dict() == {}
+
+
+# -- a core install ------------------------------------------------------------------------------------------
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("transformers", "trl", "accelerate", "peft", "deepspeed", "datasets"):
+            raise ModuleNotFoundError(f"{name} is not part of a core install")
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def in_a_core_install(code):
+    root = Path(offcorr.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", BLOCKED + code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_training_needs_torch_alone():
+    """EWMA and Snapshots among it, which hold weights."""
+    in_a_core_install(
+        """
+import torch, offcorr
+from offcorr.training import EWMA, Snapshots, Step
+
+class Bigram(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logits = torch.nn.Embedding(5, 5)
+    def forward(self, ids):
+        return self.logits(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+model, ids = Bigram(), torch.randint(5, (4, 6))
+score = lambda module: module(ids)
+for anchor in (EWMA(model, window=4), Snapshots(model, limit=2)):
+    step = Step(offcorr.get("ppo"), anchor=anchor)
+    batch = offcorr.Batch(logp=score(model), advantages=torch.ones(4), mask=torch.ones(4, 5).bool(),
+                          rollout_version=torch.zeros(4, 5).long(), trainer_version=0)
+    step.begin(sequences=4)
+    step.loss(step.place(batch, score)).loss.backward()
+    step.end(1)
+    assert step.metrics()["offcorr/staleness/abs_max"] < 1e-6
+assert "transformers" not in sys.modules
+"""
+    )
+
+
+def test_metrics_are_read_where_their_names_were_never_imported():
+    """As from another process: the accumulators know how they merge and what they read out."""
+    in_a_core_install(
+        """
+import torch
+from offcorr.metrics import Max, Mean, Metrics
+metrics = Metrics({"offcorr/staleness/lag_max": Max(torch.tensor([3.0])), "field/k2": Mean(torch.tensor([1.0, 4.0]))})
+other = Metrics({"offcorr/staleness/lag_max": Max(torch.tensor([5.0])), "field/k2": Mean(torch.tensor([1.0, 4.0]))})
+assert metrics.merge(other).compute() == {"offcorr/staleness/lag_max": 5.0, "field/k2": 0.25}
+"""
+    )
