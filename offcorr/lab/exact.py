@@ -394,28 +394,31 @@ def _ascended(tree: Tree, logits: Tensor, features: Tensor | None, rewards: Tens
 def _apart(
     tree: Tree, policies: Callable[[float], tuple[Tensor, Tensor]], gap: float, field: str, regime: str
 ) -> tuple[Tensor, Tensor]:
-    """The two policies at the first size, by doubling and bisection, at which the gap is as wide as asked."""
+    """The two policies at the first size at which the gap is as wide as asked: doubling, then regula falsi."""
 
-    def width(size: float) -> float:
-        found = 1 - _effective_share(tree, *policies(size))
-        return found if math.isfinite(found) else 1.0
+    def beyond(size: float) -> float:
+        width = 1 - _effective_share(tree, *policies(size))
+        return (width if math.isfinite(width) else 1.0) - gap
 
     if gap == 0:
         return policies(0.0)
-    low, high, widest = 0.0, 1e-3, 0.0
-    while (reached := width(high)) < gap:
-        low, high, widest = high, 2 * high, max(widest, reached)
+    low, high, below, widest = 0.0, 0.01, -gap, -gap
+    while (above := beyond(high)) < 0:
+        low, high, below, widest = high, 2 * high, above, max(widest, above)
         if high > 1e4:
             raise ValueError(
-                f"{field} is {gap:g}, but regime {regime!r} reaches at most {widest:.3f} with this length, vocabulary "
-                "and seed; choose a smaller one or another regime"
+                f"{field} is {gap:g}, but regime {regime!r} reaches at most {widest + gap:.3f} with this length, "
+                "vocabulary and seed; choose a smaller one or another regime"
             )
-    for _ in range(60):
-        middle = (low + high) / 2
-        reached = width(middle)
-        low, high = (low, middle) if reached >= gap else (middle, high)
-        if 0 <= reached - gap < 1e-9:
-            break
+    for _ in range(60):  # an end that stays twice counts half (Illinois), so a step function is bracketed, too
+        middle = (low * above - high * below) / (above - below)
+        found = beyond(middle)
+        if abs(found) < 1e-9:
+            return policies(middle)
+        if found < 0:
+            low, below, above = middle, found, above / 2
+        else:
+            high, above, below = middle, found, below / 2
     return policies(high)
 
 

@@ -250,7 +250,7 @@ def test_a_faulty_file_is_named(command, tmp_path, text):
 
 def test_progress_without_a_terminal_is_on_stderr(command, monkeypatch):
     code, out, err = command("ppo", *TINY)
-    assert err == "offcorr compare: 1 method, some seconds\n" and "\r" not in out
+    assert err == "offcorr compare: 1 method over 16 sequences, about 5 s\n" and "\r" not in out
     monkeypatch.setattr(compare.time, "monotonic", iter(range(0, 1000, 10)).__next__)
     _, _, err = command("ppo", "minpro", *TINY)
     assert err.splitlines()[1:] == ["0/2 ppo", "1/2 minpro"]
@@ -258,7 +258,7 @@ def test_progress_without_a_terminal_is_on_stderr(command, monkeypatch):
 
 def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with compare.Progress(2) as progress:
+    with compare.Progress(2, "two methods") as progress:
         progress(0, "ppo")
         progress(1, "minpro")
     shown = capsys.readouterr().err

@@ -151,11 +151,11 @@ def test_few_draws_do_not_bias_the_variance():
     """The mean of a few draws is itself noisy: |E g^|^2 must not count that noise as bias."""
     setting = dataclasses.replace(SMALL, regime="noise", gap=0.3)
     world, loss_fn, found = World.of(setting), offcorr.get("minpro"), []
-    for seed in range(150):
+    for seed in range(80):
         other = dataclasses.replace(world, setting=dataclasses.replace(setting, seed=seed))
         found.append(exact.drawn(other, loss_fn, (16,), 4).accuracy[16].variance)
     wanted = exact.exact(world, loss_fn, (16,)).accuracy[16].variance
-    assert sum(found) / len(found) == pytest.approx(wanted, rel=0.1)  # naively it is 3/4 of that
+    assert sum(found) / len(found) == pytest.approx(wanted, rel=0.12)  # naively it is 3/4 of that
 
 
 # -- what the measures mean ----------------------------------------------------------------------------------
