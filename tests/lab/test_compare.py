@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -265,6 +264,14 @@ def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
     assert "\n" not in shown and "1/2 minpro" in shown and shown.endswith("\r\033[K")
 
 
+@pytest.mark.parametrize("columns", [60, 80, 132])
+def test_the_width_of_the_terminal_is_asked_for(command, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, err = command("ppo", "minpro?eps_high=0.28&eps_low=0.9", *TINY)
+    assert code == 0, err
+    assert columns - 25 < max(map(len, out.splitlines())) <= columns
+
+
 def test_torchs_threads_are_as_before(command):
     import torch
 
@@ -330,20 +337,6 @@ def test_a_core_install_is_enough():
     )
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"^minpro +\d", shown.stdout, flags=re.M)
-
-
-def test_the_width_of_the_terminal_is_asked_for():
-    for columns in (60, 80, 132):
-        shown = subprocess.run(
-            [sys.executable, "-m", "offcorr.cli", "compare", "ppo", "minpro?eps_high=0.28&eps_low=0.9", *TINY],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"COLUMNS": str(columns)},
-        )
-        assert shown.returncode == 0, shown.stderr
-        widest = max(map(len, shown.stdout.splitlines()))
-        assert columns - 25 < widest <= columns
 
 
 def test_a_reader_may_close_the_pipe():
