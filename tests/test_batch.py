@@ -230,7 +230,7 @@ def test_a_name_is_taken_once():
 
 
 def test_pointwise_parts_ask_for_known_inputs():
-    with pytest.raises(TypeError, match=r"Odd.surrogate asks for 'colour'; it may ask for"):
+    with pytest.raises(TypeError, match=r"Odd.surrogate asks for 'colour'. It may ask for"):
         type("Odd", (gates.Gate,), {"surrogate": staticmethod(lambda colour: colour)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+import re
 import sys
 import warnings
 from collections import Counter
@@ -236,6 +237,22 @@ def test_half_precision_log_probs_under_a_product(name, warns, heard):
 def test_a_bound_that_trains_nothing(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_a_contract_check_is_quiet_and_swallows_no_warning(heard):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        testing.check("minpro")
+    batch = testing.example()
+    with pytest.warns(RuntimeWarning, match="logp is above 0"):
+        dataclasses.replace(batch, logp=-batch.logp)
+
+
+def test_words_that_are_as_near():
+    with pytest.raises(ValueError, match=re.escape("unknown method 'dappo', did you mean 'dapo' or 'dppo'? offcorr.")):
+        offcorr.get("dappo")
+    with pytest.raises(ValueError, match=re.escape("ppo has no option 'colour'. It has ['eps_low'")):
+        offcorr.get("ppo", colour=1)
 
 
 def test_a_warning_points_at_the_caller(heard):

@@ -422,8 +422,17 @@ def join_runs(fields, buffers, row, runs, turns_before, entry, entries, parts, p
         for k in tl.static_range(len(buffers.turn_means)):
             totals_ptr, means_ptr = buffers.run_totals[k], buffers.turn_means[k]
             spans.turn_means(
-                *(buffers.run_ids, totals_ptr, buffers.run_counts, means_ptr),
-                *(row, runs, turns_before, parts, part_length, runs_ptr, turns_ptr),
+                buffers.run_ids,
+                totals_ptr,
+                buffers.run_counts,
+                means_ptr,
+                row,
+                runs,
+                turns_before,
+                parts,
+                part_length,
+                runs_ptr,
+                turns_ptr,
             )
         tl.debug_barrier()  # other threads read the means
 
@@ -495,12 +504,12 @@ def correction(
                 log_ratio, slope = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
                 log_ratio = ops.clamp(log_ratio, -LOG_LIMIT, PLAN.gate.limit)
             else:
-                multiplier, accepted = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
+                factor, accepted = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
                 accepted = accepted & block.mask
                 kept = kept & accepted
-                weight *= dropped_to_zero(multiplier, accepted)
+                weight *= dropped_to_zero(factor, accepted)
                 if PLAN.stages[k].counts_as == "truncated":
-                    truncated = truncated | truncated_by(multiplier, value, accepted)
+                    truncated = truncated | truncated_by(factor, value, accepted)
                 if PLAN.stages[k].counts_as == "vetoed":
                     vetoed = vetoed | (block.mask & ~accepted)
 

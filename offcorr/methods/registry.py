@@ -71,7 +71,7 @@ class Method:
         known = [*self.options, *(name for name in _COMMON if name not in self.options)]
         for name in options:
             if name not in known:
-                raise ValueError(f"{self.name} has no option {name!r}{nearest(name, known)}; it has {known}")
+                raise ValueError(f"{self.name} has no option {name!r}{nearest(name, known, '.')} It has {known}")
         for name, kind in _SLOTS.items():
             if name in options:
                 options[name] = stage_from_config(kind, options[name])
@@ -234,7 +234,7 @@ def from_config(config: Mapping[str, Any]) -> Correction:
         return resolve(name, **options)
     for option in options:
         if option not in FIELDS:
-            raise ValueError(f"custom has no option {option!r}{nearest(option, FIELDS)}; it has {list(FIELDS)}")
+            raise ValueError(f"custom has no option {option!r}{nearest(option, FIELDS, '.')} It has {list(FIELDS)}")
     for option, kind in _SLOTS.items():
         if option in options:
             options[option] = stage_from_config(kind, options[option])
@@ -292,7 +292,7 @@ def _load_file(file: Path) -> Any:
 def _method(name: str) -> Method:
     _discover()
     if name not in _METHODS:
-        raise ValueError(f"unknown method {name!r}{nearest(name, _METHODS) or '.'} offcorr.available() lists them")
+        raise ValueError(f"unknown method {name!r}{nearest(name, _METHODS, '.')} offcorr.available() lists them")
     return _METHODS[name]
 
 

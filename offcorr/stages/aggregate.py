@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from offcorr.shapes import IntScalar, PerSequence, Scalar
-from offcorr.stages.checks import nearest, outside
+from offcorr.stages.checks import one_of, outside
 
 __all__ = ["AGGREGATIONS", "Aggregation"]
 
@@ -45,7 +45,7 @@ AGGREGATIONS = {
 def check_aggregate(name: str, max_length: int | None) -> None:
     """Raise ValueError for an unknown aggregation, or a ``max_length`` that it has no use for."""
     if name not in AGGREGATIONS:
-        raise ValueError(f"aggregate is {name!r}{nearest(name, AGGREGATIONS)}, expected one of {list(AGGREGATIONS)}")
+        raise ValueError(f"aggregate is {name!r}{one_of(name, AGGREGATIONS)}")
     if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
         raise ValueError(f"max_length is {max_length!r}, expected a positive number of tokens or None")
     if max_length is not None and not AGGREGATIONS[name].constant_length:

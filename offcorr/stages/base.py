@@ -41,7 +41,7 @@ class Spec(NamedTuple):
     mismatch: shapes.Mismatch  # the pair of policies that is compared
     measure: Pointwise  # one number per token
     span: str  # a name of ``offcorr.spans``
-    rule: Pointwise  # a ratio's (log-ratio, slope); a weight's or rejection's (multiplier, kept)
+    rule: Pointwise  # a ratio's (log-ratio, slope); a weight's or rejection's (factor, kept)
     params: tuple[Any, ...]  # a NamedTuple of ``Number``, which the functions see as ``p``; () if there are none
     limit: float  # nats
     counts_as: str  # "truncated", "vetoed" or "": see ``Weight.counts_as``
@@ -187,7 +187,7 @@ def form(kind: str, name: str) -> Callable[..., Any]:
             return found
     if (kind, name) not in _FORMS:
         known = forms(kind)
-        raise ValueError(f"unknown {kind} {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+        raise ValueError(f"unknown {kind} {name!r}{nearest(name, known, '.')} Known: {', '.join(known)}")
     return _FORMS[kind, name]
 
 
@@ -211,7 +211,8 @@ def stage_from_config(kind: str, config: Any) -> Any:
     allowed = list(inspect.signature(build).parameters)
     for option in options:
         if option not in allowed:
-            raise ValueError(f"{kind} {name!r} has no option {option!r}{nearest(option, allowed)}; it has {allowed}")
+            near = nearest(option, allowed, ".")
+            raise ValueError(f"{kind} {name!r} has no option {option!r}{near} It has {allowed}")
     if "inner" in options:
         options["inner"] = stage_from_config(kind, options["inner"])
     return build(**options)
@@ -275,7 +276,7 @@ class Plan(NamedTuple):
 
     method: str
     ratio: Spec | None
-    multipliers: tuple[Spec, ...]  # weights, then rejections
+    factors: tuple[Spec, ...]  # weights, then rejections
     gate: GateSpec
     aggregate: str
     max_length: int | None

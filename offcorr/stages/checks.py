@@ -14,10 +14,18 @@ from torch import Tensor
 from offcorr.shapes import Mismatch
 
 
-def nearest(word: str, words: Any) -> str:
-    """ ", did you mean ...?" for an error message; empty where nothing is near."""
-    close = difflib.get_close_matches(str(word), [str(known) for known in words], n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+def nearest(word: str, words: Any, end: str = "") -> str:
+    """ ", did you mean ...?" for an error message, with every word that is as near as the nearest; else ``end``."""
+    close = difflib.get_close_matches(str(word), [str(known) for known in words], n=3)
+    nearness = [difflib.SequenceMatcher(None, str(word), known).ratio() for known in close]
+    best = [repr(known) for known, share in zip(close, nearness, strict=True) if share > max(nearness) - 0.02]
+    return f", did you mean {' or '.join(sorted(best))}?" if best else end
+
+
+def one_of(word: Any, words: Any) -> str:
+    """ ", expected one of ..." for an error message, after the nearest word where one is near."""
+    close = nearest(word, words)
+    return f"{close} Expected one of {list(words)}" if close else f", expected one of {list(words)}"
 
 
 def outside() -> int:
@@ -80,7 +88,7 @@ def check_choice(owner: Any, field: str, choices: Any) -> None:
 def check_word(owner: str, field: str, value: Any, choices: Any) -> None:
     """As ``check_choice``, of a value that is no field."""
     if value not in tuple(choices):
-        raise ValueError(f"{owner}: {field} is {value!r}{nearest(value, choices)}, expected one of {list(choices)}")
+        raise ValueError(f"{owner}: {field} is {value!r}{one_of(value, choices)}")
 
 
 def check_mismatch(owner: Any, *, optional: bool = False) -> None:

@@ -80,7 +80,7 @@ def check_pointwise(label: str, function: Any, values: int) -> None:
     known = [*INPUTS, "p"]
     for argument in asked:
         if argument not in known:
-            raise TypeError(f"{label} asks for {argument!r}{nearest(argument, known)}; it may ask for {known}")
+            raise TypeError(f"{label} asks for {argument!r}{nearest(argument, known, '.')} It may ask for {known}")
     returned = _values_returned(function)
     if returned is not None and returned != values:
         wanted = "a tuple of two values" if values == 2 else "one value"

@@ -15,7 +15,7 @@ from einops import repeat
 
 from offcorr.batch import Rows
 from offcorr.shapes import PerSequence, PerToken
-from offcorr.stages.checks import nearest
+from offcorr.stages.checks import one_of
 
 __all__ = [
     "SPANS",
@@ -161,7 +161,7 @@ def unregister(name: str) -> None:
 def check(name: str, owner: str) -> None:
     """Raise ValueError, in the name of ``owner``, for a span that is not known."""
     if name not in SPANS:
-        raise ValueError(f"{owner}: span is {name!r}{nearest(name, SPANS)}, expected one of {sorted(SPANS)}")
+        raise ValueError(f"{owner}: span is {name!r}{one_of(name, sorted(SPANS))}")
 
 
 for _span in (

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from offcorr.batch import Batch
 from offcorr.correction import Correction
-from offcorr.stages.checks import nearest
+from offcorr.stages.checks import nearest, one_of
 from offcorr.training.replica import Replica
 from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights
 
@@ -369,16 +369,16 @@ def make_anchor(name: str, model: nn.Module | None = None, **options: Any) -> An
     LogLinear(proximal_lag=2)
     >>> make_anchor("log_linear", lag=2)
     Traceback (most recent call last):
-    ValueError: anchor 'log_linear' has no option 'lag'; it has ['proximal_lag']
+    ValueError: anchor 'log_linear' has no option 'lag'. It has ['proximal_lag']
     """
     if name not in ANCHORS:
-        raise ValueError(f"anchor is {name!r}{nearest(name, ANCHORS)}, expected one of {list(ANCHORS)}")
+        raise ValueError(f"anchor is {name!r}{one_of(name, ANCHORS)}")
     build: Any = ANCHORS[name]
     parameters = inspect.signature(build).parameters
     known = {option: p for option, p in parameters.items() if option != "model"}
     for option in options:
         if option not in known:
-            raise ValueError(f"anchor {name!r} has no option {option!r}{nearest(option, known)}; it has {[*known]}")
+            raise ValueError(f"anchor {name!r} has no option {option!r}{nearest(option, known, '.')} It has {[*known]}")
     for option, parameter in known.items():
         if parameter.default is parameter.empty and option not in options:
             raise ValueError(f"anchor {name!r} needs {option}; its options are {[*known]}")
