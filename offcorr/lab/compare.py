@@ -443,8 +443,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add(
         "--regime",
-        default=default.regime,
-        help=f"how the sampler fell behind: {_choices('regime')} (default %(default)s)",
+        help=f"how the sampler fell behind: {_choices('regime')} (default {default.regime})",
     )
     add(
         "--engine-gap",
@@ -455,8 +454,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add(
         "--engine-regime",
-        default=default.engine_regime,
-        help=f"how the engine differs: {_choices('engine_regime')} (default %(default)s)",
+        help=f"how the engine differs: {_choices('engine_regime')} (default {default.engine_regime})",
     )
     add("--length", type=int, default=default.length, help="tokens of a sequence (default %(default)s)")
     add("--vocabulary", type=int, default=default.vocabulary, help="number of symbols (default %(default)s)")
@@ -519,8 +517,17 @@ def _plan(setting: Setting, methods: Sequence[tuple[str, Correction]], draws: in
 
 
 def _setting(options: argparse.Namespace) -> Setting:
-    fields = [field.name for field in dataclasses.fields(Setting)]
-    return _as_option(lambda: Setting(**{name: getattr(options, name) for name in fields}))
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Setting)}
+    setting: Setting = _as_option(
+        lambda: Setting(**{name: value for name, value in given.items() if value is not None})
+    )
+    for regime, gap in (("regime", "gap"), ("engine_regime", "engine_gap")):
+        if given[regime] is not None and not given[gap]:
+            raise ValueError(
+                f"--{regime.replace('_', '-')} is {given[regime]!r}, but --{gap.replace('_', '-')} is 0, so it has no "
+                "effect; give a gap, or leave it out"
+            )
+    return setting
 
 
 def _as_option(make: Callable[[], Any]) -> Any:

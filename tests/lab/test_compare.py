@@ -193,6 +193,8 @@ def test_without_matplotlib_the_option_is_named_before_anything_runs(command, mo
         (["--gap", "wide"], "argument --gap: invalid float value: 'wide'"),
         (["--engine-gap", "-1"], "--engine-gap is -1.0, expected a share of the samples"),
         (["--regime", "steal"], "--regime is 'steal', did you mean 'stale'?, expected one of stale, noise, drift"),
+        (["--engine-regime", "sharper"], "--engine-regime is 'sharper', but --engine-gap is 0, so it has no effect"),
+        (["--regime", "noise", "--gap", "0"], "--regime is 'noise', but --gap is 0, so it has no effect"),
         (["--engine-regime", "int8"], "--engine-regime is 'int8', expected one of noise, quantised"),
         (["--advantages", "gae"], "--advantages is 'gae', expected one of grpo, per-token"),
         (["--length", "40"], "--length is 40 with a vocabulary of 4, more than 65,536 sequences"),
