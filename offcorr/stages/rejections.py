@@ -128,11 +128,12 @@ def k1_within_half(value: Any, p: Any) -> Any:
 
 @dataclass(frozen=True)
 class K1(Rejection):
-    """Keep where log low <= k <= log high, k the log-ratio: the token's, or the sequence's sum, mean, or every token's.
+    """Keep where log low <= k <= log high, with k a log-ratio (nats).
 
     Args:
-        low, high: absolute bounds on the ratio (verl's sit on its inverse).
-        level: "token", "seq-sum", "seq-mean" or "seq-max" (all tokens inside).
+        low, high: absolute bounds on the ratio (verl's bound its inverse).
+        level: what k is: "token", the token's log-ratio; "seq-sum", their sum over the sequence; "seq-mean", their
+            mean; "seq-max", each of them, all of which must lie inside.
     """
 
     low: Number
@@ -354,9 +355,10 @@ class DPPO(Rejection):
     """Drop tokens whose probability moved too far in the direction that the advantage pushes (2602.04879).
 
     Args:
-        divergence: "tv": p - mu above ``high`` for A > 0, below ``-low`` for A <= 0; "kl": Bernoulli KL(mu, p) above
-            ``delta`` while moving on.
-        low, high: probability. delta: nats.
+        divergence: "tv": drop where the probability rose by more than ``high`` (A > 0), or fell by more than ``low``
+            (A <= 0); "kl": drop where the Bernoulli KL of the first policy from the second is above ``delta`` and the
+            token has moved in the direction that the advantage pushes.
+        low, high: differences of probabilities. delta: nats.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
@@ -395,7 +397,7 @@ def probability_distance(logp: Any, anchor_logp: Any) -> Any:
     return ops.abs(ops.exp(logp) - ops.exp(anchor_logp))
 
 
-_DIVERGENCES = {"ratio": distance_from_one, "tv": probability_distance, "kl": bernoulli_kl}
+_DIVERGENCES: dict[str, Pointwise] = {"ratio": distance_from_one, "tv": probability_distance, "kl": bernoulli_kl}
 
 
 @dataclass(frozen=True)
