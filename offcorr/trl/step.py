@@ -11,10 +11,13 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from offcorr.training.anchors import make_anchor
+import offcorr
+from offcorr.stages.checks import outside
+from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.schedules import Annealed
 from offcorr.training.step import Step
+from offcorr.trl.config import PREFIX
 
 STATE_FILE = "offcorr_trainer.pt"
 """The file of a checkpoint folder with the state of the ``Step``."""
@@ -37,11 +40,8 @@ def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
         anchor = make_anchor(name, nn.Module(), **options)  # has no weights, but checks the options
         if loss is not None:
             anchor.check(loss.at(0.0))
-        elif anchor.needs_forward:
-            raise ValueError(
-                f"anchor={name!r} goes with a correction, and TRL's own loss computes its old log-probs itself: write "
-                "loss_type='offcorr:...' or drop the anchor"
-            )
+        else:
+            _check_unread_anchor(name, anchor, getattr(args, "loss_type", None))
     rule = getattr(args, "ess_lr", None)
     return Step(
         loss,
@@ -50,6 +50,22 @@ def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
         else lambda: make_anchor(name, trainer.accelerator.unwrap_model(trainer.model), **options),
         ess_lr=None if rule is None else lambda: ESSLearningRate(trainer.optimizer, args.ess_base, rule),
         gather=lambda vector: trainer.accelerator.gather(vector[None]),
+    )
+
+
+def _check_unread_anchor(name: str, anchor: Anchor, loss_type: str | None) -> None:
+    """Warn of an anchor beside TRL's own loss, which does not read it; refuse one that costs a forward pass.
+
+    Args:
+        loss_type: None in the asynchronous trainer, whose loss has no name.
+    """
+    reason = f"anchor={name!r} goes with a correction, and TRL's own loss computes its old log-probs itself"
+    known = loss_type in offcorr.available()
+    instead = f"write loss_type='{PREFIX}{loss_type if known else '...'}' or drop the anchor"
+    if anchor.needs_forward:
+        raise ValueError(f"{reason}: {instead}")
+    warnings.warn(
+        f"{reason}: the anchor changes no update, only the metrics of staleness; {instead}", stacklevel=outside()
     )
 
 

@@ -164,6 +164,18 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
         trainer.train()
 
 
+@pytest.mark.parametrize("anchor", ["snapshot", "rollout", "recomputed"])
+def test_an_anchor_that_trls_loss_does_not_read_is_said(make_trainer, anchor):
+    with pytest.warns(UserWarning, match=f"anchor='{anchor}' .* changes no update.* loss_type='offcorr:dapo'") as caught:
+        make_trainer(loss_type="dapo", anchor=anchor)
+    assert any(w.filename.endswith("conftest.py") for w in caught)  # the caller, not a line of this library
+    with pytest.warns(UserWarning, match=r"loss_type='offcorr:\.\.\.' or drop"):  # there is no bnpo here
+        make_trainer(loss_type="bnpo", anchor=anchor)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="anchor=")
+        make_trainer(loss_type="offcorr:dapo", anchor="recomputed")
+
+
 # Batch-coupled corrections
 
 
