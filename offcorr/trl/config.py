@@ -40,6 +40,9 @@ TRL_LOSS_OPTIONS = {
 }
 """The options of TRL's own losses, which a correction ignores, and the option with the same effect here."""
 
+TRL_DEFAULTS = {name: f.default for name, f in trl.GRPOConfig.__dataclass_fields__.items()}
+"""The defaults of TRL's options, as TRL has them: its class may be replaced after this library was imported."""
+
 
 @dataclass
 class CorrectionOptions:
@@ -237,11 +240,10 @@ def _with_length(correction: offcorr.Correction, args: Any) -> offcorr.Correctio
 
 def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
     """Warn of options of TRL's own losses that were set and do nothing here."""
-    defaults = {name: f.default for name, f in trl.GRPOConfig.__dataclass_fields__.items()}
     ignored = {
         name: instead
         for name, instead in TRL_LOSS_OPTIONS.items()
-        if name in defaults and getattr(args, name, defaults[name]) != defaults[name]
+        if name in TRL_DEFAULTS and getattr(args, name, TRL_DEFAULTS[name]) != TRL_DEFAULTS[name]
     }
     if ignored:
         listed = ", ".join(f"{name}={getattr(args, name)!r} (here: {instead})" for name, instead in ignored.items())

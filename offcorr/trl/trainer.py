@@ -40,12 +40,6 @@ class Forward(NamedTuple):
     aux_loss: Tensor | None = None
 
 
-@cache
-def forward_arguments() -> frozenset[str]:
-    """Arguments of the installed TRL's forward; those for images and the like are passed through by name."""
-    return frozenset(inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters)
-
-
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's ``GRPOTrainer``, with a correction for off-policy data.
 
@@ -408,6 +402,21 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "anchor='rollout' where the engine reports log-probs, or take more optimizer steps per generation "
                 "(num_iterations, steps_per_generation)",
             )
+
+
+@cache
+def forward_arguments() -> frozenset[str]:
+    """Arguments of the installed TRL's forward; those for images and the like are passed through by name.
+
+    They are read from the classes that were subclassed here, whatever ``trl.GRPOTrainer`` is by now; one that passes
+    ``**kwargs`` on leaves the names to the next.
+    """
+    for owner in GRPOTrainer.__mro__[1:]:
+        forward = vars(owner).get("_get_per_token_logps_and_entropies")
+        names = inspect.signature(forward).parameters if forward else {}
+        if names and not any(name.kind is name.VAR_KEYWORD for name in names.values()):
+            return frozenset(names)
+    raise RuntimeError("this TRL has no _get_per_token_logps_and_entropies")
 
 
 def _padded(rows: list, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import textwrap
 import warnings
@@ -14,8 +15,9 @@ import trl
 import offcorr
 from offcorr.rollout import OffPolicy
 from offcorr.training.field_metrics import ALIASES
-from offcorr.trl import GRPOTrainer
-from offcorr.trl.config import TRL_LOSSES
+from offcorr.trl import GRPOConfig, GRPOTrainer
+from offcorr.trl.config import TRL_LOSSES, choose_correction
+from offcorr.trl.trainer import forward_arguments
 
 
 def parameters(trainer):
@@ -63,6 +65,39 @@ def test_every_loss_of_the_installed_trl_is_listed():
         if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
     }
     assert len(known) >= 8 and known == set(TRL_LOSSES)
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """TRL's own names stand for other classes, as after a plugin's or a user's assignment."""
+
+    class Theirs(trl.GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs)
+
+    @dataclasses.dataclass
+    class TheirConfig(GRPOConfig):
+        epsilon: float = 0.3
+
+    wanted = forward_arguments()
+    monkeypatch.setattr(trl, "GRPOTrainer", Theirs)
+    monkeypatch.setattr(trl, "GRPOConfig", TheirConfig)
+    forward_arguments.cache_clear()
+    yield wanted
+    forward_arguments.cache_clear()
+
+
+def test_names_of_trl_may_be_replaced(replaced, make_trainer, series):
+    """This library looks at the classes that it subclassed when it was imported."""
+    assert forward_arguments() == replaced and "compute_entropy" in replaced
+    for loss_type, corrects in (("dapo", False), ("grpo", False), ("minpro", True)):
+        assert (make_trainer(loss_type=loss_type).correction is not None) == corrects
+    args = GRPOConfig("out", loss_type="minpro", epsilon=0.3, bf16=False, use_cpu=True, report_to=[])
+    with pytest.warns(UserWarning, match=r"TRL's own losses read epsilon=0.3"):
+        choose_correction(args)
 
 
 # Anchors
