@@ -285,7 +285,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         output["generated_at"] = torch.full_like(row, self.state.global_step)
 
         for name, rows in self._sampled.items():
-            if isinstance(rows[0], list | tuple):
+            if _length(rows[0]) is not None:
                 output[name] = _padded(rows, width, SAMPLED[name], device)
             else:
                 output[name] = torch.as_tensor(rows, dtype=SAMPLED[name], device=device)
@@ -307,21 +307,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         def remembering(prompts: list, trainer: Any) -> dict[str, Any]:
             output = rollout_func(prompts, trainer)
             self._sampled = {name: output[name] for name in SAMPLED if output.get(name) is not None}
-            self._check_sampled(output["completion_ids"])
+            if output.get("completion_ids") is not None:  # else TRL names it as missing
+                self._check_sampled(output)
             return output
 
         return remembering
 
-    def _check_sampled(self, completion_ids: list) -> None:
-        """One list per completion with one number per token; an offset of one token would make every ratio wrong."""
-        for name, rows in self._sampled.items():
-            got = [len(row) if isinstance(row, list | tuple) else 1 for row in rows]
-            wanted = [len(ids) for ids in completion_ids]
-            if got != wanted and (name == "old_logp" or got != [1] * len(wanted)):
-                raise ValueError(
-                    f"rollout_func returned {name} for completions of {got} tokens, expected {wanted}: one number for "
-                    "each token of completion_ids"
-                )
+    def _check_sampled(self, output: dict[str, Any]) -> None:
+        """One number for each token: TRL would pad a short row, and every log-prob after the gap would be off."""
+        wanted = [len(ids) for ids in output["completion_ids"]]
+        for name in ("logprobs", "env_mask", *SAMPLED):
+            if output.get(name) is not None:
+                _check_rows(name, output[name], wanted)
         if "old_logp" in self._sampled and self.tools:
             raise ValueError(
                 "rollout_func returned old_logp and the trainer has tools: TRL then continues the completions by "
@@ -417,6 +414,39 @@ def forward_arguments() -> frozenset[str]:
         if names and not any(name.kind is name.VAR_KEYWORD for name in names.values()):
             return frozenset(names)
     raise RuntimeError("this TRL has no _get_per_token_logps_and_entropies")
+
+
+def _check_rows(name: str, rows: Any, wanted: list[int]) -> None:
+    """Raise ``ValueError`` where a ``rollout_func`` returned anything but one number for each token.
+
+    Args:
+        wanted: number of tokens of each completion.
+    """
+    said = f"rollout_func returned {name}"
+    if len(rows) != len(wanted):
+        raise ValueError(f"{said} for {len(rows)} completions, expected {len(wanted)}, those of completion_ids")
+    if name == "rollout_version" and all(_length(row) is None for row in rows):
+        return  # one for all tokens of a completion
+    for i, (row, tokens) in enumerate(zip(rows, wanted, strict=True)):
+        values = row.tolist() if hasattr(row, "tolist") else row
+        if _length(values) != tokens:
+            found = repr(values) if _length(values) is None else f"{len(values)} numbers"
+            raise ValueError(
+                f"{said}[{i}] of {found}, expected {tokens}: one number for each token of completion_ids[{i}]"
+            )
+        for t, value in enumerate(values):
+            if type(value) is float or value is None or (hasattr(value, "__float__") and _length(value) is None):
+                continue
+            cure = "" if _length(value) is None else "; of several candidates, that of the sampled token"
+            raise ValueError(f"{said}[{i}][{t}] = {value!r}, expected a number{cure}")
+
+
+def _length(value: Any) -> int | None:
+    """The length of a list, or of anything like one; None of a number and of text."""
+    try:
+        return None if isinstance(value, str) else len(value)
+    except TypeError:
+        return None
 
 
 def _padded(rows: list, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -201,7 +201,9 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
 
 @pytest.mark.parametrize("anchor", ["snapshot", "rollout", "recomputed"])
 def test_an_anchor_that_trls_loss_does_not_read_is_said(make_trainer, anchor):
-    with pytest.warns(UserWarning, match=f"anchor='{anchor}' .* changes no update.* loss_type='offcorr:dapo'") as caught:
+    with pytest.warns(
+        UserWarning, match=f"anchor='{anchor}' .* changes no update.* loss_type='offcorr:dapo'"
+    ) as caught:
         make_trainer(loss_type="dapo", anchor=anchor)
     assert any(w.filename.endswith("conftest.py") for w in caught)  # the caller, not a line of this library
     with pytest.warns(UserWarning, match=r"loss_type='offcorr:\.\.\.' or drop"):  # there is no bnpo here
@@ -402,15 +404,49 @@ def test_rollout_anchor_without_engine_logps(make_trainer):
         trainer.train()
 
 
-def test_old_logp_one_token_short(make_trainer, replay):
-    inner = replay("old_logp")
+ROWS = r"for each token of completion_ids\[1\]"
+
+
+@pytest.mark.parametrize("loss_type", ["minpro", "dapo"])
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("logprobs", lambda row: row[1:], r"returned logprobs\[1\] of . numbers, expected .: one number " + ROWS),
+        ("old_logp", lambda row: row[1:], r"returned old_logp\[1\] of . numbers, expected .: one number " + ROWS),
+        ("old_logp", lambda row: [*row, -1.0], r"returned old_logp\[1\] of . numbers, expected .: one number " + ROWS),
+        ("old_logp", lambda row: -1.0, r"returned old_logp\[1\] of -1.0, expected .: one number " + ROWS),
+        ("env_mask", lambda row: row[1:], r"returned env_mask\[1\] of . numbers, expected .: one number " + ROWS),
+        ("logprobs", lambda row: [[x] for x in row], r"logprobs\[1\]\[0\] = \[-.*\], expected a number; of several"),
+        ("logprobs", lambda row: ["a" for x in row], r"logprobs\[1\]\[0\] = 'a', expected a number"),
+        ("logprobs", torch.tensor, None),
+        ("old_logp", torch.tensor, None),
+    ],
+)
+def test_every_token_has_its_number(make_trainer, replay, name, change, message, loss_type):
+    """A row that is too short would be padded with zeros, which are log-probs of certainty."""
+    inner = replay("old_logp", "env_mask")
 
     def rollout_func(prompts, trainer):
         output = inner(prompts, trainer)
-        output["old_logp"] = [row[1:] for row in output["old_logp"]]
+        output[name][1:] = map(change, output[name][1:])
         return output
 
-    with pytest.raises(ValueError, match="returned old_logp for completions of"):
+    trainer = make_trainer(Recording, loss_type=loss_type, rollout_func=rollout_func, max_steps=1)
+    if message is None:
+        trainer.train()
+        column = {"logprobs": "rollout_logp"}.get(name, name)
+        assert all(getattr(batch, column)[batch.mask].max() < 0 for _, batch in trainer.batches)
+        return
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_every_completion_has_its_row(make_trainer, replay):
+    def rollout_func(prompts, trainer):
+        output = replay("rollout_version")(prompts, trainer)
+        return {**output, "rollout_version": output["rollout_version"][1:]}
+
+    with pytest.raises(ValueError, match="returned rollout_version for 7 completions, expected 8, those of completion"):
         make_trainer(loss_type="minpro", rollout_func=rollout_func).train()
 
 
