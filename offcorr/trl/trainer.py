@@ -31,6 +31,14 @@ from offcorr.trl.step import StepCallback, log_metrics, make_step, share_done, w
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
 """The keys that a ``rollout_func`` may return beside TRL's; they travel with the batch to the loss."""
 
+GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
+"""TRL's methods of generation; a subclass with one of its own may report log-probs."""
+
+ENGINE_MISSING = (
+    "the engine's log-probs, which nothing reports here: sample by vLLM (use_vllm=True) or by a rollout_func that "
+    "returns logprobs, for instance offcorr.rollout.OffPolicy(precision='int8')"
+)
+
 
 class Forward(NamedTuple):
     """The result of TRL's forward, in any version."""
@@ -67,6 +75,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         annealed = choose_correction(args, loss)
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
+        if self._corrects and not rest:  # else rollout_func may be among them
+            self._check_sources(args, kwargs.get("rollout_func"))
         self._kept_forwards: list[tuple] | None = None
         self._sampled: dict[str, list] = {}
         self._groups_made = 0
@@ -74,6 +84,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._warned_idle = False
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self._corrects:
+            self._check_sources(self.args, self.rollout_func)
             self._check_settings()
             self._take_over_vllm_correction()
         if self.rollout_func is not None:
@@ -319,6 +330,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         for name in ("logprobs", "env_mask", *SAMPLED):
             if output.get(name) is not None:
                 _check_rows(name, output[name], wanted)
+        if self._corrects and output.get("logprobs", 0) is None:
+            method = self.correction_step.correction.method
+            if "rollout_logp" in self.correction_step.correction.needs:
+                raise ValueError(
+                    f"rollout_func returned logprobs=None, but loss {method!r} compares with the engine's log-probs: "
+                    "return them, or take a loss that needs no engine"
+                )
         if "old_logp" in self._sampled and self.tools:
             raise ValueError(
                 "rollout_func returned old_logp and the trainer has tools: TRL then continues the completions by "
@@ -370,6 +388,24 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise ValueError(
                 "aggregate='sum' divides by nothing, and TRL's other terms (beta, the entropy bonus, the auxiliary "
                 "loss) are means: take another aggregation, or set them to 0"
+            )
+
+    def _check_sources(self, args: Any, rollout_func: Any) -> None:
+        """Log-probs that correction and anchor need must come from somewhere: TRL's own generation has none."""
+        own = type(self).__mro__[: type(self).__mro__.index(GRPOTrainer)]
+        if rollout_func is not None or any(name in vars(cls) for cls in own for name in GENERATION):
+            return  # seen when it returns
+        anchor, vllm = getattr(args, "anchor", None), getattr(args, "use_vllm", False)
+        method = self.correction_step.correction.method
+        if not vllm and "rollout_logp" in self.correction_step.correction.needs:
+            raise ValueError(f"loss {method!r} compares with {ENGINE_MISSING}, or take a loss that needs no engine")
+        if not vllm and anchor == "rollout":
+            raise ValueError(f"anchor='rollout' takes {ENGINE_MISSING}, or take another anchor")
+        if anchor in ("snapshot", "log_linear"):
+            key = {"snapshot": "old_logp", "log_linear": "rollout_version"}[anchor]
+            raise ValueError(
+                f"anchor={anchor!r} needs {key} of every completion, and there is no rollout_func to return it: pass "
+                "one, for instance offcorr.rollout.OffPolicy(), or take another anchor"
             )
 
     def _take_over_vllm_correction(self) -> None:

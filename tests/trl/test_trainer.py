@@ -369,8 +369,7 @@ def test_unknown_numbers_under_the_mask(make_trainer, replay, beta, series):
         (dict(loss_type="ppo", loss_kwargs={"count_rejected": False}), "count_rejected=False"),
         (
             dict(
-                loss_type="ppo",
-                loss_kwargs={"weight": {"name": "self_normalise", "inner": "truncate"}},
+                loss_type="bapo",
                 gradient_accumulation_steps=4,
                 steps_per_generation=2,
             ),
@@ -398,10 +397,42 @@ def test_snapshot_without_old_logp(make_trainer, replay):
         trainer.train()
 
 
-def test_rollout_anchor_without_engine_logps(make_trainer):
-    trainer = make_trainer(loss_type="minpro", anchor="rollout")
-    with pytest.raises(ValueError, match="rollout_logp is None, but Rollout.. needs it: .* use a rollout_func or vLLM"):
-        trainer.train()
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *[
+            (dict(loss_type=name), f"loss '{name}' compares with the engine's log-probs, .*use_vllm=True.*rollout_func")
+            for name in ("tis", "vcpo", "veto", "icepop")
+        ],
+        (dict(loss_type="offcorr:dapo", loss_kwargs={"weight": "truncate"}), "loss 'dapo' compares with the engine's"),
+        (dict(loss_type="minpro", anchor="rollout"), "anchor='rollout' takes the engine's log-probs, .*use_vllm=True"),
+        (dict(loss_type="minpro", anchor="snapshot"), "anchor='snapshot' needs old_logp of .*no rollout_func"),
+        (dict(loss_type="minpro", anchor="log_linear"), "anchor='log_linear' needs rollout_version of .*no rollout_f"),
+    ],
+)
+def test_log_probs_that_nobody_reports_are_missed_before_the_model_is_loaded(make_trainer, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(model=str(tmp_path / "no model here"), **settings)
+
+
+def test_log_probs_of_a_trainer_with_its_own_generation(make_trainer):
+    class Reporting(Recording):
+        def _generate_single_turn(self, *args):
+            ids, _ = super()._generate_single_turn(*args)
+            return ids, [[-1.0] * len(row) for row in ids]
+
+    trainer = make_trainer(Reporting, loss_type="tis", max_steps=1)
+    trainer.train()
+    assert all((batch.rollout_logp[batch.mask] == -1).all() for _, batch in trainer.batches)
+
+
+def test_a_sampler_that_returns_no_logprobs(make_trainer, replay):
+    def rollout_func(prompts, trainer):
+        return {**replay()(prompts, trainer), "logprobs": None}
+
+    make_trainer(loss_type="minpro", rollout_func=rollout_func, max_steps=1).train()
+    with pytest.raises(ValueError, match="returned logprobs=None, but loss 'tis' compares with the engine's"):
+        make_trainer(loss_type="tis", rollout_func=rollout_func).train()
 
 
 ROWS = r"for each token of completion_ids\[1\]"
@@ -448,11 +479,6 @@ def test_every_completion_has_its_row(make_trainer, replay):
 
     with pytest.raises(ValueError, match="returned rollout_version for 7 completions, expected 8, those of completion"):
         make_trainer(loss_type="minpro", rollout_func=rollout_func).train()
-
-
-def test_engine_method_without_an_engine(make_trainer):
-    with pytest.raises(ValueError, match="rollout_logp is None.*'tis'"):
-        make_trainer(loss_type="tis").train()
 
 
 def test_options_only_trl_reads_are_named(model_folder, dataset, tokenizer, tmp_path):
