@@ -120,6 +120,35 @@ class Step:
         return self._anchor
 
     @property
+    def anchor_in_force(self) -> Anchor | None:
+        """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was passed."""
+        return self._placed or self._anchor
+
+    def describe(self, batch: Batch) -> str:
+        """One line on a placed batch: the loss, the policy that supplies ``old_logp``, the engine's log-probs.
+
+        >>> import offcorr
+        >>> step = Step(offcorr.get("tis"))
+        >>> print(step.describe(step.place(offcorr.testing.example())))
+        loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (Supplied(), by default);
+        engine log-probs: yes
+        """
+        old_logp = "none, so that every staleness ratio is 1"
+        if batch.old_logp is not None and self._placed is not None:
+            old_logp = self._placed.policy
+        loss = "elsewhere" if self._correction is None else repr(self._correction.method)
+        engine = "no" if batch.rollout_logp is None else "yes"
+        return f"loss {loss}; old_logp: {old_logp} ({self._named_anchor()}); engine log-probs: {engine}"
+
+    def _named_anchor(self) -> str:
+        chosen = self._make_anchor is not None or self._anchor is not None
+        return f"{self.anchor_in_force!r}{'' if chosen else ', by default'}"
+
+    def __repr__(self) -> str:
+        loss = None if self._correction is None else self._correction.method
+        return f"Step(loss={loss!r}, anchor={self._named_anchor()})"
+
+    @property
     def ess_lr(self) -> ESSLearningRate | None:
         """The ESS learning rate; None: the optimizer's own rate."""
         if self._ess_lr is None and self._make_ess_lr is not None:

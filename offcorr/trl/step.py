@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from pathlib import Path
@@ -18,6 +19,8 @@ from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.schedules import Annealed
 from offcorr.training.step import Step
 from offcorr.trl.config import PREFIX
+
+logger = logging.getLogger("offcorr")
 
 STATE_FILE = "offcorr_trainer.pt"
 """The file of a checkpoint folder with the state of the ``Step``."""
@@ -80,6 +83,15 @@ def log_metrics(trainer: Any) -> None:
     for name, value in trainer.correction_step.metrics(train=mode == "train").items():
         if name not in trainer._metrics[mode]:
             trainer._metrics[mode][name] = [value]
+
+
+def report_anchor(trainer: Any, batch: offcorr.Batch, sampler: str) -> None:
+    """Log one line at a run's first batch, on the main process: loss, anchor and the engine's log-probs.
+
+    It goes to the logger "offcorr" at the level of warnings, the lowest that is shown where nothing is configured.
+    """
+    if trainer.accelerator.is_main_process:
+        logger.warning("offcorr: %s; sampled by %s", trainer.correction_step.describe(batch), sampler)
 
 
 def warn_on_main(trainer: Any, message: str) -> None:

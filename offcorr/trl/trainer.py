@@ -20,13 +20,14 @@ from torch import Tensor
 import offcorr
 from offcorr.metrics import Mean
 from offcorr.rollout.off_policy import give_fused_head, in_mixed_precision
+from offcorr.training.anchors import Anchor
 from offcorr.training.ess_lr import AUTO
 from offcorr.training.replica import base_of
 from offcorr.trl.config import choose_correction
 from offcorr.trl.lm_head import lm_head
 from offcorr.trl.patch import patched
 from offcorr.trl.skip import dead_sequences, only, rows_kept
-from offcorr.trl.step import StepCallback, log_metrics, make_step, share_done, warn_on_main
+from offcorr.trl.step import StepCallback, log_metrics, make_step, report_anchor, share_done, warn_on_main
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
 """The keys that a ``rollout_func`` may return beside TRL's; they travel with the batch to the loss."""
@@ -81,7 +82,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._sampled: dict[str, list] = {}
         self._groups_made = 0
         self._sampler: Any = None
-        self._warned_idle = False
+        self._warned_idle = self._reported = False
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self._corrects:
             self._check_sources(self.args, self.rollout_func)
@@ -99,6 +100,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def correction(self) -> offcorr.Correction | None:
         """The correction in force; None: TRL's own loss."""
         return self.correction_step.correction if self._corrects else None
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was asked for."""
+        return self.correction_step.anchor_in_force
 
     @property
     def _mode(self) -> str:
@@ -210,9 +216,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         recomputed = inputs.get("old_per_token_logps")
         batch = self.correction_step.place(batch, partial(self._score, inputs), recomputed)
+        if self._corrects and self._mode == "train" and not self._reported:
+            self._reported = True
+            report_anchor(self, batch, self._sampler_name)
         if batch.old_logp is None:
             self._warn_if_idle()
         return batch
+
+    @property
+    def _sampler_name(self) -> str:
+        if self._sampler is None:
+            return "vLLM" if self.use_vllm else "TRL's own generation"
+        return getattr(self._sampler, "__name__", type(self._sampler).__name__)
 
     def _score(self, inputs: dict[str, Any], module: Any) -> Tensor:
         """[B, T]: the batch's log-probs under another module, by a forward pass that is not kept."""

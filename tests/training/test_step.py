@@ -13,8 +13,8 @@ import torch
 
 import offcorr
 from offcorr import Batch
-from offcorr.training import EWMA, Annealed, ESSLearningRate, Linear, Recomputed, Rollout, Step, Supplied
-from offcorr.training.anchors import default_anchor
+from offcorr.training import EWMA, Annealed, ESSLearningRate, Linear, Recomputed, Rollout, Snapshots, Step, Supplied
+from offcorr.training.anchors import ANCHORS, Anchor, default_anchor
 
 ROWS, WIDTH = 8, 5
 
@@ -157,6 +157,20 @@ def test_the_default_anchor():
     recomputed = torch.zeros(ROWS, WIDTH)
     assert Step(tis).place(engine, recomputed=recomputed).old_logp is recomputed
     assert Step(tis).place(engine).old_logp is None
+
+
+def test_the_anchor_is_in_the_repr():
+    step = Step(offcorr.get("ppo"))
+    assert repr(step) == "Step(loss='ppo', anchor=None, by default)" and step.anchor_in_force is None
+    step.place(whole_batch(old_logp=None))
+    assert repr(step) == "Step(loss='ppo', anchor=Rollout(), by default)"
+    assert repr(Step(offcorr.get("ppo"), anchor=Supplied())) == "Step(loss='ppo', anchor=Supplied())"
+    assert repr(Step()) == "Step(loss=None, anchor=None, by default)"
+
+
+def test_every_anchor_says_which_policy_it_is():
+    said = [anchor.policy for anchor in {*ANCHORS.values(), Snapshots}]
+    assert len(set(said)) == len(said) and Anchor.policy not in said
 
 
 def test_the_engines_gap_is_the_staleness_series_where_the_anchor_is_the_engine():

@@ -199,6 +199,49 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
         trainer.train()
 
 
+@pytest.mark.parametrize(
+    ("keys", "settings", "line", "anchor"),
+    [
+        (
+            ["old_logp"],
+            dict(loss_type="tis"),
+            "loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (Supplied(), by default); "
+            "engine log-probs: yes; sampled by rollout_func",
+            "Supplied()",
+        ),
+        (
+            [],
+            dict(loss_type="minpro", anchor="rollout"),
+            "loss 'minpro'; old_logp: the engine, as it reported (Rollout()); engine log-probs: yes; sampled by "
+            "rollout_func",
+            "Rollout()",
+        ),
+        (
+            None,
+            dict(loss_type="minpro"),
+            "loss 'minpro'; old_logp: none, so that every staleness ratio is 1 (Recomputed(), by default); engine "
+            "log-probs: no; sampled by TRL's own generation",
+            "Recomputed()",
+        ),
+        (
+            None,
+            dict(loss_type="minpro", num_iterations=2),
+            "loss 'minpro'; old_logp: the weights before the first update on the samples, by one more forward pass "
+            "(Recomputed(), by default); engine log-probs: no; sampled by TRL's own generation",
+            "Recomputed()",
+        ),
+        (["old_logp"], dict(loss_type="dapo"), None, "Supplied()"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:every staleness ratio")
+def test_the_anchor_in_force_is_said_once(make_trainer, replay, caplog, keys, settings, line, anchor):
+    trainer = make_trainer(rollout_func=None if keys is None else replay(*keys), max_steps=2, **settings)
+    trainer.train()
+    said = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
+    assert said == ([] if line is None else [f"offcorr: {line}"])
+    assert repr(trainer.anchor) == anchor and f"anchor={anchor}" in repr(trainer.correction_step)
+
+
 @pytest.mark.parametrize("anchor", ["snapshot", "rollout", "recomputed"])
 def test_an_anchor_that_trls_loss_does_not_read_is_said(make_trainer, anchor):
     with pytest.warns(
