@@ -20,6 +20,7 @@ from torch import Tensor
 import offcorr
 from offcorr.metrics import Mean
 from offcorr.rollout.off_policy import give_fused_head, in_mixed_precision
+from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.training.anchors import Anchor
 from offcorr.training.ess_lr import AUTO
 from offcorr.training.replica import base_of
@@ -132,7 +133,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             batch = self._batch(inputs, self._forward(model, inputs))
             loss = step.loss(batch, **last).loss
             if self._has_other_terms:
-                loss = loss + self._other_terms(model, inputs, batch)
+                loss = loss + self._other_terms(model, inputs, batch, loss.detach())
         return loss
 
     def _window(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -242,8 +243,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _has_other_terms(self) -> bool:
         return self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
 
-    def _other_terms(self, model: Any, inputs: dict[str, Any], batch: offcorr.Batch) -> Tensor:
-        """TRL's own loss with advantage 0, on the same forward pass: all of its terms but the policy's."""
+    def _other_terms(self, model: Any, inputs: dict[str, Any], batch: offcorr.Batch, policy_loss: Tensor) -> Tensor:
+        """TRL's own loss with advantage 0, on the same forward pass: all of its terms but the policy's.
+
+        TRL logs ``policy_loss``, policy term and KL, beside an entropy bonus: its KL is here, the other is added.
+        """
         logp = batch.logp.detach()
         old_logp = logp
         if getattr(self.args, "use_bias_correction_kl", False) and batch.old_logp is not None:
@@ -265,9 +269,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         }[correction.aggregate]
         with patched(self, loss_type=loss_type, max_completion_length=length or self.max_completion_length):
             loss = super()._compute_loss(model, inputs)
-        for name in [*self._metrics[self._mode]]:
-            if name.startswith("clip_ratio/") or name == "policy_loss":
-                del self._metrics[self._mode][name]  # meaningless at advantage 0
+        logged = self._metrics[self._mode]
+        for name in [*logged]:
+            if name.startswith("clip_ratio/"):
+                del logged[name]  # meaningless at advantage 0
+        if self._entropy_bonus_enabled:
+            # As TRL logs it: a sequence mean before it is divided for gradient accumulation, a token mean after.
+            if AGGREGATIONS[correction.aggregate].unit == "sequences" and self._mode == "train":
+                policy_loss = policy_loss * self.current_gradient_accumulation_steps
+            logged["policy_loss"][-1] += self.accelerator.gather(policy_loss).nanmean().item()
         return loss
 
     @contextmanager
