@@ -138,7 +138,8 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
         metadata={
             "help": "Skip sequences whose gradient is known to be zero before the forward pass: their advantage is "
             "zero, or they are rejected by stages that compare old with rollout log-probs. The update is the same; "
-            "metrics cover the computed sequences, and offcorr/loss/skipped is the share that was skipped."
+            "metrics cover the computed sequences, and offcorr/loss/skipped is the share that was skipped. Goes with a "
+            "correction, without KL (beta), entropy bonus or auxiliary loss, which need every sequence."
         },
     )
 

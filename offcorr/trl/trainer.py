@@ -27,7 +27,7 @@ from offcorr.training.replica import base_of
 from offcorr.trl.config import choose_correction
 from offcorr.trl.lm_head import lm_head
 from offcorr.trl.patch import patched
-from offcorr.trl.skip import dead_sequences, only, rows_kept
+from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import StepCallback, log_metrics, make_step, report_anchor, share_done, warn_on_main
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
@@ -75,6 +75,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         annealed = choose_correction(args, loss)
+        check_skipping(args, annealed)
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
         if self._corrects and not rest:  # else rollout_func may be among them
@@ -162,8 +163,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @property
     def _skips_dead(self) -> bool:
-        # KL, entropy bonus and auxiliary loss need every sequence.
-        return getattr(self.args, "skip_dead_sequences", False) and self._mode == "train" and not self._has_other_terms
+        return getattr(self.args, "skip_dead_sequences", False) and self._mode == "train"
 
     def _without_dead(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The micro-batch without the sequences whose gradient is known to be 0."""
@@ -389,13 +389,10 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "use_liger_kernel=True computes TRL's own loss inside the kernel, so "
                 f"{correction.method!r} would never run: set use_liger_kernel=False"
             )
-        if getattr(args, "skip_dead_sequences", False) and (correction.couples or self.top_entropy_quantile < 1.0):
-            reason = (
-                repr(correction.method) if correction.couples else f"top_entropy_quantile={self.top_entropy_quantile}"
-            )
+        if self.aux_loss_enabled and getattr(args, "skip_dead_sequences", False):
             raise ValueError(
-                f"skip_dead_sequences=True leaves sequences out of the forward pass, and {reason} looks at all of "
-                "them: leave one of the two out"
+                "skip_dead_sequences=True leaves sequences out of the forward pass, and the auxiliary loss of this "
+                "MoE model looks at all of them: set router_aux_loss_coef=0 or leave it out"
             )
         if correction.couples and args.steps_per_generation % args.gradient_accumulation_steps:
             raise ValueError(
