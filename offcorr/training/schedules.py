@@ -13,9 +13,20 @@ from offcorr.correction import Correction
 from offcorr.stages.checks import check_number
 
 
+def share_done(step: int, steps: int) -> float:
+    """Share of the training that is done at an optimizer step: 0 at the first, ``step`` 0, and 1 at the last.
+
+    >>> [share_done(step, steps=3) for step in range(3)]
+    [0.0, 0.5, 1.0]
+    """
+    return min(step / max(steps - 1, 1), 1.0)
+
+
 @dataclass(frozen=True)
 class Linear:
-    """A number that runs from ``start`` to ``end`` over training; in a configuration ``{"start": 2.0, "end": -1.0}``.
+    """A number that runs from ``start`` at the first optimizer step to ``end`` at the last.
+
+    In a configuration it is ``{"start": 2.0, "end": -1.0}``.
 
     >>> power = Linear(2.0, -1.0)
     >>> power.at(0.0), power.at(0.5), power.at(1.0)

@@ -44,7 +44,7 @@ class Step:
     A whole training loop, on a bandit whose third action pays:
 
     >>> import torch, offcorr
-    >>> from offcorr.training import ESSLearningRate, EWMA, Step
+    >>> from offcorr.training import ESSLearningRate, EWMA, Step, share_done
     >>> policy = torch.nn.Embedding.from_pretrained(torch.zeros(4, 3), freeze=False)  # prompts to logits of 3 actions
     >>> optimizer = torch.optim.SGD(policy.parameters(), lr=3.0)
     >>> step = Step(offcorr.get("ppo"), anchor=EWMA(policy, window=4), ess_lr=ESSLearningRate(optimizer))
@@ -56,7 +56,7 @@ class Step:
     ...     score = lambda module: module(prompts).log_softmax(-1).gather(1, actions)
     ...     batch = offcorr.Batch(logp=score(policy), rollout_logp=rollout.gather(1, actions),
     ...                           advantages=rewards - rewards.mean(), mask=actions >= 0)
-    ...     step.begin(sequences=len(actions), done=version / 20)
+    ...     step.begin(sequences=len(actions), done=share_done(version, steps=20))
     ...     step.loss(step.place(batch, score)).loss.backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
@@ -183,7 +183,7 @@ class Step:
             window: every micro-batch of this rank, placed, under the weights the step begins with (a generator, say,
                 which runs each forward pass): read, without gradient, only by a correction that couples the batch.
             tokens, sequences, averaged_over: as in ``count``; neither number: to be set by ``count``.
-            done: share of the training that is done, for options that follow a schedule.
+            done: share of the training that is done, for options that follow a schedule (``share_done``).
             train: False: an evaluation, whose metrics are kept apart, and which no anchor and no learning rate sees.
         """
         self._train = self.in_progress = train

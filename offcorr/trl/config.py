@@ -48,8 +48,8 @@ TRL_DEFAULTS = {name: f.default for name, f in trl.GRPOConfig.__dataclass_fields
 class CorrectionOptions:
     """The options that both of this library's configurations add to TRL's.
 
-    In ``loss_kwargs`` a number may be given as ``{"start": 2.0, "end": -1.0}``: it changes linearly over the training,
-    and is logged as ``offcorr/schedule/...``.
+    In ``loss_kwargs`` a number may be given as ``{"start": 2.0, "end": -1.0}``: it changes linearly from the first
+    optimizer step to the last, and is logged as ``offcorr/schedule/...``.
     """
 
     loss_kwargs: dict | str | None = field(

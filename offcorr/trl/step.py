@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 import offcorr
 from offcorr.stages.checks import outside
+from offcorr.training import schedules
 from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.schedules import Annealed
@@ -73,8 +74,8 @@ def _check_unread_anchor(name: str, anchor: Anchor, loss_type: str | None) -> No
 
 
 def share_done(trainer: Any) -> float:
-    """Share of the training that is done."""
-    return trainer.state.global_step / trainer.state.max_steps if trainer.state.max_steps else 0.0
+    """Share of the training that is done: 0 at its first optimizer step, 1 at its last."""
+    return schedules.share_done(trainer.state.global_step, trainer.state.max_steps)
 
 
 def log_metrics(trainer: Any) -> None:

@@ -514,14 +514,14 @@ def test_options_that_run_over_training(folder, tmp_path):
     options |= {"loss_type": "holderpo", "cls": Recording}
     own = trainer_of(folder, tmp_path, preloaded(3), **options)
     own.train()
-    assert [loss.ratio.power for loss in own.in_force] == pytest.approx([2.0, 2.0, 1.0, 1.0, 0.0, 0.0])
-    assert logged(own, "offcorr/schedule/power") == pytest.approx([2.0, 1.0, 0.0])
+    assert [loss.ratio.power for loss in own.in_force] == pytest.approx([2.0, 2.0, 0.5, 0.5, -1.0, -1.0])
+    assert logged(own, "offcorr/schedule/power") == pytest.approx([2.0, 0.5, -1.0])
     cap = {"name": "truncate", "cap": {"start": 3, "end": 1.5}}
     asked = {"power": {"start": 1.0, "end": 4.0}, "weight": [cap]}
     given = trainer_of(folder, tmp_path, preloaded(3), loss_kwargs=asked, **options)
     given.train()
-    assert logged(given, "offcorr/schedule/power") == pytest.approx([1.0, 2.0, 3.0])
-    assert (given.in_force[-1].ratio.power, given.in_force[-1].weight[0].high) == (3.0, 2.0)
+    assert logged(given, "offcorr/schedule/power") == pytest.approx([1.0, 2.5, 4.0])
+    assert (given.in_force[-1].ratio.power, given.in_force[-1].weight[0].high) == (4.0, 1.5)
     held = trainer_of(folder, tmp_path, preloaded(3), loss_kwargs={"power": 2.0}, **options)
     held.train()
     assert {loss.ratio.power for loss in held.in_force} == {2.0} and not logged(held, "offcorr/schedule/power")
