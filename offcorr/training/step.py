@@ -39,7 +39,7 @@ class Step:
             None: one rank.
 
     Raises:
-        ValueError: the correction and the anchor would count a ratio twice, or ``count_rejected=False``.
+        ValueError: the correction and the anchor would count a ratio twice.
 
     A whole training loop, on a bandit whose third action pays:
 
@@ -66,7 +66,8 @@ class Step:
 
     With several micro-batches per optimizer step, ``begin`` is called once, with the number of tokens or sequences of
     all of them, and ``loss`` for each, with ``last=False`` for all but the last.  A correction that couples the batch
-    (``correction.couples``) needs ``begin(window=...)``: the placed batches of all micro-batches, read only then.
+    (``correction.couples``), or that divides by what it keeps (``count_rejected=False``), needs ``begin(window=...)``:
+    the placed batches of all micro-batches, read only then.
     """
 
     def __init__(
@@ -79,16 +80,12 @@ class Step:
     ) -> None:
         self._annealed = loss if isinstance(loss, Annealed) else None
         self._correction = loss.at(0.0) if isinstance(loss, Annealed) else loss
-        if self._correction is not None and not self._correction.count_rejected:
-            raise ValueError(
-                "count_rejected=False divides by the number of kept tokens, which no micro-batch and no rank knows of "
-                "the others: leave it out in training"
-            )
         self._make_anchor = None if anchor is None or isinstance(anchor, Anchor) else anchor
         self._make_ess_lr = None if ess_lr is None or isinstance(ess_lr, ESSLearningRate) else ess_lr
         self._anchor = anchor if isinstance(anchor, Anchor) else None
         self._ess_lr = ess_lr if isinstance(ess_lr, ESSLearningRate) else None
         self._gather: Gather = gather or (lambda vector: vector[None])
+        self._kept: dict[str, Tensor] = {}
         self.statistics: Statistics | None = None
         self.denominator: float | Tensor | None = None
         self.in_progress = False
@@ -181,7 +178,7 @@ class Step:
 
         Args:
             window: every micro-batch of this rank, placed, under the weights the step begins with (a generator, say,
-                which runs each forward pass): read, without gradient, only by a correction that couples the batch.
+                which runs each forward pass): read, without gradient, only where ``needs_window``.
             tokens, sequences, averaged_over: as in ``count``; neither number: to be set by ``count``.
             done: share of the training that is done, for options that follow a schedule (``share_done``).
             train: False: an evaluation, whose metrics are kept apart, and which no anchor and no learning rate sees.
@@ -192,16 +189,38 @@ class Step:
             for name, value in self._annealed.values(done).items():
                 self._values[train][f"offcorr/schedule/{name}"] = [value]
         self.statistics = self.denominator = None
-        if tokens is not None or sequences is not None:
+        if self.needs_window:
+            self._look_ahead(window)
+        if tokens is not None or sequences is not None or self._kept:
             self.count(tokens=tokens, sequences=sequences, averaged_over=averaged_over)
-        if self._correction is not None and self._correction.couples:
-            with torch.no_grad():
-                parts: list[Any] = [self._correction.statistics(batch) for batch in window]
-            if not parts:
-                raise ValueError(
-                    f"window is empty, but {self._correction.method!r} needs the batches of the whole optimizer step"
-                )
-            self.statistics = reduce(Statistics.merge, parts).all_reduce(self._gather)
+
+    @property
+    def needs_window(self) -> bool:
+        """Whether ``begin`` reads ``window``: the correction couples the batch, or divides by what it keeps."""
+        return self._correction is not None and (bool(self._correction.couples) or self._counts_kept)
+
+    @property
+    def _counts_kept(self) -> bool:
+        correction = self.correction
+        rejects = any(place.startswith(("weight", "reject")) for place in correction.stages)
+        return not correction.count_rejected and rejects and AGGREGATIONS[correction.aggregate].unit != "none"
+
+    @torch.no_grad()
+    def _look_ahead(self, window: Iterable[Batch]) -> None:
+        """The statistics and the kept units of the whole step, over all micro-batches and ranks."""
+        correction = self.correction
+        batches = list(window) if self._counts_kept else window
+        self._kept = {}
+        if correction.couples:
+            parts: list[Any] = [correction.statistics(batch) for batch in batches]
+            if parts:
+                self.statistics = reduce(Statistics.merge, parts).all_reduce(self._gather)
+        if self._counts_kept and batches:
+            kept = self.total(sum(correction.kept_units(batch, self.statistics) for batch in batches))
+            self._kept = {"tokens": kept[0], "sequences": kept[1]}
+        if self.statistics is None and not self._kept:
+            reason = repr(correction.method) if correction.couples else f"count_rejected=False of {correction.method!r}"
+            raise ValueError(f"window is empty, but {reason} needs the batches of the whole optimizer step")
 
     def count(
         self,
@@ -214,12 +233,13 @@ class Step:
 
         Args:
             tokens, sequences: of the whole optimizer step, over all micro-batches and ranks (``total`` sums over
-                ranks); which of the two is needed depends on the correction's aggregation.
+                ranks); which of the two is needed depends on the correction's aggregation.  With
+                ``count_rejected=False`` the kept ones are known from the window, and take their place.
             averaged_over: number of losses that the framework averages: the ranks where it averages gradients over
                 them, times the micro-batches where it divides the loss by their number.
         """
         unit = AGGREGATIONS[self.correction.aggregate].unit
-        number = {"tokens": tokens, "sequences": sequences}.get(unit)
+        number = ({"tokens": tokens, "sequences": sequences} | self._kept).get(unit)
         if number is None:
             if unit != "none":
                 raise ValueError(f"{unit} is None, but aggregate={self.correction.aggregate!r} divides by its number")

@@ -394,9 +394,10 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "skip_dead_sequences=True leaves sequences out of the forward pass, and the auxiliary loss of this "
                 "MoE model looks at all of them: set router_aux_loss_coef=0 or leave it out"
             )
-        if correction.couples and args.steps_per_generation % args.gradient_accumulation_steps:
+        if self.correction_step.needs_window and args.steps_per_generation % args.gradient_accumulation_steps:
+            who = repr(correction.method) if correction.couples else f"count_rejected=False of {correction.method!r}"
             raise ValueError(
-                f"{correction.method!r} looks at an optimizer step's whole batch before its first gradient, so a "
+                f"{who} looks at an optimizer step's whole batch before its first gradient, so a "
                 f"step must lie in one generation: steps_per_generation is {args.steps_per_generation}, expected a "
                 f"multiple of gradient_accumulation_steps, {args.gradient_accumulation_steps}"
             )

@@ -370,7 +370,7 @@ def random_call(rng: random.Random) -> tuple[Options, Options]:
         loss["max_length"] = rng.choice([5, 17, 64])
     if loss["aggregate"] != SUM and rng.random() < 0.3:
         call["denominator"] = rng.randint(1, 50)
-    elif rng.random() < 0.3:
+    if rng.random() < 0.3:
         loss["count_rejected"] = False
     return loss, call
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import subprocess
 import sys
@@ -72,6 +73,52 @@ def test_the_split_into_micro_batches_changes_nothing(method, sizes, averaged_ov
     assert step.metrics() == pytest.approx(whole.metrics())
 
 
+AGGREGATES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "sum"]
+REJECTING = {  # methods that drop some tokens and whole sequences; the last by the whole step's statistics
+    "icepop": {"low": 0.9, "high": 1.1},
+    "geo_rs": {"low": 0.95, "high": 1.05},
+    "m2po": {"tau": 0.01},
+    "ppo": {},
+}
+
+
+@pytest.mark.parametrize("averaged_over", [1, 3])
+@pytest.mark.parametrize("sizes", [(8,), (1, 5, 2)])
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("method", REJECTING)
+def test_what_is_kept_is_counted_over_the_whole_step(method, aggregate, sizes, averaged_over):
+    """count_rejected=False: the step's loss is the whole batch's, whose denominator is its own kept units."""
+    length = {"max_length": WIDTH} if aggregate.endswith("norm") else {}
+    loss_fn = offcorr.get(method, **REJECTING[method], aggregate=aggregate, count_rejected=False, **length)
+    batch = whole_batch()
+    wanted = loss_fn(batch)
+    counting = dataclasses.replace(loss_fn, count_rejected=True)(batch)
+    if REJECTING[method] and aggregate != "sum":
+        assert counting.loss != wanted.loss, "nothing was rejected: nothing was tried"
+    step = Step(loss_fn)
+    parts = [batch.rows(rows) for rows in torch.arange(ROWS).split(list(sizes))]
+    step.begin(map(step.place, parts), averaged_over=averaged_over, **counts(batch))
+    coefficients = torch.cat([step.loss(step.place(part)).coefficient for part in parts])
+    averaged_over = 1 if aggregate == "sum" else averaged_over
+    torch.testing.assert_close(coefficients / averaged_over, wanted.coefficient)
+
+
+def test_nothing_kept_is_no_division_by_zero():
+    batch = whole_batch()
+    step = Step(offcorr.get("icepop", low=10.0, high=11.0, count_rejected=False))
+    step.begin([batch], averaged_over=2)
+    assert float(step.denominator) == 0.5 and not step.loss(batch).coefficient.any()
+
+
+def test_what_another_rank_keeps_counts_too():
+    batch = whole_batch()
+    loss_fn = offcorr.get("icepop", low=0.9, high=1.1, count_rejected=False)
+    other = torch.tensor([7.0, 2.0], dtype=torch.float64)
+    step = Step(loss_fn, gather=lambda vector: torch.stack([vector, other]))
+    step.begin([batch], averaged_over=2)
+    assert float(step.denominator) == (float(loss_fn.kept_units(batch)[0]) + 7) / 2
+
+
 def test_counts_are_of_all_ranks():
     """The statistics and the numbers of another rank arrive by ``gather``."""
     batch = whole_batch()
@@ -115,8 +162,8 @@ def test_what_a_step_must_be_told():
         Step(offcorr.get("m2po")).begin(**counts(batch))
     with pytest.raises(ValueError, match="sequences is None, but aggregate='seq-mean-token-mean' divides by"):
         Step(offcorr.get("gspo")).begin(tokens=3)
-    with pytest.raises(ValueError, match="count_rejected=False"):
-        Step(offcorr.get("icepop", count_rejected=False))
+    with pytest.raises(ValueError, match="window is empty, but count_rejected=False of 'icepop' needs the batches"):
+        Step(offcorr.get("icepop", count_rejected=False)).begin(**counts(batch))
     with pytest.raises(ValueError, match="would count twice"):
         Step(offcorr.get("icepop"), anchor=Rollout())
     with pytest.raises(ValueError, match="loss is computed elsewhere"):

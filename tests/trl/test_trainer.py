@@ -266,6 +266,8 @@ def test_an_anchor_that_trls_loss_does_not_read_is_said(make_trainer, anchor):
         ("bapo", {"low_start": 0.9, "low_max": 1.0, "high_start": 1.01, "high_max": 1.05}),
         ("m2po", {"tau": 0.001}),
         ("asymre", {}),
+        ("icepop", {"low": 0.97, "high": 1.03, "count_rejected": False}),
+        ("geo_rs", {"low": 0.99, "high": 1.01, "count_rejected": False, "aggregate": "seq-mean-token-mean"}),
     ],
 )
 def test_statistics_are_the_windows(make_trainer, replay, loss_type, options):
@@ -409,7 +411,15 @@ def test_unknown_numbers_under_the_mask(make_trainer, replay, beta, series):
         ),
         (dict(loss=offcorr.Correction(), loss_type="minpro"), "one of the two ways"),
         (dict(loss=offcorr.Correction(), loss_kwargs={"eps_high": 0.3}), "one of the two ways"),
-        (dict(loss_type="ppo", loss_kwargs={"count_rejected": False}), "count_rejected=False"),
+        (
+            dict(
+                loss_type="opsm",
+                loss_kwargs={"count_rejected": False},
+                gradient_accumulation_steps=4,
+                steps_per_generation=2,
+            ),
+            "count_rejected=False of 'opsm' looks at .* steps_per_generation is 2",
+        ),
         (
             dict(
                 loss_type="bapo",
