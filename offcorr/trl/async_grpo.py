@@ -58,7 +58,6 @@ class AsyncGRPOConfig(CorrectionOptions, trl_async.AsyncGRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_options()
         if self.loss_kwargs and self.loss_type is None:
             raise ValueError(f"loss_kwargs={self.loss_kwargs!r} goes with a correction: name one in loss_type")
 

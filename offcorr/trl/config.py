@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,9 @@ Any other bare name is this library's; a loss that a later TRL adds is then an u
 
 PREFIX = "offcorr:"
 """``"offcorr:dapo"`` is this library's dapo; a bare ``"dapo"`` is TRL's."""
+
+MAPPINGS = {"loss_kwargs": '{"eps_high": 0.28}', "anchor_kwargs": '{"window": 16}'}
+"""The options that are mappings, each with an example."""
 
 TRL_LOSS_OPTIONS = {
     "epsilon": "eps_low",
@@ -97,13 +102,29 @@ class CorrectionOptions:
         },
     )
 
+    def __post_init__(self) -> None:
+        for name, example in MAPPINGS.items():
+            value = getattr(self, name)
+            wanted = f"expected a mapping or a JSON object, for instance '{example}'"
+            reason = ""
+            if isinstance(value, str):  # TRL would parse it, and not name the option
+                try:
+                    setattr(self, name, json.loads(value))
+                except json.JSONDecodeError as error:
+                    reason = f" ({error})"
+            parsed = getattr(self, name)
+            if parsed is None and value is None:
+                continue
+            if not isinstance(parsed, Mapping):
+                raise ValueError(f"{name} is {value!r}, {wanted}{reason}")
+            for key in parsed:
+                if not isinstance(key, str):
+                    raise ValueError(f"{name} has the key {key!r}, expected the name of an option")
+        super().__post_init__()  # type: ignore[misc]  # TRL's
+        self._check_options()
+
     def _check_options(self) -> None:
         """Raise ``ValueError`` for values that an option cannot have; make ``ess_base`` a number if it is text."""
-        for name, example in (("loss_kwargs", '{"eps_high": 0.28}'), ("anchor_kwargs", '{"window": 16}')):
-            if isinstance(getattr(self, name), str):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, expected a mapping or a JSON object, for instance '{example}'"
-                )
         if self.anchor is not None and self.anchor not in ANCHORS:
             raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(ANCHORS)} or None")
         if self.ess_lr is not None and self.ess_lr not in RULES:
@@ -145,7 +166,8 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_options()
+        if not isinstance(self.skip_dead_sequences, bool):
+            raise ValueError(f"skip_dead_sequences is {self.skip_dead_sequences!r}, expected True or False")
         if self.logprob_head not in HEADS:
             raise ValueError(f"logprob_head is {self.logprob_head!r}, expected one of {list(HEADS)}")
         if self.logprob_head == "offcorr" and not SUPPORTED:
@@ -226,6 +248,11 @@ def named(name: str, args: Any) -> Annealed:
     Raises:
         ValueError: the name is unknown, or an option is unknown or out of range.
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"loss_type is {name!r}, expected the name of a loss: one of TRL's, {list(TRL_LOSSES)}, or of "
+            "offcorr.available(), such as 'minpro' or 'offcorr:dapo'"
+        )
     found = find(name)
     own = found.schedules if isinstance(found, Method) else {}
 
