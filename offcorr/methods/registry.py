@@ -100,7 +100,7 @@ def _check_type(what: str, value: Any, annotation: Any) -> None:
         raise ValueError(f"{what} is {value!r}, expected True or False")
     if wanted in ("float", "int") and (isinstance(value, bool) or not isinstance(value, int | float | Tensor)):
         schedule = "; in a trainer also a schedule, {'start': ..., 'end': ...}" if isinstance(value, Mapping) else ""
-        raise ValueError(f"{what} is {value!r}, expected a number{schedule}")
+        raise ValueError(f"{what} is {value!r}, expected a finite number{schedule}")
 
 
 _METHODS: dict[str, Method] = {}

@@ -30,7 +30,7 @@ from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.stages.checks import nearest, one_of
 from offcorr.training.replica import Replica
-from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights
+from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights, check_steps
 
 Score = Callable[[nn.Module], Tensor]
 """Runs the batch at hand through a module: [B, T] log-probs (nats), in the layout of ``batch.logp``."""
@@ -300,6 +300,7 @@ class Snapshots(Anchor):
     needs_forward = True
 
     def __init__(self, model: nn.Module, limit: int, version: int = 0) -> None:
+        check_steps("limit", limit)
         self._model = model
         self._ring = SnapshotRing(limit)
         self._replica: Any = None

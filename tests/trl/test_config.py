@@ -90,10 +90,10 @@ def test_a_mapping_that_is_none_is_refused_by_name(tmp_path, config, option, val
             "loss_type is None, expected the name of a loss: one of TRL's, .*'dapo'.* or of offcorr.available",
         ),
         (3, None, "loss_type is 3, expected the name"),
-        ("minpro", {"eps_high": "high"}, "minpro: eps_high is 'high', expected a number"),
-        ("minpro?eps_high=high", None, "minpro: eps_high is 'high', expected a number"),
-        ("offcorr:dapo", {"eps_high": "high"}, "dapo: eps_high is 'high', expected a number"),
-        ("seq_mis", {"cap": None}, "seq_mis: cap is None, expected a number"),
+        ("minpro", {"eps_high": "high"}, "minpro: eps_high is 'high', expected a finite number"),
+        ("minpro?eps_high=high", None, "minpro: eps_high is 'high', expected a finite number"),
+        ("offcorr:dapo", {"eps_high": "high"}, "dapo: eps_high is 'high', expected a finite number"),
+        ("seq_mis", {"cap": None}, "seq_mis: cap is None, expected a finite number"),
         ("minpro", {"bounded": "no"}, "minpro: bounded is 'no', expected True or False"),
         ("minpro", {"strict": "no"}, "strict is 'no', expected True or False"),
         (
@@ -104,7 +104,7 @@ def test_a_mapping_that_is_none_is_refused_by_name(tmp_path, config, option, val
         (
             "minpro",
             {"eps_high": {"from": 1, "to": 2}},
-            r"minpro: eps_high is {'from'.*, expected a number; in a trainer",
+            r"minpro: eps_high is {'from'.*, expected a finite number; in a trainer",
         ),
         (
             "minpro",
