@@ -338,8 +338,8 @@ MUTATIONS = [
     Mutation(
         "the kept units of this rank alone",
         "offcorr/training/step.py",
-        "self.total(sum(correction.kept_units(batch, self.statistics) for batch in batches))",
-        "sum(correction.kept_units(batch, self.statistics) for batch in batches)",
+        "self.total(torch.stack([correction.kept_units(batch, self.statistics) for batch in batches]).sum(0))",
+        "torch.stack([correction.kept_units(batch, self.statistics) for batch in batches]).sum(0)",
         "tests/training/test_step.py::test_what_another_rank_keeps_counts_too",
     ),
     Mutation(

@@ -216,7 +216,7 @@ class Step:
             if parts:
                 self.statistics = reduce(Statistics.merge, parts).all_reduce(self._gather)
         if self._counts_kept and batches:
-            kept = self.total(sum(correction.kept_units(batch, self.statistics) for batch in batches))
+            kept = self.total(torch.stack([correction.kept_units(batch, self.statistics) for batch in batches]).sum(0))
             self._kept = {"tokens": kept[0], "sequences": kept[1]}
         if self.statistics is None and not self._kept:
             reason = repr(correction.method) if correction.couples else f"count_rejected=False of {correction.method!r}"
