@@ -29,7 +29,7 @@ from offcorr.rollout.off_policy import in_mixed_precision
 from offcorr.training.anchors import Anchor
 from offcorr.training.replica import base_of
 from offcorr.training.schedules import Annealed
-from offcorr.trl.config import PREFIX, TRL_LOSSES, CorrectionOptions, given, named
+from offcorr.trl.config import CORRECTIONS_HELP, PREFIX, TRL_LOSSES, CorrectionOptions, given, named
 from offcorr.trl.patch import patched
 from offcorr.trl.step import StepCallback, log_metrics, make_step, report_anchor, share_done
 
@@ -42,6 +42,9 @@ KEY = "offcorr"
 """The key of a sample's ``metrics`` under which its ``COLUMNS`` travel from the queue to the collator."""
 
 
+ASYNC_HELP = CORRECTIONS_HELP.replace(PREFIX, "")  # TRL's loss has no name here, so every name is this library's
+
+
 @dataclass
 class AsyncGRPOConfig(CorrectionOptions, trl_async.AsyncGRPOConfig):
     """TRL's ``AsyncGRPOConfig`` with ``loss_type`` and the ``CorrectionOptions``.
@@ -52,9 +55,7 @@ class AsyncGRPOConfig(CorrectionOptions, trl_async.AsyncGRPOConfig):
 
     _VALID_DICT_FIELDS = [*trl_async.AsyncGRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "anchor_kwargs"]
 
-    loss_type: str | None = field(
-        default=None, metadata={"help": "A correction: a name of offcorr.available(). None: TRL's own loss."}
-    )
+    loss_type: str | None = field(default=None, metadata={"help": f"A correction; None: TRL's own loss. {ASYNC_HELP}"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

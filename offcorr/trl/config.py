@@ -49,6 +49,16 @@ TRL_DEFAULTS = {name: f.default for name, f in trl.GRPOConfig.__dataclass_fields
 """The defaults of TRL's options, as TRL has them: its class may be replaced after this library was imported."""
 
 
+CORRECTIONS = ", ".join(PREFIX + name if name in TRL_LOSSES else name for name in offcorr.available())
+"""The names of this library's losses as ``loss_type`` takes them."""
+
+CORRECTIONS_HELP = (
+    f"A correction is one of: {CORRECTIONS}; or FILE.py:SYMBOL. Options stand in `loss_kwargs`, or behind the name as "
+    "in 'minpro?eps_high=0.28'; `offcorr methods` lists them."
+)
+"""The help of an option that takes such a name."""
+
+
 @dataclass
 class CorrectionOptions:
     """The options that both of this library's configurations add to TRL's.
@@ -144,6 +154,14 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
     """
 
     _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "anchor_kwargs"]
+
+    loss_type: str = field(
+        default=TRL_DEFAULTS["loss_type"],
+        metadata={
+            "help": f"A correction of offcorr or a loss of TRL's own. {CORRECTIONS_HELP} TRL's own: "
+            + trl.GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
+        },
+    )
 
     logprob_head: str = field(
         default="auto",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from transformers import HfArgumentParser
 from trl import TrlParser
 
+import offcorr
 from offcorr.trl import GRPOConfig
 from offcorr.trl.async_grpo import AsyncGRPOConfig, choose_async_correction
-from offcorr.trl.config import choose_correction
+from offcorr.trl.config import TRL_LOSSES, choose_correction
 
 KWARGS = {"eps_high": 0.28, "weight": {"name": "truncate", "cap": 2.0}}
 BASE = ["--bf16", "false", "--use_cpu", "true", "--report_to", "none"]
@@ -123,6 +126,19 @@ def test_a_wrong_value_is_refused_by_name(tmp_path, loss_type, options, message)
         args = AsyncGRPOConfig(str(tmp_path), loss_type=loss_type, loss_kwargs=options, **common)
         with pytest.raises(ValueError, match=message):
             choose_async_correction(args)
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, AsyncGRPOConfig])
+def test_help_lists_every_name_that_loss_type_takes(config):
+    parser = HfArgumentParser(config)
+    said = " ".join(parser.format_help().split())
+    (action,) = (action for action in parser._actions if action.dest == "loss_type")
+    for name in offcorr.available():
+        own = f"offcorr:{name}" if config is GRPOConfig and name in TRL_LOSSES else name
+        assert re.search(rf"[ :]{own}[,;]", action.help), name
+    assert "--loss_type" in said
+    if config is GRPOConfig:
+        assert all(f"'{name}'" in action.help for name in TRL_LOSSES) and action.default == "dapo"
 
 
 def test_defaults_are_trls(tmp_path):
