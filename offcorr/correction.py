@@ -120,6 +120,9 @@ class Correction:
                     f"ratio {self.ratio!r} does not depend on logp, so gate {gate!r} would have no gradient; "
                     "use gates.DetachedRatio() or a weight"
                 )
+        for name in ("count_rejected", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected True or False")
         check_aggregate(self.aggregate, self.max_length)
         self._refuse_double_counting()
 
@@ -166,17 +169,25 @@ class Correction:
         batch: Batch,
         denominator: float | Tensor | None = None,
         statistics: Statistics | None = None,
+        *,
+        kept: bool = False,
     ) -> Output:
         """Loss, coefficient and metrics of a batch.
 
         Args:
             denominator: Z; tokens (token-mean) or sequences (seq-mean-*) of the global batch. None: this batch's own.
             statistics: merged ``self.statistics(...)`` of the global batch, for methods with controllers.
+            kept: the denominator counts what is kept (the sum of ``kept_units``), as ``count_rejected=False`` needs.
 
         Raises:
             ValueError: a field that it needs is None, or the denominator is wrong.
         """
         self._check(batch, denominator)
+        if denominator is not None and not self.count_rejected and not kept:
+            raise ValueError(
+                f"denominator is {denominator!r} together with count_rejected=False; an explicit denominator cannot "
+                "count what is kept: use one of the two, or pass the sum of kept_units() and kept=True"
+            )
         with torch.no_grad():
             control: dict[str, Any] = {}
             resolved = self
@@ -186,6 +197,8 @@ class Correction:
                 control = self._control(resolved, batch.logp.device)
             batch = resolved.prepared(batch)
             plan = resolved.plan(batch)
+            if kept and not AGGREGATIONS[self.aggregate].divides_by_count:
+                plan = plan._replace(count_rejected=True)  # Z is known, and nothing else depends on what is kept
             loss, coefficient, data = dispatch.run(plan, batch, denominator) or _reference(plan, batch, denominator)
         return Output(_Attach.apply(batch.logp, (loss, coefficient)), coefficient, Metrics(data | control))
 
@@ -199,6 +212,21 @@ class Correction:
         for place, part in parts.items():
             _check_statistics(part, self.stages[place])
         return Statistics(parts)
+
+    def kept_units(self, batch: Batch, statistics: Statistics | None = None) -> Tensor:
+        """[2] float64: the tokens and the sequences of a batch that ``count_rejected=False`` divides by.
+
+        A sequence without a valid token counts, as it does where nothing is rejected.
+
+        Args:
+            statistics: as in a call.
+        """
+        self._check(batch, None)
+        with torch.no_grad():
+            resolved = self.resolve((statistics or self.statistics(batch)) if self.controllers else None)
+            batch = resolved.prepared(batch)
+            kept = reference.factors(resolved.plan(batch).factors, batch.tokens).kept
+            return torch.stack(_kept(kept.sum(1), batch.tokens)).double()
 
     def resolve(self, statistics: Statistics | None) -> Correction:
         """The same correction, every controller replaced by an ordinary stage computed from ``statistics``."""
@@ -270,11 +298,6 @@ class Correction:
                 hint = "; pass rollout_logp=old_logp to say that engine and trainer agree" if known else ""
                 raise ValueError(f"{name} is None, but {', '.join(users)} of {self.method!r} needs it{hint}")
         if denominator is not None:
-            if not self.count_rejected:
-                raise ValueError(
-                    f"denominator is {denominator!r} together with count_rejected=False; an explicit denominator "
-                    "cannot count what is kept, use one of the two"
-                )
             if AGGREGATIONS[self.aggregate].unit == "none":
                 raise ValueError(
                     f"denominator is {denominator!r}, expected None: aggregate {self.aggregate!r} divides by nothing"
@@ -372,11 +395,16 @@ def _row_scale(plan: Plan, tokens: Any, kept: Tensor, denominator: float | Tenso
     sequences: Any = len(tokens.mask)
     if not plan.count_rejected:
         count = kept.sum(1).to(tokens.dtype)
-        sequences = ((count > 0) | (tokens.rows.count == 0)).sum()
+        _, sequences = _kept(count, tokens)
     constant = row_constant(plan.aggregate, plan.max_length, tokens.mask.shape[1])
     rows = pointwise.row_weight(count, constant, AGGREGATIONS[plan.aggregate].divides_by_count)
     z = own_total(plan.aggregate, count, sequences) if denominator is None else denominator
     return (rows / z)[:, None]
+
+
+def _kept(count: Tensor, tokens: Any) -> tuple[Tensor, Tensor]:
+    """The number of tokens and of sequences that are kept, from the number of kept tokens of each sequence."""
+    return count.sum(), ((count > 0) | (tokens.rows.count == 0)).sum()
 
 
 class _Attach(torch.autograd.Function):

@@ -325,9 +325,30 @@ MUTATIONS = [
     Mutation(
         "a schedule one step ahead",
         "offcorr/trl/step.py",
-        "return trainer.state.global_step / trainer.state.max_steps",
-        "return (trainer.state.global_step + 1) / trainer.state.max_steps",
+        "share_done(trainer.state.global_step, ",
+        "share_done(trainer.state.global_step + 1, ",
         "tests/trl/test_schedules.py::test_holderpo_anneals_by_itself",
+    ),
+    Mutation(
+        "a schedule that stops short of its end",
+        "offcorr/training/schedules.py",
+        "step / max(steps - 1, 1)",
+        "step / max(steps, 1)",
+        "tests/trl/test_schedules.py::test_holderpo_anneals_by_itself",
+    ),
+    Mutation(
+        "the kept units of this rank alone",
+        "offcorr/training/step.py",
+        "self.total(torch.stack([correction.kept_units(batch, self.statistics) for batch in batches]).sum(0))",
+        "torch.stack([correction.kept_units(batch, self.statistics) for batch in batches]).sum(0)",
+        "tests/training/test_step.py::test_what_another_rank_keeps_counts_too",
+    ),
+    Mutation(
+        "a row of logprobs too short is padded",
+        "offcorr/trl/trainer.py",
+        'for name in ("logprobs", "env_mask", *SAMPLED):',
+        "for name in SAMPLED:",
+        f"{TRL}::test_every_token_has_its_number",
     ),
     Mutation(
         "one fresh sample makes a step on-policy",

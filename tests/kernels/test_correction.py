@@ -461,6 +461,12 @@ def test_rejected_tokens_may_leave_the_denominator(aggregate):
     out = within_budget(loss_fn, batch)
     within_budget(loss_fn, packed(batch, [65, 0, 33, 9]))
     assert 0 < out.metrics.compute()["offcorr/loss/kept"] < 1
+    if AGGREGATIONS[aggregate].divides_by_count:  # and by what the caller counted: not in the kernel
+        dispatch._warn_once.cache_clear()
+        with dispatch.use("triton"), pytest.warns(RuntimeWarning, match="reference: seq-mean-token-mean over kept"):
+            loss_fn(batch, denominator=12.0, kept=True)
+    elif AGGREGATIONS[aggregate].unit != "none":
+        within_budget(loss_fn, batch, denominator=12.0, kept=True)
 
 
 def test_constant_length_left_out_warns_and_takes_the_width():

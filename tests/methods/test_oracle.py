@@ -169,7 +169,7 @@ def assert_same(loss_fn: Any, case: Case, expected: tuple[float, Any], dtype: to
     magnitude, unit = trace.magnitude, trace.unit
     loss, coefficient = expected
     batch = as_batch(case, dtype)
-    out = loss_fn(batch, **call)
+    out = loss_fn(batch, **call, kept="denominator" in call and not loss_fn.count_rejected)
     relative = tolerance(case, dtype)
     assert out.loss.dtype == dtype
     # Far out, where a term is small against |w A / Z|, float32 rounds what stands in its exponent.
@@ -374,7 +374,7 @@ def random_call(rng: random.Random) -> tuple[Options, Options]:
         loss["max_length"] = rng.choice([5, 17, 64])
     if loss["aggregate"] != SUM and rng.random() < 0.3:
         call["denominator"] = rng.randint(1, 50)
-    elif rng.random() < 0.3:
+    if rng.random() < 0.3:
         loss["count_rejected"] = False
     return loss, call
 
