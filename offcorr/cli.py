@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offcorr.correction import Correction
+from offcorr.lab import compare
 from offcorr.methods.registry import Method, catalogue
 from offcorr.metrics import LOSS, MISMATCH
 from offcorr.stages.rejections import Rejection
@@ -95,8 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     docs = commands.add_parser("docs", help="write the generated tables into the docs of a checkout")
     docs.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
     docs.add_argument("--root", type=Path, default=Path.cwd(), help="the checkout (default: the current folder)")
+    compare.add_parser(commands)
     args = parser.parse_args(argv)
 
+    if args.command == "compare":
+        return compare.run(args)
     if args.command == "docs":
         return _write_docs(args.root, args.check)
     try:

@@ -42,7 +42,10 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """The statistics of the controllers, by place ("gate", "weight.0" ...); they merge."""
+    """The statistics of the controllers, one entry per controller, keyed by its slot ("gate", "weight.0" ...).
+
+    ``merge`` combines micro-batches, ``all_reduce`` ranks.
+    """
 
     parts: Mapping[str, Any]
 
@@ -63,14 +66,15 @@ class Statistics:
 class Correction:
     """An off-policy correction.  loss = - sum m * M * w * f(ratio, A) / Z.
 
-    The gradient is ``out.coefficient`` = dL/dlogp = - m * M * w * (df / d ratio) * slope / Z for every token: m is the
-    mask, w the product of the weights, M that of the rejections, f the gate's surrogate, Z the denominator.
+    The gradient is ``out.coefficient`` = dL/dlogp = - m * M * w * df/dv * dv/dlogp / Z for every token: m is the mask,
+    w the product of the weights, M that of the rejections, f the gate's surrogate, v the log-ratio and dv/dlogp its
+    slope, Z the denominator.
 
     Args:
         ratio: how far apart two policies are; None: no ratio (only with a gate that uses none).
         gate: how the surrogate limits the update.
         weight: detached factors, one or a tuple of them, or None.
-        reject: 0/1 multipliers, one or a tuple of them (AND), or None.
+        reject: factors of 0 or 1, one or a tuple of them (AND), or None.
         aggregate: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "sum" or "seq-mean-token-sum-norm".
         max_length: the constant length of "seq-mean-token-sum-norm"; None: the padded width, with a warning.
         count_rejected: whether rejected tokens stay in the denominator.
@@ -101,6 +105,8 @@ class Correction:
     def __post_init__(self) -> None:
         for slot, kind in _KINDS.items():
             for stage in _as_tuple(getattr(self, slot)):
+                if isinstance(stage, type) and issubclass(stage, Stage):
+                    raise ValueError(f"{slot} is the class {stage.__name__}, expected an instance: {stage.__name__}()")
                 if not isinstance(stage, Stage) or stage.KIND != kind:
                     raise ValueError(f"{slot} is {stage!r}, expected one of offcorr.{kind}s")
         if self.gate is None:
@@ -153,7 +159,7 @@ class Correction:
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:
-        """The optional ``Batch`` fields that it requires, and ``old_logp`` if its ratio would be 1 without."""
+        """The optional ``Batch`` fields that it requires; ``old_logp`` for a staleness ratio, which is 1 without it."""
         return frozenset(name for stage in self.stages.values() for name in _needed_by(stage))
 
     # -- the loss ----------------------------------------------------------------------------------------------
@@ -193,7 +199,10 @@ class Correction:
         if not self.controllers:
             return None
         with torch.no_grad():
-            return Statistics({place: stage.statistics(batch.tokens) for place, stage in self.controllers.items()})
+            parts = {place: stage.statistics(batch.tokens) for place, stage in self.controllers.items()}
+        for place, part in parts.items():
+            _check_statistics(part, self.stages[place])
+        return Statistics(parts)
 
     def kept_units(self, batch: Batch, statistics: Statistics | None = None) -> Tensor:
         """[2] float64: the tokens and the sequences of a batch that ``count_rejected=False`` divides by.
@@ -207,11 +216,11 @@ class Correction:
         with torch.no_grad():
             resolved = self.resolve((statistics or self.statistics(batch)) if self.controllers else None)
             batch = resolved.prepared(batch)
-            kept = reference.multiplied(resolved.plan(batch).multipliers, batch.tokens).kept
+            kept = reference.factors(resolved.plan(batch).factors, batch.tokens).kept
             return torch.stack(_kept(kept.sum(1), batch.tokens)).double()
 
     def resolve(self, statistics: Statistics | None) -> Correction:
-        """The same correction with every controller replaced by the stage that ``statistics`` make of it."""
+        """The same correction, every controller replaced by an ordinary stage computed from ``statistics``."""
         if statistics is None:
             return self
         known: dict[str, Any] = dict(self.stages)
@@ -344,7 +353,7 @@ def named(correction: Correction, method: str, options: Mapping[str, Any]) -> Co
 def _reference(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> tuple[Scalar, Tensor, dict[str, Any]]:
     """Loss, coefficient and metrics by torch: the definition."""
     tokens = batch.tokens
-    did = reference.multiplied(plan.multipliers, tokens)
+    did = reference.factors(plan.factors, tokens)
     gate = reference.gated(plan.ratio, plan.gate, tokens)
     weight = did.weight if tokens.weight is None else did.weight * tokens.weight
     scale = _row_scale(plan, tokens, did.kept, denominator) * weight
@@ -401,7 +410,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logp: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
-        loss, coefficient = known  # not arguments by themselves: the loss would be a view then, which nobody may add to
+        loss, coefficient = known  # in a tuple: else the loss would be a view, and adding to it an error
         ctx.save_for_backward(coefficient)
         ctx.dtype = logp.dtype
         return loss
@@ -436,20 +445,27 @@ def _needed_by(stage: Any) -> set[str]:
     return needs
 
 
+def _check_statistics(part: Any, controller: Any) -> None:
+    """Raise TypeError for statistics that could not be merged over micro-batches or ranks."""
+    name = f"{type(controller).__name__}.statistics"
+    if not hasattr(type(part), "__dataclass_fields__") or not callable(getattr(part, "merge", None)):
+        raise TypeError(f"{name} returned a {type(part).__name__}, expected a frozen dataclass of tensors with merge()")
+    for f in dataclasses.fields(part):
+        value = getattr(part, f.name)
+        if not isinstance(value, Tensor) or value.ndim > 1:
+            raise TypeError(f"{name}: {f.name} is {value!r}, expected a tensor of at most one dimension")
+
+
 def _all_reduced(part: Any, gather: Gather) -> Any:
     """A controller's statistics merged over ranks, by gathering each of its tensors."""
     make: Any = type(part)
-    if not hasattr(make, "__dataclass_fields__"):
-        raise TypeError(f"statistics is a {make.__name__}, expected a frozen dataclass of tensors")
-    columns = {f.name: _gathered(getattr(part, f.name), f.name, gather) for f in dataclasses.fields(part)}
+    columns = {f.name: _gathered(getattr(part, f.name), gather) for f in dataclasses.fields(part)}
     ranks = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return functools.reduce(lambda a, b: a.merge(b), (make(**row) for row in ranks))
 
 
-def _gathered(values: Any, name: str, gather: Gather) -> list[Tensor]:
+def _gathered(values: Tensor, gather: Gather) -> list[Tensor]:
     """Every rank's tensor, which may differ in length: padded to the longest, gathered, and cut again."""
-    if not isinstance(values, Tensor) or values.ndim > 1:
-        raise TypeError(f"statistics.{name} is {values!r}, expected a tensor of at most one dimension")
     flat = values.reshape(-1)
     lengths = gather(torch.tensor([len(flat)], device=flat.device)).flatten().tolist()
     padded = gather(torch.nn.functional.pad(flat, (0, max(lengths) - len(flat))))

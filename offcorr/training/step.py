@@ -1,4 +1,4 @@
-"""``Step``: everything about an optimizer step that a correction needs and one micro-batch does not know."""
+"""``Step``: what is known only for a whole optimizer step, and not for one of its micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENGINE = "offcorr/engine/"
 
 
 class Step:
-    """The state that a training loop keeps for a correction, for any loop to hold as an attribute.
+    """Everything that depends on the whole optimizer step, rather than on one micro-batch; a training loop has one.
 
     It holds the correction in force, the statistics and the denominator of the whole optimizer step (all micro-batches
     and ranks), the anchor, the ESS learning rate, and the metrics since they were last read.
@@ -179,7 +179,7 @@ class Step:
         Args:
             window: every micro-batch of this rank, placed, under the weights the step begins with (a generator, say,
                 which runs each forward pass): read, without gradient, only where ``needs_window``.
-            tokens, sequences, averaged_over: as in ``count``; neither number: to be set by ``count``.
+            tokens, sequences, averaged_over: as in ``count``, which may be called later instead.
             done: share of the training that is done, for options that follow a schedule (``share_done``).
             train: False: an evaluation, whose metrics are kept apart, and which no anchor and no learning rate sees.
         """
@@ -268,7 +268,7 @@ class Step:
         """Loss, coefficient and metrics of a micro-batch; its share of the loss of the whole optimizer step.
 
         Args:
-            last: the optimizer steps after this micro-batch: its backward pass, or the call that follows it.
+            last: True for the last micro-batch before ``optimizer.step()``.
             on_policy: as in ``ESSLearningRate.add``.
         """
         out = self.correction(batch, denominator=self.denominator, statistics=self.statistics)
@@ -327,8 +327,8 @@ class Step:
         return computed | {name: sum(value) / len(value) for name, value in values.items()}
 
     def _complete(self, metrics: Metrics, batch: Batch) -> Metrics:
-        """With the field's metrics.  Where the anchor contains the engine's log-probs, the mismatch of the engine is
-        the staleness series: the engine series would be 0 by construction, and look like good news.
+        """Adds the metrics that other frameworks log.  Where the anchor contains the engine's log-probs, the engine
+        series is dropped: it would be 0 by construction, and the staleness series holds the mismatch of both.
         """
         padded = batch.tokens.batch
         placed = self._placed
@@ -367,7 +367,7 @@ class Step:
         """Continue from a result of ``state_dict``.
 
         Returns:
-            What ``state`` has nothing of, and which is left as it is.
+            Names of the parts that ``state`` lacks; they keep their current values.
         """
         missing = []
         for name, own in self.state_dict().items():

@@ -316,7 +316,7 @@ def _check_sample(sample: Any) -> None:
     """Raise ``ValueError`` where a worker's sample does not have one number for each token of ``input_ids``."""
     wanted = (len(sample.input_ids),)
     for name in ("completion_mask", "old_log_probs", "old_logp"):
-        value = getattr(sample, name, None)
+        value: Any = getattr(sample, name, None)
         if (value is not None or name != "old_logp") and tuple(np.shape(value)) != wanted:
             raise ValueError(
                 f"the rollout worker's {type(sample).__name__} has {name} of shape {tuple(np.shape(value))}, expected "

@@ -285,7 +285,11 @@ OPTIONS: dict[str, Callable[[random.Random], Options]] = {
     "veto": with_ppo(lambda rng: {"threshold": 10 ** rng.uniform(-6, -0.5)}),
     "opsm": with_ppo(lambda rng: {"delta": rng.uniform(0.0, 1.0)}),
     "binary_kl": with_ppo(lambda rng: {"bound": 10 ** rng.uniform(-3, 0)}),
-    "vaco": lambda rng: {"bound": rng.uniform(0.01, 1.0)},
+    "vaco": lambda rng: {
+        "bound": rng.uniform(0.01, 1.0),
+        "divergence": rng.choice(["ratio", "tv", "kl"]),
+        "increase_only": rng.random() < 0.7,
+    },
     "gspo": small_clip,
     "luspo": small_clip,
     "gmpo": lambda rng: {"eps_low": rng.uniform(0.05, 1.0), "eps_high": rng.uniform(0.05, 1.0)},
@@ -472,7 +476,11 @@ REJECTIONS: dict[str, Draw] = {
         **{key: rng.uniform(0.01, 0.3) for key in ("low", "high", "delta")},
         "divergence": rng.choice(["tv", "kl"]),
     },
-    "VACO": log_bound(-3, 0),
+    "VACO": lambda rng: {
+        **log_bound(-3, 0)(rng),
+        "divergence": rng.choice(["ratio", "tv", "kl"]),
+        "increase_only": rng.random() < 0.7,
+    },
     "REC": lambda rng: {key: value for key, value in OPTIONS["rec"](rng).items() if key != "weighted"},
     "MomentBudget": OPTIONS["m2po"],
 }
