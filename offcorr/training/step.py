@@ -163,7 +163,7 @@ class Step:
             if self._ess_lr is not None:
                 self._ess_lr.detach()
             self._ess_lr = self._make_ess_lr()
-        self._active, self.in_progress = None, False
+        self._active, self._placed, self.in_progress = None, None, False
 
     # -- one optimizer step --------------------------------------------------------------------------------------
 

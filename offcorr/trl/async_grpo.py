@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
@@ -297,16 +298,30 @@ class ColumnQueue:
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self.inner.get(*args, **kwargs)
+        _check_sample(sample)
+        old_logp = getattr(sample, "old_logp", None)
         columns = {
             "rewards": sample.metrics.get("reward", torch.nan),
             "group_ids": sample.group_id,
             "rollout_version": sample.model_version,
-            "old_logp": getattr(sample, "old_logp", None),
+            "old_logp": None if old_logp is None else np.asarray(old_logp),
         }
         return dataclasses.replace(sample, metrics={**sample.metrics, KEY: columns})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def _check_sample(sample: Any) -> None:
+    """Raise ``ValueError`` where a worker's sample does not have one number for each token of ``input_ids``."""
+    wanted = (len(sample.input_ids),)
+    for name in ("completion_mask", "old_log_probs", "old_logp"):
+        value: Any = getattr(sample, name, None)
+        if (value is not None or name != "old_logp") and tuple(np.shape(value)) != wanted:
+            raise ValueError(
+                f"the rollout worker's {type(sample).__name__} has {name} of shape {tuple(np.shape(value))}, expected "
+                f"{wanted}: one number for each token of input_ids"
+            )
 
 
 class ColumnCollator(trl_module.DataCollatorForRollout):

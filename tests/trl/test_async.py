@@ -153,6 +153,31 @@ def test_a_packed_row_is_the_padded_batch(processes, method):
     assert seen == 6 and all(float(inputs["global_n_sequences"][0]) == 6 for inputs in ranks)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: {"old_logp": s.old_logp[1:]},
+            r"CorrectedSample has old_logp of shape \(.*\), expected .*one number",
+        ),
+        (lambda s: {"old_logp": -1.0}, r"CorrectedSample has old_logp of shape \(\), expected \("),
+        (lambda s: {"old_log_probs": s.old_log_probs[1:]}, r"has old_log_probs of shape .*token of input_ids"),
+        (lambda s: {"completion_mask": s.completion_mask[:-1]}, "has completion_mask of shape"),
+    ],
+)
+def test_every_token_of_a_sample_has_its_number(change, message):
+    good, *_ = some_samples()
+    buffer = queue.Queue()
+    listed = dataclasses.replace(good, old_logp=good.old_logp.tolist())
+    for sample in (good, listed, dataclasses.replace(good, **change(good))):
+        buffer.put(sample)
+    columns = ColumnQueue(buffer)
+    first, second = (columns.get().metrics["offcorr"]["old_logp"] for _ in range(2))
+    assert np.array_equal(first, second) and np.array_equal(first, good.old_logp)
+    with pytest.raises(ValueError, match=message):
+        columns.get()
+
+
 def test_the_trie_shares_what_samples_share():
     """The reference above is worth something only if tokens are shared."""
     (inputs,), rows = through_trl(some_samples())
@@ -263,7 +288,7 @@ def test_micro_batches_change_nothing(folder, tmp_path, method):
     assert_close(gradients(trainer, parts), gradients(trainer, [whole]))
 
 
-def test_training_with_a_sampler_thread(folder, tmp_path):
+def test_training_with_a_sampler_thread(folder, tmp_path, caplog):
     """The whole of it, three steps of two micro-batches: a correction that looks ahead at the step's batch."""
 
     def variety(completions, **kwargs):
@@ -278,6 +303,9 @@ def test_training_with_a_sampler_thread(folder, tmp_path):
     assert all(entry["offcorr/engine/abs_mean"] < 1e-5 for entry in logged)  # same weights, same precision
     assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
     assert trainer.trainer_version == trainer.model_version == 4  # the first sync, and one a step
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
+    assert said.startswith("offcorr: loss 'm2po'; old_logp: the weights that sampled, as the sampler supplied it")
+    assert said.endswith("engine log-probs: yes; sampled by LocalWorker") and repr(trainer.anchor) == "Supplied()"
 
 
 class Preloaded:
