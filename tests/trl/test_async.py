@@ -4,11 +4,16 @@ import copy
 import dataclasses
 import queue
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+if not find_spec("trl.experimental.async_grpo.packing"):
+    pytest.skip("this TRL has no asynchronous trainer on packed rows", allow_module_level=True)
+
 from transformers import AttentionInterface, AutoModelForCausalLM, HfArgumentParser, TrainerCallback
 from trl.experimental.async_grpo.async_grpo_trainer import FixedCountBatcher, RolloutQueueDataset, RolloutSample
 from trl.experimental.async_grpo.packing import TREE_ATTENTION, register_tree_attention
