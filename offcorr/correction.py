@@ -70,7 +70,7 @@ class Correction:
         ratio: how far apart two policies are; None: no ratio (only with a gate that uses none).
         gate: how the surrogate limits the update.
         weight: detached factors, one or a tuple of them, or None.
-        reject: 0/1 multipliers, one or a tuple of them (AND), or None.
+        reject: factors of 0 or 1, one or a tuple of them (AND), or None.
         aggregate: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "sum" or "seq-mean-token-sum-norm".
         max_length: the constant length of "seq-mean-token-sum-norm"; None: the padded width, with a warning.
         count_rejected: whether rejected tokens stay in the denominator.
@@ -330,7 +330,7 @@ def named(correction: Correction, method: str, options: Mapping[str, Any]) -> Co
 def _reference(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> tuple[Scalar, Tensor, dict[str, Any]]:
     """Loss, coefficient and metrics by torch: the definition."""
     tokens = batch.tokens
-    did = reference.multiplied(plan.multipliers, tokens)
+    did = reference.factors(plan.factors, tokens)
     gate = reference.gated(plan.ratio, plan.gate, tokens)
     weight = did.weight if tokens.weight is None else did.weight * tokens.weight
     scale = _row_scale(plan, tokens, did.kept, denominator) * weight

@@ -27,7 +27,7 @@ def test_a_wrong_shape_is_named():
     with pytest.raises(TypeCheckError, match=r"parameters of offcorr.stages.spans.sequence"):
         spans.sequence(torch.ones(2), rows)
     with pytest.raises(TypeCheckError, match=r"'kept'"):  # its shape agrees with the others', its dtype does not
-        offcorr.stages.reference.Multiplied(*[torch.ones(2, 3)] * 4)
+        offcorr.stages.reference.Factors(*[torch.ones(2, 3)] * 4)
 
 
 @checked
@@ -36,7 +36,7 @@ def test_letters_agree_within_one_call():
 
     kept = torch.ones(2, 4).bool()
     with pytest.raises(TypeCheckError, match=r"'kept'"):
-        offcorr.stages.reference.Multiplied(torch.ones(2, 3), kept, kept, kept)
+        offcorr.stages.reference.Factors(torch.ones(2, 3), kept, kept, kept)
 
 
 @checked

@@ -78,7 +78,7 @@ class Part(Constant):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Stage(Constant):
+class KernelStage(Constant):
     """A ratio, weight or rejection (``base.Spec``), or the gate (``base.GateSpec``, whose rule is its surrogate)."""
 
     rule: Part
@@ -108,8 +108,8 @@ class Stage(Constant):
 class Composition(Constant):
     """Everything that the kernel is compiled for."""
 
-    stages: tuple[Stage, ...]  # the ratio first
-    gate: Stage
+    stages: tuple[KernelStage, ...]  # the ratio first
+    gate: KernelStage
     detached: bool
     divides_by: Literal["", "valid", "kept"]  # the tokens whose number in a row its sum is divided by
     unit: Literal["tokens", "sequences"] | None  # what Z counts, where the kernel has to find it
@@ -124,7 +124,7 @@ class Composition(Constant):
     token_weight: bool
 
     @property
-    def specs(self) -> tuple[Stage, ...]:
+    def specs(self) -> tuple[KernelStage, ...]:
         return (*self.stages, self.gate)
 
     @property
@@ -202,7 +202,7 @@ def composition(plan: Plan, batch: Batch, split: bool) -> Composition:
 
 def specs_of(plan: Plan) -> tuple[Any, ...]:
     """The ratio, weights and rejections, and the gate."""
-    return (*(() if plan.ratio is None else (plan.ratio,)), *plan.multipliers, plan.gate)
+    return (*(() if plan.ratio is None else (plan.ratio,)), *plan.factors, plan.gate)
 
 
 def refuse(composition: Composition, why: str) -> NotFused:
@@ -242,7 +242,7 @@ def _compose(
 ) -> Composition:
     *others, gate = specs
     aggregation = AGGREGATIONS[aggregate]
-    stages: list[Stage] = []
+    stages: list[KernelStage] = []
     slot, turns = 1, 0
     for place, spec in enumerate(others):
         stage = _stage(spec, slot, turns, given.split, "ratio" if has_ratio and place == 0 else spec.counts_as)
@@ -254,7 +254,7 @@ def _compose(
     divided_by: Literal["valid", "kept"] = "valid" if count_rejected else "kept"
     return Composition(
         stages=tuple(stages),
-        gate=Stage(_part(gate.surrogate), *_POLICIES[gate.mismatch], float(gate.log_limit), *gate.params),
+        gate=KernelStage(_part(gate.surrogate), *_POLICIES[gate.mismatch], float(gate.log_limit), *gate.params),
         detached=gate.detached,
         divides_by=divided_by if aggregation.divides_by_count else "",
         unit=None if count_rejected or aggregation.unit == "none" else aggregation.unit,
@@ -270,7 +270,7 @@ def _compose(
     )
 
 
-def _stage(spec: Any, slot: int, turn: int, split: bool, counts_as: str) -> Stage:
+def _stage(spec: Any, slot: int, turn: int, split: bool, counts_as: str) -> KernelStage:
     twin = spans.TWINS[spec.span]
     kind = twin if isinstance(twin, str) else type(twin).__name__.lower()
     reduction = twin if isinstance(twin, spans.Reduction) else _NONE
@@ -280,7 +280,7 @@ def _stage(spec: Any, slot: int, turn: int, split: bool, counts_as: str) -> Stag
         raise NotFused("a measure asks for a token's position before its row has been read")
     (first, second), (params, on_device) = _POLICIES[spec.mismatch], spec.params
     own = _part(spec.measure), twin, reduction, slot, turn
-    return Stage(_part(spec.rule), first, second, float(spec.limit), params, on_device, kind, counts_as, *own)
+    return KernelStage(_part(spec.rule), first, second, float(spec.limit), params, on_device, kind, counts_as, *own)
 
 
 def _part(function: Any) -> Part:

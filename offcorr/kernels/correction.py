@@ -504,12 +504,12 @@ def correction(
                 log_ratio, slope = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
                 log_ratio = ops.clamp(log_ratio, -LOG_LIMIT, PLAN.gate.limit)
             else:
-                multiplier, accepted = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
+                factor, accepted = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
                 accepted = accepted & block.mask
                 kept = kept & accepted
-                weight *= dropped_to_zero(multiplier, accepted)
+                weight *= dropped_to_zero(factor, accepted)
                 if PLAN.stages[k].counts_as == "truncated":
-                    truncated = truncated | truncated_by(multiplier, value, accepted)
+                    truncated = truncated | truncated_by(factor, value, accepted)
                 if PLAN.stages[k].counts_as == "vetoed":
                     vetoed = vetoed | (block.mask & ~accepted)
 

@@ -41,7 +41,7 @@ class Spec(NamedTuple):
     mismatch: shapes.Mismatch  # the pair of policies that is compared
     measure: Pointwise  # one number per token
     span: str  # a name of ``offcorr.spans``
-    rule: Pointwise  # a ratio's (log-ratio, slope); a weight's or rejection's (multiplier, kept)
+    rule: Pointwise  # a ratio's (log-ratio, slope); a weight's or rejection's (factor, kept)
     params: tuple[Any, ...]  # a NamedTuple of ``Number``, which the functions see as ``p``; () if there are none
     limit: float  # nats
     counts_as: str  # "truncated", "vetoed" or "": see ``Weight.counts_as``
@@ -276,7 +276,7 @@ class Plan(NamedTuple):
 
     method: str
     ratio: Spec | None
-    multipliers: tuple[Spec, ...]  # weights, then rejections
+    factors: tuple[Spec, ...]  # weights, then rejections
     gate: GateSpec
     aggregate: str
     max_length: int | None

@@ -23,14 +23,14 @@ def trainable(mask: Any, logp: Any, old_logp: Any, advantage: Any) -> Any:
     return mask & finite(logp + old_logp + advantage)  # a sum is finite where all of its terms are
 
 
-def dropped_to_zero(multiplier: Any, kept: Any) -> Any:
-    """The multiplier of a weight or a rejection, 0 where it drops the token."""
-    return ops.where(kept, multiplier, 0.0)
+def dropped_to_zero(factor: Any, kept: Any) -> Any:
+    """The factor of a weight or a rejection, 0 where it drops the token."""
+    return ops.where(kept, factor, 0.0)
 
 
-def truncated(multiplier: Any, value: Any, kept: Any) -> Any:
-    """Kept tokens whose multiplier is another number than the ratio exp(value) itself."""
-    return kept & (multiplier != ops.exp(value))
+def truncated(factor: Any, value: Any, kept: Any) -> Any:
+    """Kept tokens whose factor is another number than the ratio exp(value) itself."""
+    return kept & (factor != ops.exp(value))
 
 
 def held_back(derivative: Any, log_ratio: Any, slope: Any, advantage: Any) -> Any:

@@ -16,12 +16,12 @@ from offcorr.stages import pointwise, spans
 from offcorr.stages.base import GateSpec, Pointwise, Spec, arguments, spec_of
 
 
-class Multiplied(NamedTuple):
+class Factors(NamedTuple):
     """The effect of weights and rejections on the tokens, each [B, T]."""
 
     weight: PerToken  # their product, 0 where not kept
     kept: TokenMask
-    truncated: TokenMask  # kept, but with another multiplier than the ratio itself
+    truncated: TokenMask  # kept, but with another factor than the ratio itself
     vetoed: TokenMask
 
 
@@ -43,21 +43,21 @@ def carried(spec: Spec, tokens: Tokens) -> PerToken:
     return value
 
 
-def multiplied(specs: Iterable[Spec], tokens: Tokens) -> Multiplied:
+def factors(specs: Iterable[Spec], tokens: Tokens) -> Factors:
     """The weights and rejections, in their order."""
     kept, none = tokens.mask, torch.zeros_like(tokens.mask)
     weight, truncated, vetoed = torch.ones_like(tokens.old_logp), none, none
     for spec in specs:
         value = carried(spec, tokens).clamp(-spec.limit, spec.limit)
-        multiplier, inside = call(spec.rule, tokens, spec, pair=True, value=value)
+        factor, inside = call(spec.rule, tokens, spec, pair=True, value=value)
         keeps = inside & tokens.mask
-        weight = weight * pointwise.dropped_to_zero(multiplier, keeps)
+        weight = weight * pointwise.dropped_to_zero(factor, keeps)
         kept = kept & keeps
         if spec.counts_as == "truncated":
-            truncated = truncated | pointwise.truncated(multiplier, value, keeps)
+            truncated = truncated | pointwise.truncated(factor, value, keeps)
         if spec.counts_as == "vetoed":
             vetoed = vetoed | (tokens.mask & ~keeps)
-    return Multiplied(weight, kept, truncated, vetoed)
+    return Factors(weight, kept, truncated, vetoed)
 
 
 def gated(ratio: Spec | None, gate: GateSpec, tokens: Tokens) -> Gated:
@@ -95,6 +95,6 @@ def call(function: Pointwise, tokens: Tokens, spec: Spec | GateSpec, pair: bool 
     return values
 
 
-def weight_of(stage: Any, tokens: Tokens) -> Multiplied:
+def weight_of(stage: Any, tokens: Tokens) -> Factors:
     """One weight or rejection by itself."""
-    return multiplied([spec_of(stage, tokens.batch.rollout_logp is not None)], tokens)
+    return factors([spec_of(stage, tokens.batch.rollout_logp is not None)], tokens)

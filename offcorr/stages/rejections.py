@@ -1,6 +1,6 @@
 """Rejections: tokens or sequences that are dropped because they are too far off-policy.
 
-They are detached 0/1 multipliers and combine by AND.
+They are detached factors of 0 or 1 and combine by AND.
 """
 
 from __future__ import annotations

@@ -47,11 +47,11 @@ def masked(value: Any, p: Any) -> Any:
 
 
 class Weight(Stage, kind="weight"):
-    """Base class.  ``rule`` gives (multiplier, kept): a detached factor, and whether the token is kept at all."""
+    """Base class.  ``rule`` gives (factor, kept): a detached factor, and whether the token is kept at all."""
 
     PARTS: ClassVar[Mapping[str, int]] = {"measure": 1, "rule": 2}
     counts_as: str = "truncated"
-    """"truncated": tokens kept with another multiplier than exp(value) count as such; "vetoed": dropped ones do."""
+    """"truncated": tokens kept with another factor than exp(value) count as such; "vetoed": dropped ones do."""
     limit: float = LOG_LIMIT
     """The span's value is clamped to +-``limit`` (nats) before the rule."""
 
@@ -73,7 +73,7 @@ class Weight(Stage, kind="weight"):
     @property
     @abstractmethod
     def rule(self) -> Pointwise:
-        """The function that gives (multiplier, kept)."""
+        """The function that gives (factor, kept)."""
 
 
 @dataclass(frozen=True, repr=False)
