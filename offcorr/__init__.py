@@ -1,5 +1,8 @@
 """offcorr: off-policy correction for reinforcement learning of language models."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from offcorr import metrics, testing, training
 from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
@@ -9,6 +12,12 @@ from offcorr.kernels.logprob import LogProbs, linear_logprob, logits_logprob, ou
 from offcorr.methods.registry import available, from_config, get, register, resolve, unregister
 from offcorr.metrics import Metrics
 from offcorr.stages import controllers, gates, ops, ratios, rejections, spans, weights
+
+if TYPE_CHECKING:
+    from offcorr import extras as extras
+    from offcorr import rollout as rollout
+    from offcorr import toy as toy
+    from offcorr import trl as trl
 
 __version__ = "0.1.0"
 
@@ -41,3 +50,17 @@ __all__ = [
     "use_backend",
     "weights",
 ]
+
+_ON_FIRST_USE = ("extras", "rollout", "toy", "trl")
+"""Subpackages that `import offcorr` leaves out: most of them need packages that the core does without."""
+
+if not TYPE_CHECKING:  # a type checker would take every misspelt name for an attribute
+
+    def __getattr__(name: str) -> Any:
+        if name in _ON_FIRST_USE:
+            return importlib.import_module(f"offcorr.{name}")
+        raise AttributeError(f"module 'offcorr' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE})

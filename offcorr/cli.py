@@ -1,4 +1,4 @@
-"""The command ``offcorr``: lists of methods and metrics, and the generated tables of the documentation.
+"""The command ``offcorr``: training and the demo, the methods and metrics, and the generated tables of the docs.
 
 Every table is made from the code that it describes.
 """
@@ -6,17 +6,28 @@ Every table is made from the code that it describes.
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
 import os
 import re
+import runpy
+import shlex
+import shutil
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import offcorr
 from offcorr.correction import Correction
 from offcorr.lab import compare
-from offcorr.methods.registry import Method, catalogue
+from offcorr.methods.registry import Method, catalogue, find, resolve, split_spec
 from offcorr.metrics import LOSS, MISMATCH
+from offcorr.optional import require
 from offcorr.stages.rejections import Rejection
 from offcorr.stages.weights import Weight
 
@@ -84,55 +95,376 @@ TABLES: dict[str, Callable[[], Table]] = {
     "metrics": metrics_table,
 }
 GENERATED = ("docs/methods.md", "docs/metrics.md")
+PAGES = "https://github.com/offcorr/offcorr/tree/main/docs"
+
+
+class Refusal(Exception):
+    """A command that cannot run as it was given; the message says why and what would."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(prog="offcorr", description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, about in (("methods", "list every method"), ("metrics", "list every metric")):
-        command = commands.add_parser(name, help=about)
+    parser = _parser()
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] in (["train"], ["demo"]) and not {"-h", "--help"} & set(given[1:]):
+        options = argparse.Namespace(run={"train": _train, "demo": _demo}[given[0]], flags=given[1:])
+    else:
+        options = parser.parse_args(given)
+    try:
+        code = int(options.run(options) or 0)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `offcorr methods | head` closes the pipe early
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Refusal as refusal:
+        print(f"offcorr {given[0]}: {refusal}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="offcorr",
+        description="Off-policy correction for reinforcement learning of language models.",
+        epilog=f"documentation: {PAGES}",
+    )
+    parser.add_argument("--version", action="version", version=f"offcorr {offcorr.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    # Every flag of these two but --help goes to a recipe, so main() gives them the rest of the line unread.
+    train = commands.add_parser(
+        "train",
+        help="train with GRPO and a correction",
+        usage="offcorr train [--config FILE.yaml] [--num_processes N] [--config_file ACCELERATE.yaml] [flags]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_TRAIN.format(
+            recipe=_shown(_recipes() / "grpo.py"), configs=_kept("configs"), accelerate=_kept("accelerate")
+        ),
+    )
+    train.set_defaults(run=_train)
+    demo = commands.add_parser(
+        "demo",
+        help="three short training runs with an old, quantised sampler: TRL's loss, MinPRO and CTPO",
+        usage="offcorr demo [--short] [--output FOLDER] [--seed SEED]",
+        description="Trains a small model three times with a sampler that is 16 optimizer updates behind, with TRL's "
+        "loss, MinPRO and CTPO. The first lines say how long it takes. --short: a few updates, too few to compare; "
+        "--output: where the runs go (default: runs/demo).",
+    )
+    demo.set_defaults(run=_demo)
+
+    methods = commands.add_parser("methods", help="list every method; with a NAME, all about one")
+    methods.add_argument(
+        "names", nargs="*", metavar="NAME", help="a method, as for loss_type: minpro, 'tis?cap=3', mine.py:my_loss"
+    )
+    methods.set_defaults(run=_methods)
+    metrics = commands.add_parser("metrics", help="list every metric")
+    metrics.set_defaults(run=_metrics)
+    for command in (methods, metrics):
         command.add_argument("--markdown", action="store_true", help="print a Markdown table")
     docs = commands.add_parser("docs", help="write the generated tables into the docs of a checkout")
     docs.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
     docs.add_argument("--root", type=Path, default=Path.cwd(), help="the checkout (default: the current folder)")
+    docs.set_defaults(run=_docs)
     compare.add_parser(commands)
-    args = parser.parse_args(argv)
+    return parser
 
-    if args.command == "compare":
-        return compare.run(args)
-    if args.command == "docs":
-        return _write_docs(args.root, args.check)
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+_TRAIN = """\
+Trains with GRPO and a correction: any model, any verifiable task, a sampler with a chosen lag and precision.
+
+  offcorr train                                                a toy model, on-policy, in minutes on a CPU
+  offcorr train --loss_type minpro --lag 16 --precision int8   the same with an old, quantised sampler
+  offcorr train --config run.yaml --learning_rate 1e-6         a file, and a flag that wins over it
+  offcorr train --num_processes 2 --config run.yaml            two processes, by `accelerate launch`
+
+--config        a YAML file whose keys are the flags; these come with offcorr: {configs}
+--num_processes number of processes; more than one are started by `accelerate launch`
+--config_file   an accelerate configuration; these come with offcorr: {accelerate}
+
+Every other flag goes to the recipe: each option of TRL's GRPOConfig, and the recipe's own --model, --task, --lag,
+--precision, --train_size and --eval_size. `offcorr train --help-all` lists them.
+The recipe is one file, to be read and copied: {recipe}"""
+
+_RECIPE_NEEDS = ("trl>=1.9.2", "transformers", "accelerate", "datasets", "rich", "matplotlib", "reasoning-gym")
+
+
+def _train(options: argparse.Namespace) -> int:
+    """Runs recipes/grpo.py in this process, or under ``accelerate launch`` where several processes are asked for."""
+    flags = list(options.flags)
+    count = _taken(flags, "--num_processes")
+    accelerate = _taken(flags, "--config_file")
+    if count is not None and not (count.isdecimal() and int(count) > 0):
+        raise Refusal(f"--num_processes is {count!r}, expected 1, 2, ...")
+    launcher: list[str] = []
+    if accelerate is not None:
+        launcher = ["--config_file", _file("--config_file", accelerate, "accelerate")]
+        launcher += ["--num_processes", count] if count else []
+    elif count is not None and int(count) > 1:
+        launcher = [*_several(int(count)), "--num_processes", count]
+    config = _taken(flags, "--config")
+    if config is not None:
+        flags = ["--config", _file("--config", config, "configs"), *flags]
+    _need("offcorr train")
+    flags = ["--help" if flag == "--help-all" else flag for flag in flags]
+    recipe = _recipes() / "grpo.py"
+    if not launcher:
+        return _run(recipe, flags)
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, str(recipe), *flags]
+    print(shlex.join(command), flush=True)
+    return subprocess.call(command)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    _need("offcorr demo")
+    return _run(_recipes() / "demo.py", options.flags)
+
+
+def _need(command: str) -> None:
     try:
-        table = TABLES[args.command]()
-        if args.markdown:
-            print(markdown(table))
-        else:
-            _print(table)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `offcorr methods | head` closes the pipe early
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        require(command, _RECIPE_NEEDS, extra="recipes")
+    except ImportError as error:
+        raise Refusal(str(error).removeprefix(f"{command} ")) from error
+
+
+def _run(recipe: Path, flags: Sequence[str]) -> int:
+    """Runs a recipe as ``python recipe.py flags`` does, in this process."""
+    before = sys.argv, sys.path[:]
+    sys.argv = [str(recipe), *flags]
+    sys.path.insert(0, str(recipe.parent))
+    try:
+        runpy.run_path(str(recipe), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        raise
+    finally:
+        sys.argv, sys.path[:] = before
     return 0
 
 
-def _write_docs(root: Path, check: bool) -> int:
+def _several(count: int) -> list[str]:
+    """The flags of ``accelerate launch`` for several processes without a configuration file."""
+    if not torch.cuda.is_available():
+        return ["--config_file", str(_recipes() / "accelerate" / "two_cpu_processes.yaml")]
+    if count > torch.cuda.device_count():
+        raise Refusal(
+            f"--num_processes is {count}, but there are {torch.cuda.device_count()} GPUs; "
+            "several machines need an accelerate configuration, --config_file"
+        )
+    return ["--multi_gpu"]
+
+
+def _recipes() -> Path:
+    """The folder of recipes: inside the installed package, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def _kept(folder: str) -> str:
+    """The names of the YAML files that come with the recipes."""
+    return ", ".join(sorted(file.stem for file in (_recipes() / folder).glob("*.yaml")))
+
+
+def _shown(file: Path) -> Path:
+    return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+
+
+def _file(flag: str, given: str, folder: str) -> str:
+    """A YAML file of the user's, or one that comes with the recipes, by its name."""
+    if Path(given).is_file():
+        return given
+    own = _recipes() / folder / f"{given.removesuffix('.yaml')}.yaml"
+    if "/" not in given and own.is_file():
+        return str(own)
+    raise Refusal(f"{flag} is {given!r}, which is not a file; expected one, or one of {_kept(folder)}")
+
+
+def _taken(flags: list[str], name: str) -> str | None:
+    """The value of the flag ``name``, which is removed; None if it is not given."""
+    for place, word in enumerate(flags):
+        if word == name:
+            if place + 1 == len(flags) or flags[place + 1].startswith("--"):
+                raise Refusal(f"{name} has no value")
+            value = flags[place + 1]
+            del flags[place : place + 2]
+            break
+        if word.startswith(f"{name}="):
+            value = word.partition("=")[2]
+            del flags[place]
+            break
+    else:
+        return None
+    if any(word == name or word.startswith(f"{name}=") for word in flags):
+        raise Refusal(f"{name} is given twice")
+    return value
+
+
+# -- lists -----------------------------------------------------------------------------------------------------------
+
+
+def _methods(options: argparse.Namespace) -> int:
+    if options.names:
+        if options.markdown:
+            raise Refusal("--markdown prints the table of all methods and takes no NAME")
+        try:
+            pages = [about(name, _width() or 100) for name in options.names]
+        except (ValueError, TypeError) as error:
+            raise Refusal(
+                str(error).replace("offcorr.available() lists them", "`offcorr methods` lists them")
+            ) from None
+        print("\n\n".join(pages))
+        return 0
+    if options.markdown:
+        print(markdown(methods_table()))
+        return 0
+    table = [
+        {
+            "method": _names(method),
+            "multiplier": method.multiplier,
+            "options": _signature(method),
+            "paper": method.paper,
+        }
+        for method in catalogue()
+    ]
+    width = _width()
+    print(listing(table, width))
+    if width is not None:
+        hint = "`offcorr methods NAME` shows one method: formula, stages, options, notes, examples."
+        print(f"\n{textwrap.fill(hint, max(20, width))}")
+    return 0
+
+
+def _metrics(options: argparse.Namespace) -> int:
+    table = metrics_table()
+    print(markdown(table) if options.markdown else listing(table, _width()))
+    return 0
+
+
+_SYMBOLS = (
+    "r = exp(logp - old_logp), rho = exp(old_logp - rollout_logp), R = r rho; A: advantage; "
+    "w_t: product of the weights, 0 where rejected; Z: denominator of the aggregation"
+)
+
+
+def about(spec: str, width: int) -> str:
+    """A page about a method: formula, stages, options with their defaults, sources, and examples.
+
+    Raises:
+        ValueError: the method or an option is unknown, or a value is out of range.
+    """
+    method, loss_fn = find(spec), resolve(spec)
+    name, given = split_spec(spec)
+    if isinstance(method, Correction):
+        method = Method(name, lambda: loss_fn, notes="a finished Correction: it takes no options")
+    own = inspect.getdoc(method.build) or ""
+    one_file_each = method.build.__module__.startswith("offcorr.methods.")
+    docstring = (inspect.getdoc(sys.modules[method.build.__module__]) or "") if one_file_each else own
+    meaning = _arguments(own)
+    options = {
+        f"{option}={given.get(option, default.default)!r}": meaning.get(option, "")
+        for option, default in method.options.items()
+    }
+    schedules = [f"{option}: {dict(schedule)}" for option, schedule in method.schedules.items()]
+    called = name if ":" in name else f"offcorr:{method.name}"
+    kwargs = json.dumps(given) if given else _first(method)
+    parts: dict[str, list[str]] = {
+        "": [docstring.split("\n\n")[0].replace("\n", " ").replace("``", "`")],
+        "gradient": ["dL/dlogp_t = -c_t w_t A_t / Z"],
+        "c_t": [method.multiplier],
+        "where": [_SYMBOLS],
+        "stages": [f"{place}: {shown}" for place, shown in _stages(loss_fn).items() if shown != "none"],
+        "needs": [", ".join(["logp", "advantages", "mask", *sorted(loss_fn.needs)])],
+        "options": [f"{option}  {text}".rstrip() for option, text in options.items()] or ["none of its own"],
+        "schedule": schedules,
+        "paper": [method.paper],
+        "read in": [method.provenance],
+        "notes": [method.notes],
+        "in TRL": [f"GRPOConfig(..., loss_type={called!r}" + (f", loss_kwargs={kwargs})" if kwargs else ")")],
+        "without": [f"offcorr.resolve({spec!r})" if ":" in name else f"offcorr.get({spec!r})"],
+        "try it": [f"offcorr train --loss_type {called}" + (f" --loss_kwargs '{kwargs}'" if kwargs else "")],
+    }
+    lines = [" = ".join((method.name, *method.aliases))]
+    for label, texts in parts.items():
+        for text in filter(None, texts):
+            lines += textwrap.wrap(
+                text,
+                max(40, width - 1),
+                initial_indent=f"  {label:10}",
+                subsequent_indent=" " * 14,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            label = ""
+    return "\n".join(lines)
+
+
+def _first(method: Method) -> str:
+    """JSON of one numeric option at its default, for an example: eps_high or the first; empty without one."""
+    for name, option in sorted(method.options.items(), key=lambda item: item[0] != "eps_high"):
+        if isinstance(option.default, float | int) and not isinstance(option.default, bool):
+            return json.dumps({name: option.default})
+    return ""
+
+
+def _arguments(docstring: str) -> dict[str, str]:
+    """The arguments that a docstring describes; "low, high: text" describes two."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)*)", docstring, flags=re.MULTILINE)
+    found: dict[str, str] = {}
+    for entry in re.split(r"\n(?=    \S)", section[1].rstrip()) if section else ():
+        names, _, text = entry.partition(":")
+        text = " ".join(text.split()).replace("``", "`")
+        found |= {name.strip(): text for name in names.split(",")}
+    return found
+
+
+def listing(table: Table, width: int | None) -> str:
+    """A table as aligned columns where they fit into ``width``, else a paragraph per row; None: of any width."""
+    columns = {name: max(len(name), *(len(row[name]) for row in table)) for name in table[0]}
+    if width is None or sum(columns.values()) + 2 * (len(columns) - 1) <= width:
+        rows = ({name: name for name in columns}, *table)
+        return "\n".join("  ".join(row[name].ljust(size) for name, size in columns.items()).rstrip() for row in rows)
+    first, second, *others = columns
+    lines = []
+    for row in table:
+        lines.append(row[first])
+        for text in (row[second], "; ".join(f"{name}: {row[name]}" for name in others if row[name])):
+            lines += textwrap.wrap(
+                text,
+                max(20, width),
+                initial_indent="    ",
+                subsequent_indent="      ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines)
+
+
+def _width() -> int | None:
+    """Columns of the terminal, or of the variable COLUMNS; None where the output goes to a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
+
+
+def _docs(options: argparse.Namespace) -> int:
+    missing = [name for name in GENERATED if not (options.root / name).is_file()]
+    if missing:
+        raise Refusal(
+            f"{options.root.resolve()} is not a checkout of offcorr: it has no {' and no '.join(missing)}, whose "
+            f"tables this command writes. --root names the checkout; to read the pages: {PAGES}"
+        )
     stale = []
     for name in GENERATED:
-        text = (root / name).read_text()
+        text = (options.root / name).read_text()
         fresh = fill(text, TABLES)
         if fresh != text:
             stale.append(name)
-            if not check:
-                (root / name).write_text(fresh)
+            if not options.check:
+                (options.root / name).write_text(fresh)
     if stale:
-        print(f"{'out of date' if check else 'written'}: {', '.join(stale)}")
-    return int(check and bool(stale))
-
-
-def _print(table: Table) -> None:
-    widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in table[0]}
-    for row in ({name: name for name in widths}, *table):
-        print("  ".join(row[name].ljust(width) for name, width in widths.items()).rstrip())
+        print(f"{'out of date' if options.check else 'written'}: {', '.join(stale)}")
+    return int(options.check and bool(stale))
 
 
 def _names(method: Method) -> str:

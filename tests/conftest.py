@@ -32,7 +32,7 @@ NEEDS = {
     "kernels": ("triton",),
     "recipes": (*TRAINER, "matplotlib", "reasoning_gym", "rich", "yaml"),
     "rollout": TRAINER,
-    "toy": ("transformers", "tokenizers", "reasoning_gym"),
+    "toy": ("transformers", "tokenizers", "datasets", "reasoning_gym", "rich"),
     "trl": TRAINER,
 }
 """The packages that the tests of a folder (or file) import, beyond those of a core install.

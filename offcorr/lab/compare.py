@@ -469,6 +469,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--json", action="store_true", help="print JSON, with every column, instead of the table")
     add("--output", type=Path, metavar="FILE.png", help="draw the picture, too (needs matplotlib)")
+    parser.set_defaults(run=run)
 
 
 def _choices(field: str) -> str:

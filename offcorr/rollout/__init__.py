@@ -8,7 +8,11 @@ OffPolicy(lag=16, precision='int8', temperature=None, top_p=None, top_k=None, se
 to ``SnapshotRing`` (weights by version), ``Replica`` and ``Precision`` (the sampler's model) of ``offcorr.training``.
 """
 
-from offcorr.rollout.decode import Decoded, Sampling, decode, score
-from offcorr.rollout.off_policy import OffPolicy
+from offcorr.optional import require
+
+require("offcorr.rollout", ["transformers", "accelerate"], extra="trl")
+
+from offcorr.rollout.decode import Decoded, Sampling, decode, score  # noqa: E402
+from offcorr.rollout.off_policy import OffPolicy  # noqa: E402
 
 __all__ = ["Decoded", "OffPolicy", "Sampling", "decode", "score"]

@@ -14,8 +14,12 @@ mistakes. Greedy decoding is right nearly always, but about half of the sampled 
 which leaves room for reinforcement learning.
 """
 
-from .task import MAX_COMPLETION, MAX_PROMPT, accuracy, dataset, reward
-from .warm_start import Recipe, model_path
+from offcorr.optional import require
+
+require("offcorr.toy", ["transformers", "tokenizers", "datasets", "reasoning-gym", "rich"], extra="recipes")
+
+from .task import MAX_COMPLETION, MAX_PROMPT, accuracy, dataset, reward  # noqa: E402
+from .warm_start import Recipe, model_path  # noqa: E402
 
 __all__ = [
     "MAX_COMPLETION",

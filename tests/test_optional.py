@@ -1,0 +1,65 @@
+"""Parts of the library that `import offcorr` leaves out: there on first use, or an error that says what to install."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import offcorr
+from offcorr.optional import require
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    "name, attribute, needs",
+    [
+        ("rollout", "OffPolicy", ("transformers", "accelerate")),
+        ("trl", "GRPOConfig", ("trl", "transformers", "accelerate", "datasets")),
+        ("toy", "model_path", ("transformers", "datasets", "reasoning_gym", "rich")),
+        ("extras", "CHORD", ()),
+    ],
+)
+def test_an_attribute_on_first_use(name, attribute, needs):
+    for package in needs:
+        pytest.importorskip(package)
+    done = python(f"import offcorr, sys; assert 'offcorr.{name}' not in sys.modules; offcorr.{name}.{attribute}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "statement, missing, extra",
+    [
+        ("from offcorr.trl import GRPOConfig", "trl", "trl"),
+        ("from offcorr.trl.async_grpo import AsyncGRPOTrainer", "trl", "trl"),
+        ("offcorr.trl", "datasets", "trl"),
+        ("offcorr.rollout.OffPolicy", "transformers", "trl"),
+        ("from offcorr import rollout", "accelerate", "trl"),
+        ("offcorr.toy.model_path()", "reasoning_gym", "recipes"),
+    ],
+)
+def test_a_missing_package_is_named_with_what_installs_it(statement, missing, extra):
+    done = python(f"import sys; sys.modules[{missing!r}] = None\nimport offcorr\n{statement}")
+    assert done.returncode != 0
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("ModuleNotFoundError: offcorr.") and f'pip install "offcorr[{extra}]"' in said, done.stderr
+    assert missing.replace("_", "-") in said
+
+
+def test_an_old_version_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.24.0")
+    with pytest.raises(ImportError, match=re.escape("this needs torch 2.6 or later, but torch 0.24.0 is installed")):
+        require("this", ["torch>=2.6"], extra="trl")
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    assert not hasattr(offcorr, "rollouts")
+    assert {"rollout", "trl", "toy", "extras", "get"} <= set(dir(offcorr))
