@@ -79,7 +79,7 @@ demo-short: .venv  ## the same, cut short
 
 # --nothing-missing: here every package that some test needs is installed.
 ALL_TESTS := $(PYTEST) -q -n $(WORKERS) --dist loadfile --nothing-missing --durations=10
-CORE_TESTS := $(filter-out %/test_packaging.py %/test_docs.py,$(wildcard tests/test_*.py)) tests/methods tests/stages tests/training tests/extras
+CORE_TESTS := $(filter-out %/test_packaging.py %/test_docs.py,$(wildcard tests/test_*.py)) tests/methods tests/stages tests/training tests/lab tests/extras
 
 test: test-doc test-fast  ## what continuous integration runs: at most ten minutes on two cores
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from einops import repeat
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offcorr.shapes import BoolScalar, Mismatch, PerSequence, PerToken, TokenIndex, TokenMask
 from offcorr.stages import pointwise
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import one_of, warn_once
 
 __all__ = ["Batch", "LOG_LIMIT", "LogRatio", "Rows", "Tokens"]
 
@@ -47,8 +47,9 @@ class Batch:
         logp: [B, T] log-probs (nats) under the weights being trained; carries the gradient.
         advantages: [B] or [B, T] (packed: [S] or [N]; where S = N, per sequence).
         mask: [B, T] bool or 0/1; the valid tokens. Values elsewhere, NaN included, are never used.
-        old_logp: [B, T] log-probs under the weights that sampled, in the trainer's precision.
-            None: ``logp`` detached, every staleness ratio is 1.
+        old_logp: [B, T] log-probs under the policy that ratios are compared with (the proximal policy of decoupled
+            PPO), usually the weights that sampled, in the trainer's precision. None: ``logp`` detached, so that every
+            staleness ratio is 1.
         rollout_logp: [B, T] log-probs that the engine reported; NaN on a valid token: the engine could not score it.
         weight: [B] or [B, T] (packed: [S] or [N]), a detached weight from outside that multiplies each loss term.
         rewards: [B], for methods that look at the reward.
@@ -363,6 +364,8 @@ class Tokens:
     def log_ratio(self, mismatch: Mismatch) -> LogRatio:
         """The two policies that ``mismatch`` names, compared; detached."""
         if mismatch not in self._log_ratios:
+            if mismatch not in get_args(Mismatch):
+                raise ValueError(f"mismatch is {mismatch!r}{one_of(mismatch, get_args(Mismatch))}")
             first = self.old_logp if mismatch == "engine" else self.logp.detach()
             second = self.old_logp if mismatch == "staleness" else self.rollout_logp
             compared = self.trainable if mismatch == "staleness" else self.scored
@@ -374,6 +377,6 @@ class Tokens:
         """An input of pointwise functions by name (``stages.definition.INPUTS``), but for ``value``; [B, T]."""
         if name in _OF_PAIR:
             return getattr(self.log_ratio(mismatch), _OF_PAIR[name])
-        if name == "position":
-            return self.rows.position
-        return self.reward if name == "reward" else self.advantages
+        if name == "advantage":
+            return self.advantages
+        return {"position": lambda: self.rows.position, "reward": lambda: self.reward}[name]()

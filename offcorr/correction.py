@@ -42,7 +42,10 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """The statistics of the controllers, by place ("gate", "weight.0" ...); they merge."""
+    """The statistics of the controllers, one entry per controller, keyed by its slot ("gate", "weight.0" ...).
+
+    ``merge`` combines micro-batches, ``all_reduce`` ranks.
+    """
 
     parts: Mapping[str, Any]
 
@@ -63,8 +66,9 @@ class Statistics:
 class Correction:
     """An off-policy correction.  loss = - sum m * M * w * f(ratio, A) / Z.
 
-    The gradient is ``out.coefficient`` = dL/dlogp = - m * M * w * (df / d ratio) * slope / Z for every token: m is the
-    mask, w the product of the weights, M that of the rejections, f the gate's surrogate, Z the denominator.
+    The gradient is ``out.coefficient`` = dL/dlogp = - m * M * w * df/dv * dv/dlogp / Z for every token: m is the mask,
+    w the product of the weights, M that of the rejections, f the gate's surrogate, v the log-ratio and dv/dlogp its
+    slope, Z the denominator.
 
     Args:
         ratio: how far apart two policies are; None: no ratio (only with a gate that uses none).
@@ -101,6 +105,8 @@ class Correction:
     def __post_init__(self) -> None:
         for slot, kind in _KINDS.items():
             for stage in _as_tuple(getattr(self, slot)):
+                if isinstance(stage, type) and issubclass(stage, Stage):
+                    raise ValueError(f"{slot} is the class {stage.__name__}, expected an instance: {stage.__name__}()")
                 if not isinstance(stage, Stage) or stage.KIND != kind:
                     raise ValueError(f"{slot} is {stage!r}, expected one of offcorr.{kind}s")
         if self.gate is None:
@@ -114,6 +120,9 @@ class Correction:
                     f"ratio {self.ratio!r} does not depend on logp, so gate {gate!r} would have no gradient; "
                     "use gates.DetachedRatio() or a weight"
                 )
+        for name in ("count_rejected", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected True or False")
         check_aggregate(self.aggregate, self.max_length)
         self._refuse_double_counting()
 
@@ -150,7 +159,7 @@ class Correction:
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:
-        """The optional ``Batch`` fields that it requires, and ``old_logp`` if its ratio would be 1 without."""
+        """The optional ``Batch`` fields that it requires; ``old_logp`` for a staleness ratio, which is 1 without it."""
         return frozenset(name for stage in self.stages.values() for name in _needed_by(stage))
 
     # -- the loss ----------------------------------------------------------------------------------------------
@@ -160,17 +169,25 @@ class Correction:
         batch: Batch,
         denominator: float | Tensor | None = None,
         statistics: Statistics | None = None,
+        *,
+        kept: bool = False,
     ) -> Output:
         """Loss, coefficient and metrics of a batch.
 
         Args:
             denominator: Z; tokens (token-mean) or sequences (seq-mean-*) of the global batch. None: this batch's own.
             statistics: merged ``self.statistics(...)`` of the global batch, for methods with controllers.
+            kept: the denominator counts what is kept (the sum of ``kept_units``), as ``count_rejected=False`` needs.
 
         Raises:
             ValueError: a field that it needs is None, or the denominator is wrong.
         """
         self._check(batch, denominator)
+        if denominator is not None and not self.count_rejected and not kept:
+            raise ValueError(
+                f"denominator is {denominator!r} together with count_rejected=False; an explicit denominator cannot "
+                "count what is kept: use one of the two, or pass the sum of kept_units() and kept=True"
+            )
         with torch.no_grad():
             control: dict[str, Any] = {}
             resolved = self
@@ -180,6 +197,8 @@ class Correction:
                 control = self._control(resolved, batch.logp.device)
             batch = resolved.prepared(batch)
             plan = resolved.plan(batch)
+            if kept and not AGGREGATIONS[self.aggregate].divides_by_count:
+                plan = plan._replace(count_rejected=True)  # Z is known, and nothing else depends on what is kept
             loss, coefficient, data = dispatch.run(plan, batch, denominator) or _reference(plan, batch, denominator)
         return Output(_Attach.apply(batch.logp, (loss, coefficient)), coefficient, Metrics(data | control))
 
@@ -189,10 +208,28 @@ class Correction:
         if not self.controllers:
             return None
         with torch.no_grad():
-            return Statistics({place: stage.statistics(batch.tokens) for place, stage in self.controllers.items()})
+            parts = {place: stage.statistics(batch.tokens) for place, stage in self.controllers.items()}
+        for place, part in parts.items():
+            _check_statistics(part, self.stages[place])
+        return Statistics(parts)
+
+    def kept_units(self, batch: Batch, statistics: Statistics | None = None) -> Tensor:
+        """[2] float64: the tokens and the sequences of a batch that ``count_rejected=False`` divides by.
+
+        A sequence without a valid token counts, as it does where nothing is rejected.
+
+        Args:
+            statistics: as in a call.
+        """
+        self._check(batch, None)
+        with torch.no_grad():
+            resolved = self.resolve((statistics or self.statistics(batch)) if self.controllers else None)
+            batch = resolved.prepared(batch)
+            kept = reference.factors(resolved.plan(batch).factors, batch.tokens).kept
+            return torch.stack(_kept(kept.sum(1), batch.tokens)).double()
 
     def resolve(self, statistics: Statistics | None) -> Correction:
-        """The same correction with every controller replaced by the stage that ``statistics`` make of it."""
+        """The same correction, every controller replaced by an ordinary stage computed from ``statistics``."""
         if statistics is None:
             return self
         known: dict[str, Any] = dict(self.stages)
@@ -261,11 +298,6 @@ class Correction:
                 hint = "; pass rollout_logp=old_logp to say that engine and trainer agree" if known else ""
                 raise ValueError(f"{name} is None, but {', '.join(users)} of {self.method!r} needs it{hint}")
         if denominator is not None:
-            if not self.count_rejected:
-                raise ValueError(
-                    f"denominator is {denominator!r} together with count_rejected=False; an explicit denominator "
-                    "cannot count what is kept, use one of the two"
-                )
             if AGGREGATIONS[self.aggregate].unit == "none":
                 raise ValueError(
                     f"denominator is {denominator!r}, expected None: aggregate {self.aggregate!r} divides by nothing"
@@ -363,11 +395,16 @@ def _row_scale(plan: Plan, tokens: Any, kept: Tensor, denominator: float | Tenso
     sequences: Any = len(tokens.mask)
     if not plan.count_rejected:
         count = kept.sum(1).to(tokens.dtype)
-        sequences = ((count > 0) | (tokens.rows.count == 0)).sum()
+        _, sequences = _kept(count, tokens)
     constant = row_constant(plan.aggregate, plan.max_length, tokens.mask.shape[1])
     rows = pointwise.row_weight(count, constant, AGGREGATIONS[plan.aggregate].divides_by_count)
     z = own_total(plan.aggregate, count, sequences) if denominator is None else denominator
     return (rows / z)[:, None]
+
+
+def _kept(count: Tensor, tokens: Any) -> tuple[Tensor, Tensor]:
+    """The number of tokens and of sequences that are kept, from the number of kept tokens of each sequence."""
+    return count.sum(), ((count > 0) | (tokens.rows.count == 0)).sum()
 
 
 class _Attach(torch.autograd.Function):
@@ -375,7 +412,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logp: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
-        loss, coefficient = known  # not arguments by themselves: the loss would be a view then, which nobody may add to
+        loss, coefficient = known  # in a tuple: else the loss would be a view, and adding to it an error
         ctx.save_for_backward(coefficient)
         ctx.dtype = logp.dtype
         return loss
@@ -410,20 +447,27 @@ def _needed_by(stage: Any) -> set[str]:
     return needs
 
 
+def _check_statistics(part: Any, controller: Any) -> None:
+    """Raise TypeError for statistics that could not be merged over micro-batches or ranks."""
+    name = f"{type(controller).__name__}.statistics"
+    if not hasattr(type(part), "__dataclass_fields__") or not callable(getattr(part, "merge", None)):
+        raise TypeError(f"{name} returned a {type(part).__name__}, expected a frozen dataclass of tensors with merge()")
+    for f in dataclasses.fields(part):
+        value = getattr(part, f.name)
+        if not isinstance(value, Tensor) or value.ndim > 1:
+            raise TypeError(f"{name}: {f.name} is {value!r}, expected a tensor of at most one dimension")
+
+
 def _all_reduced(part: Any, gather: Gather) -> Any:
     """A controller's statistics merged over ranks, by gathering each of its tensors."""
     make: Any = type(part)
-    if not hasattr(make, "__dataclass_fields__"):
-        raise TypeError(f"statistics is a {make.__name__}, expected a frozen dataclass of tensors")
-    columns = {f.name: _gathered(getattr(part, f.name), f.name, gather) for f in dataclasses.fields(part)}
+    columns = {f.name: _gathered(getattr(part, f.name), gather) for f in dataclasses.fields(part)}
     ranks = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return functools.reduce(lambda a, b: a.merge(b), (make(**row) for row in ranks))
 
 
-def _gathered(values: Any, name: str, gather: Gather) -> list[Tensor]:
+def _gathered(values: Tensor, gather: Gather) -> list[Tensor]:
     """Every rank's tensor, which may differ in length: padded to the longest, gathered, and cut again."""
-    if not isinstance(values, Tensor) or values.ndim > 1:
-        raise TypeError(f"statistics.{name} is {values!r}, expected a tensor of at most one dimension")
     flat = values.reshape(-1)
     lengths = gather(torch.tensor([len(flat)], device=flat.device)).flatten().tolist()
     padded = gather(torch.nn.functional.pad(flat, (0, max(lengths) - len(flat))))

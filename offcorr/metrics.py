@@ -33,7 +33,7 @@ Self = TypeVar("Self", bound="Accumulator")
 class Accumulator:
     """Base class: ``vector`` is float64 [size] (or [..., size] while several series are measured together).
 
-    ``outputs`` names its numbers where they have other names than its own; see ``Metrics.compute``.
+    ``outputs``: the names of its values, where it has several, or one of another name; see ``Metrics.compute``.
     """
 
     vector: Tensor
@@ -203,7 +203,7 @@ def _edges_on(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 class Metric(NamedTuple):
-    """One accumulator of a series: its name, its formula, its kind, and the names of what it reads out, if several."""
+    """One accumulator of a series; ``outputs`` names its values where they have other names than ``name``."""
 
     name: str
     formula: str
@@ -232,7 +232,8 @@ MISMATCH = (
     Metric("ppl_ratio", "mean over sequences of e^(-mean d): the first policy's perplexity over the second's", Mean),
     Metric("first_token", "mean |d| at each sequence's first valid token", Mean),
 )
-"""d is the unclamped log-ratio (nats) of the first policy to the second, over tokens where both are numbers: raw."""
+"""d is the unclamped log-ratio (nats) of the first policy to the second, over tokens where both log-probs are
+finite, before any weight, gate or rejection."""
 
 LOSS = (
     Metric("clipped", "mean share of the gradient ratio * A that the gate removed", Mean),
@@ -417,7 +418,7 @@ def loss_metrics(
     """The ``offcorr/loss/`` series: what the correction did.  Masks are False under the mask; ``kept`` too."""
     mask = tokens.mask
     n = mask.sum(dtype=torch.float64)
-    # What is not a number is counted as nonfinite, and makes no other metric one.
+    # Non-finite values are counted in ``nonfinite`` and left out of every other sum.
     sums = [torch.where(mask, value, 0).nansum(dtype=torch.float64) for value in (held_back, weight)]
     counts = [x.sum(dtype=torch.float64) for x in (truncated, kept, vetoed, mask & (coefficient == 0), nonfinite)]
     unscored = torch.zeros_like(n)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
 from offcorr.correction import Correction, Output
+from offcorr.kernels.dispatch import backend, use
 from offcorr.methods.registry import catalogue, from_config, get, registered
 from offcorr.stages.checks import warn_once
 from offcorr.stages.reference import gated
 
-__all__ = ["CHECKS", "check", "example"]
+__all__ = ["CHECKS", "check", "check_kernel", "example"]
 
 Build = Callable[..., Correction]
 
@@ -58,8 +59,47 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
         except AssertionError as error:
             raise AssertionError(f"{loss_fn.method}: {name}: {error}") from error
         passed.append(name)
-    warn_once.cache_clear()  # what was not heard is said again
+    warn_once.cache_clear()  # so that warnings which were suppressed here are given where they are due
     return passed
+
+
+def check_kernel(method: Any, device: torch.device | str = "cpu") -> float:
+    """Run a correction in the fused kernel and on the reference; returns the largest difference of a coefficient.
+
+    Batches are float32, padded and packed, with masked and unscored tokens, in rows of several blocks, with ratios
+    near 1 and far from it.  It finds a Triton twin that computes another span than its torch function.
+
+    Args:
+        method: as in ``check``.
+        device: of the batches; on a CPU the kernel needs ``TRITON_INTERPRET=1`` in the environment, set before triton
+            is imported.
+
+    Raises:
+        AssertionError: the two differ by more than rounding, or the correction does not run in the kernel.
+    """
+    loss_fn, _ = _resolve(method)
+    largest = 0.0
+    for seed, spread in enumerate((0.01, 0.3, 3.0)):
+        wide = example(seed, sequences=3, width=600, spread=spread)
+        fields = {f.name: getattr(wide, f.name) for f in dataclasses.fields(wide)}
+        tensors = {name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)}
+        single = _cast(tensors, torch.float32)
+        exact = loss_fn(_cast(vars(single), torch.float64))
+        with use("triton"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            where = backend(loss_fn, single)
+            assert where == "triton", f"{loss_fn.method} does not run in the kernel: {where}"
+            fused = loss_fn(single)
+        with use("reference"):
+            plain = loss_fn(single)
+        allowed = 8 * (plain.coefficient - exact.coefficient).abs().max() + 1e-5 * exact.coefficient.abs().max()
+        difference = float((fused.coefficient - exact.coefficient).abs().max())
+        assert difference <= float(allowed) + 1e-7, (
+            f"{loss_fn.method}: kernel and reference differ by {difference:.3g} at a spread of {spread} nats, "
+            f"expected at most {float(allowed):.3g}"
+        )
+        largest = max(largest, difference)
+    return largest
 
 
 def example(seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 0.3) -> Batch:
@@ -140,6 +180,20 @@ def row_order(loss_fn: Correction) -> None:
     _close(shuffled.coefficient, out.coefficient[order], "coefficient of permuted rows")
 
 
+def masked_tokens_have_no_effect(loss_fn: Correction) -> None:
+    """A row without its masked tokens gives the others the same: no span lets a masked token in."""
+    batch = _per_token_advantages(example(seed=4, sequences=40))
+    batch.mask[::2, 0] = False  # what comes first may be masked, too
+    turns = Tokens(batch).rows.turn
+    kept = batch.mask.argsort(dim=1, descending=True, stable=True)  # the valid tokens of each row first
+    columns = ("logp", "old_logp", "rollout_logp", "advantages", "mask")
+    moved: dict[str, Any] = {name: getattr(batch, name).gather(1, kept) for name in columns}
+    compact = dataclasses.replace(batch, **moved, turn_ids=turns.gather(1, kept))
+    out, wanted = loss_fn(compact), loss_fn(dataclasses.replace(batch, turn_ids=turns))
+    _close(out.loss, wanted.loss, "loss without masked tokens")
+    _close(out.coefficient, wanted.coefficient.gather(1, kept), "coefficient without masked tokens")
+
+
 def packed_equals_padded(loss_fn: Correction) -> None:
     """End to end or padded: the same numbers.  Lengths differ, tool spans interleave, one sequence is empty."""
     batch = example()
@@ -167,7 +221,8 @@ def config_round_trip(loss_fn: Correction) -> None:
 
 def coefficient_is_the_gradient(loss_fn: Correction) -> None:
     """The coefficient is the gradient of the loss in ``logp``, and the derivative of the surrogate by autograd."""
-    for batch in (example(), _per_token_advantages(example(seed=1))):
+    # The wide one has ratios up to e^6, where the second bound of a clip or the tail of a soft gate is reached.
+    for batch in (example(), _per_token_advantages(example(seed=1)), example(seed=2, spread=2.0)):
         logp = batch.logp.clone().requires_grad_()
         batch = dataclasses.replace(batch, logp=logp)
         out = loss_fn(batch)
@@ -238,6 +293,7 @@ CHECKS: dict[str, Callable[[Correction], None]] = {
         blind_under_the_mask,
         splitting,
         row_order,
+        masked_tokens_have_no_effect,
         packed_equals_padded,
         config_round_trip,
         coefficient_is_the_gradient,
@@ -265,6 +321,15 @@ def _resolve(method: Any) -> tuple[Correction, bool]:
     if not isinstance(built, Correction):
         raise TypeError(f"{method!r} built a {type(built).__name__}, expected an offcorr.Correction")
     return built.with_max_length(32), known.on_policy if known else True
+
+
+def _cast(fields: Mapping[str, Any], dtype: torch.dtype) -> Batch:
+    """A batch whose floating-point fields have this dtype."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return Batch(**{name: cast(value) for name, value in fields.items()})
 
 
 def _per_token_advantages(batch: Batch) -> Batch:

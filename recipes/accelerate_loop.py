@@ -66,7 +66,9 @@ class Arguments:
 
     model: str = field(default="toy", metadata={"help": "toy, a local folder, or any hub name"})
     task: str = field(default="toy", metadata={"help": "as in recipes/grpo.py"})
-    loss: str = field(default="ppo", metadata={"help": "a name of offcorr.available(), or my_file.py:MyLoss"})
+    loss: str = field(
+        default="ppo", metadata={"help": f"one of {', '.join(offcorr.available())}; or my_file.py:MyLoss"}
+    )
     loss_kwargs: str = field(default="{}", metadata={"help": "its options, as JSON"})
     baseline: str = field(default="group", metadata={"help": "subtracted from the reward: group, token or opob"})
     lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})

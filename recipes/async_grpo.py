@@ -27,7 +27,7 @@ from trl import TrlParser
 from offcorr import toy
 from offcorr.rollout import Sampling, decode
 from offcorr.training import Replica, changing_weights
-from offcorr.trl.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from offcorr.trl.async_grpo import ASYNC_HELP, AsyncGRPOConfig, AsyncGRPOTrainer
 from offcorr.trl.local_worker import LocalWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -46,7 +46,7 @@ class Arguments(AsyncGRPOConfig):
     eval_size: int = field(default=256, metadata={"help": "held-out examples, one sample each, at temperature 1"})
 
     output_dir: str = field(default="runs/async_grpo")
-    loss_type: str | None = field(default="ppo", metadata={"help": "a name of offcorr.available()"})
+    loss_type: str | None = field(default="ppo", metadata={"help": ASYNC_HELP})
     max_steps: int = field(default=160)
     learning_rate: float = field(default=3e-4)
     adam_beta2: float = field(default=0.99)

@@ -37,6 +37,7 @@ LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metrics.
 GOLDEN = f"{ORACLE}::test_golden_table"
 SPANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "offcorr/batch.py"
 REFERENCE, STRUCTURE = "offcorr/stages/reference.py", "tests/test_structure.py"
+LAB, EXACT = "offcorr/lab/exact.py", "tests/lab/test_exact.py"
 
 MUTATIONS = [
     Mutation("sequence taken as geometric", SPANS, "over_row(x.sum(1), rows)", "over_row(x.mean(1), rows)", GOLDEN),
@@ -324,9 +325,30 @@ MUTATIONS = [
     Mutation(
         "a schedule one step ahead",
         "offcorr/trl/step.py",
-        "return trainer.state.global_step / trainer.state.max_steps",
-        "return (trainer.state.global_step + 1) / trainer.state.max_steps",
+        "share_done(trainer.state.global_step, ",
+        "share_done(trainer.state.global_step + 1, ",
         "tests/trl/test_schedules.py::test_holderpo_anneals_by_itself",
+    ),
+    Mutation(
+        "a schedule that stops short of its end",
+        "offcorr/training/schedules.py",
+        "step / max(steps - 1, 1)",
+        "step / max(steps, 1)",
+        "tests/trl/test_schedules.py::test_holderpo_anneals_by_itself",
+    ),
+    Mutation(
+        "the kept units of this rank alone",
+        "offcorr/training/step.py",
+        "self.total(torch.stack([correction.kept_units(batch, self.statistics) for batch in batches]).sum(0))",
+        "torch.stack([correction.kept_units(batch, self.statistics) for batch in batches]).sum(0)",
+        "tests/training/test_step.py::test_what_another_rank_keeps_counts_too",
+    ),
+    Mutation(
+        "a row of logprobs too short is padded",
+        "offcorr/trl/trainer.py",
+        'for name in ("logprobs", "env_mask", *SAMPLED):',
+        "for name in SAMPLED:",
+        f"{TRL}::test_every_token_has_its_number",
     ),
     Mutation(
         "one fresh sample makes a step on-policy",
@@ -439,6 +461,83 @@ MUTATIONS = [
         "if key is not None and not",
         "if key is None and not",
         "tests/kernels/test_correction_aot.py::test_functions_of_one_name_are_told_apart",
+    ),
+    Mutation(
+        "the exact lab samples from the sampler instead of the engine",
+        LAB,
+        "return _chances(self.tree, self.engine)",
+        "return _chances(self.tree, self.old)",
+        f"{EXACT}::test_the_total_ratio_is_unbiased_whatever_the_engine_does",
+    ),
+    Mutation(
+        "the score without its mean",
+        LAB,
+        "return (totals - self.logp.exp() * totals.sum(1, keepdim=True)).flatten()",
+        "return totals.flatten()",
+        f"{EXACT}::test_scores_and_their_squares_are_those_of_autograd",
+    ),
+    Mutation(
+        "the square of the score without its cross term",
+        LAB,
+        "norms = 1 - 2 * chances +",
+        "norms = 1 - chances +",
+        f"{EXACT}::test_moments_agree_with_brute_force",
+    ),
+    Mutation(
+        "advantages under the sampler instead of the trainer",
+        LAB,
+        "self.tree.advantages(self.trainer, self.rewards)",
+        "self.tree.advantages(self.old, self.rewards)",
+        f"{EXACT}::test_the_true_gradient_is_the_derivative_of_the_expected_reward",
+    ),
+    Mutation(
+        "variance that does not fall with the batch",
+        LAB,
+        "max(total_square - mean_square, 0.0) / size",
+        "max(total_square - mean_square, 0.0)",
+        f"{EXACT}::test_drawn_moments_agree_with_exact_ones",
+    ),
+    Mutation(
+        "the squared mean of drawn batches with its bias",
+        LAB,
+        "(float(total.square().sum()) - squares) / (draws * (draws - 1))",
+        "float(total.square().sum()) / draws**2",
+        f"{EXACT}::test_few_draws_do_not_bias_the_variance",
+    ),
+    Mutation(
+        "bias by the difference of squares",
+        LAB,
+        "return found._replace(bias=float((mean - world.gradient).norm()) / math.sqrt(truth))",
+        "return found",
+        f"{EXACT}::test_the_sequence_ratio_is_unbiased",
+    ),
+    Mutation(
+        "aggregation left in",
+        LAB,
+        "return float(world.tree.length if aggregation.unit",
+        "return float(1 if aggregation.unit",
+        f"{EXACT}::test_the_sequence_ratio_is_unbiased",
+    ),
+    Mutation(
+        "a denominator that counts what is kept taken for constant",
+        LAB,
+        "return bool(loss_fn.couples) or not loss_fn.count_rejected",
+        "return bool(loss_fn.couples)",
+        f"{EXACT}::test_a_correction_that_couples_sequences_is_run_on_drawn_batches",
+    ),
+    Mutation(
+        "an error of a setting without its option",
+        "offcorr/lab/compare.py",
+        "raise ValueError(f\"--{name.replace('_', '-')} {rest}\") from error",
+        "raise",
+        "tests/lab/test_compare.py::test_errors_name_the_option",
+    ),
+    Mutation(
+        "columns that are too wide for the terminal",
+        "offcorr/lab/compare.py",
+        "if blocks[-1] and label + sum",
+        "if blocks[-1] and sum",
+        "tests/lab/test_compare.py::test_the_table_folds_to_the_width",
     ),
 ]
 

@@ -200,6 +200,25 @@ def test_denominator_or_kept_count_not_both():
         offcorr.get("ppo", count_rejected=False)(Batch(**GOOD), denominator=8)
 
 
+@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_a_denominator_counts_what_is_kept(aggregate):
+    """Halves over the kept units of both add up to the whole, which divides by its own."""
+    batch = offcorr.testing.example()
+    loss_fn = offcorr.get("geo_rs", low=0.9, high=1.1, aggregate=aggregate, count_rejected=False)
+    parts = [batch.rows(slice(0, 3)), batch.rows(slice(3, None))]
+    tokens, sequences = sum(loss_fn.kept_units(part) for part in parts).tolist()
+    assert 0 < tokens < int(batch.mask.sum()) and 0 < sequences < batch.sequences
+    z = tokens if aggregate == "token-mean" else sequences
+    halves = torch.cat([loss_fn(part, denominator=z, kept=True).coefficient for part in parts])
+    torch.testing.assert_close(halves, loss_fn(batch).coefficient)
+
+
+@pytest.mark.parametrize("field", ["count_rejected", "strict"])
+def test_yes_is_not_true(field):
+    with pytest.raises(ValueError, match=f"{field} is 'no', expected True or False"):
+        offcorr.get("ppo", **{field: "no"})
+
+
 def test_strict_raises_where_it_says():
     logp = LOGP.clone()
     logp[2, 5] = math.nan

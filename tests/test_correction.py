@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,19 @@ from offcorr.methods.registry import catalogue
 from offcorr.stages.checks import warn_once
 
 METHODS = [method.name for method in catalogue()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    total: Any
+
+    def merge(self, other):
+        return Sums(self.total + other.total)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoMerge:
+    total: torch.Tensor
 
 
 def with_length(name, **options):
@@ -135,9 +149,30 @@ def test_statistics_travel_as_tensors(name, loss_fn):
     assert not any(dtype == torch.uint8 for dtype in calls)
 
 
-def test_statistics_that_are_no_tensors_are_refused():
-    with pytest.raises(TypeError, match="statistics is a list, expected a frozen dataclass of tensors"):
-        Statistics({"gate": [1.0]}).all_reduce(lambda vector: vector[None])
+@pytest.mark.parametrize(
+    "statistics, message",
+    [
+        ([1.0], "Faulty.statistics returned a list, expected a frozen dataclass of tensors with merge"),
+        (NoMerge(torch.zeros(2)), "Faulty.statistics returned a NoMerge, expected a frozen dataclass .* with merge"),
+        (Sums(1.0), "Faulty.statistics: total is 1.0, expected a tensor of at most one dimension"),
+        (
+            Sums(torch.zeros(2, 2)),
+            "(?s)Faulty.statistics: total is tensor.*, expected a tensor of at most one dimension",
+        ),
+    ],
+)
+def test_statistics_that_could_not_be_merged_are_refused(statistics, message):
+    class Faulty(offcorr.controllers.Controller):
+        becomes, couples = "gate", "batch"
+
+        def statistics(self, tokens):
+            return statistics
+
+        def resolve(self, statistics):
+            return offcorr.gates.Clip()
+
+    with pytest.raises(TypeError, match=message):
+        offcorr.Correction(gate=Faulty()).statistics(testing.example())
 
 
 def test_couplings():

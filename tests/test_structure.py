@@ -26,6 +26,7 @@ LAYERS = [
     ("offcorr.testing",),
     ("offcorr.training",),
     ("offcorr",),  # the package itself: the names that users see
+    ("offcorr.lab",),
     ("offcorr.rollout",),
     ("offcorr.trl", "offcorr.toy", "offcorr.extras", "offcorr.integrations"),
     ("offcorr.cli", "offcorr.__main__"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import offcorr
-from offcorr import gates, ratios, rejections, testing, weights
+from offcorr import gates, ops, ratios, rejections, testing, weights
 from offcorr.methods.registry import catalogue
 
 METHODS = {method.name: method for method in catalogue()}
@@ -79,3 +79,28 @@ def test_a_dropped_in_file_is_a_method(tmp_path):
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"{len(testing.CHECKS)} passed" in run.stdout
+
+
+def min_with_two(log_ratio, advantage):
+    """Stated as if the bound of 2 let a gradient through."""
+    surrogate = ops.minimum(ops.exp(log_ratio), 2.0) * advantage
+    return surrogate, surrogate
+
+
+def test_a_wrong_derivative_far_from_one_is_found():
+    gate = type("MinWithTwo", (gates.Gate,), {"surrogate": staticmethod(min_with_two), "__module__": __name__})()
+    with pytest.raises(AssertionError, match="coefficient_is_the_gradient: stated derivative against autograd"):
+        testing.check(offcorr.Correction(gate=gate))
+
+
+def test_a_span_that_lets_masked_tokens_in_is_found():
+    @offcorr.spans.register("test_unmasked_maximum")
+    def unmasked(x, rows):
+        return x.cummax(1).values
+
+    try:
+        ratio = type("Unmasked", (ratios.Ratio,), {"span": "test_unmasked_maximum", "__module__": __name__})()
+        with pytest.raises(AssertionError, match="masked_tokens_have_no_effect"):
+            testing.check(offcorr.Correction(ratio=ratio))
+    finally:
+        offcorr.spans.unregister("test_unmasked_maximum")

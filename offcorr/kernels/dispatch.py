@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import importlib.util
+import os
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -82,6 +83,11 @@ def run(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Fused |
     """A plan by the kernel, without host synchronisation; None: the reference has to run."""
     if _why_reference(batch) is not None:
         return None
+    if batch.logp.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            "backend 'triton' was asked for and logp is on the CPU: expected a GPU, or TRITON_INTERPRET=1 in the "
+            "environment before triton is imported"
+        )
     from offcorr.kernels import launch
 
     try:

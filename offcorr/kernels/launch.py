@@ -23,6 +23,7 @@ from offcorr.kernels import correction as kernels
 from offcorr.kernels import metrics
 from offcorr.kernels.composition import Composition, composition
 from offcorr.kernels.dispatch import Fused
+from offcorr.kernels.rebind import NotFused
 from offcorr.metrics import LOSS, MISMATCH, Histogram, Metric
 from offcorr.stages.aggregate import AGGREGATIONS, row_constant
 from offcorr.stages.base import Plan
@@ -43,6 +44,8 @@ def prepare(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Lau
     Raises:
         NotFused: Triton cannot run the plan.
     """
+    if denominator is not None and not plan.count_rejected:
+        raise NotFused(f"{plan.aggregate} over kept tokens with a given denominator is not in the kernel")
     z = _denominator(plan, batch, denominator)
     composed = composition(plan, batch, _parts(batch) > 1)
     return Launch(plan, batch, composed, z)

@@ -50,6 +50,8 @@ def _rebound(pointwise: Callable[..., Any]) -> Any:
     names = {node.id for node in ast.walk(written) if isinstance(node, ast.Name)}
     for name in names.intersection(pointwise.__code__.co_names):  # no local ones, no attributes
         value = scope.get(name)
+        if isinstance(value, types.ModuleType) and value not in (ops, tl, triton_ops):
+            raise ValueError(f"it uses the module {name}, and only offcorr.ops runs in torch and in Triton")
         if value is ops:
             scope[name] = triton_ops
         elif isinstance(value, types.FunctionType) and value is not pointwise:

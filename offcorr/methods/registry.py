@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from offcorr.correction import FIELDS, Correction, named
 from offcorr.stages.base import stage_from_config
 from offcorr.stages.checks import nearest
@@ -76,6 +78,8 @@ class Method:
             if name in options:
                 options[name] = stage_from_config(kind, options[name])
         own = {name: value for name, value in options.items() if name in self.options}
+        for name, value in own.items():
+            _check_type(f"{self.name}: {name}", value, self.options[name].annotation)
         correction = self.build(**own)
         if not isinstance(correction, Correction):
             raise TypeError(f"{self.name} built a {type(correction).__name__}, expected an offcorr.Correction")
@@ -84,6 +88,19 @@ class Method:
             common["max_length"] = None
         defaults = {name: option.default for name, option in self.options.items() if option.default is not option.empty}
         return named(dataclasses.replace(correction, **common), self.name, defaults | options)
+
+
+def _check_type(what: str, value: Any, annotation: Any) -> None:
+    """Raise ``ValueError`` where a number or a truth value is annotated and something else came.
+
+    The method would compute with it before any stage looks at it.
+    """
+    wanted = getattr(annotation, "__name__", annotation)
+    if wanted == "bool" and not isinstance(value, bool):
+        raise ValueError(f"{what} is {value!r}, expected True or False")
+    if wanted in ("float", "int") and (isinstance(value, bool) or not isinstance(value, int | float | Tensor)):
+        schedule = "; in a trainer also a schedule, {'start': ..., 'end': ...}" if isinstance(value, Mapping) else ""
+        raise ValueError(f"{what} is {value!r}, expected a finite number{schedule}")
 
 
 _METHODS: dict[str, Method] = {}

@@ -26,12 +26,12 @@ class Sampling:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}, expected > 0 (greedy: top_k=1)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}, expected 0 < top_p <= 1")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}, expected 0 (off) or more")
+        if not (_is_number(self.temperature) and self.temperature > 0):
+            raise ValueError(f"temperature is {self.temperature!r}, expected a number > 0 (greedy: top_k=1)")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p is {self.top_p!r}, expected 0 < top_p <= 1")
+        if not (_is_number(self.top_k) and self.top_k >= 0 and self.top_k == int(self.top_k)):
+            raise ValueError(f"top_k is {self.top_k!r}, expected 0 (off) or more tokens")
 
     def logp(self, logits: Tensor) -> Tensor:
         """Log-probs (nats, float32) of the distribution that is sampled from; [..., V] -> [..., V].
@@ -50,6 +50,10 @@ class Sampling:
             dropped = p.cumsum(dim=-1) - p >= self.top_p
             logits = logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
         return logits.log_softmax(dim=-1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class OffPolicy:
         self.ring = SnapshotRing(self.lag)
         self._precision = Precision.named(self.precision)
         self._sampling(Sampling())  # checks the bounds
+        if self.seed is not None:
+            check_seed(self.seed)
         self._replica: Replica | None = None
         self._trainer: weakref.ref[Any] | None = None
         # by training or not: (version, calls so far at that version), for the next call's draws
@@ -158,8 +160,9 @@ class OffPolicy:
             own = getattr(self, name)
             return getattr(default, name) if own is None else own
 
+        top_k = chosen("top_k")
         # Engines write -1, older TRL None, for a top-k that is off.
-        return Sampling(chosen("temperature"), chosen("top_p"), max(chosen("top_k") or 0, 0))
+        return Sampling(chosen("temperature"), chosen("top_p"), 0 if top_k in (None, -1) else top_k)
 
     def _draw_seed(self, trainer: Any, training: bool, now: int) -> int:
         version, calls = self._calls.get(training, (now, 0))
@@ -192,6 +195,12 @@ class OffPolicy:
             FileNotFoundError: the folder has none.
         """
         self.load_state_dict(torch.load(Path(folder, STATE_FILE), weights_only=True))
+
+
+def check_seed(seed: Any) -> None:
+    """Raise ``ValueError`` unless ``seed`` is a whole number, 0 or more."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"seed is {seed!r}, expected a whole number, 0 or more, or None for the trainer's")
 
 
 class _Recorder(TrainerCallback):

@@ -2,7 +2,7 @@
 
 A stage is a frozen dataclass that is its own configuration.  It states what it does as data: plain functions over
 ``offcorr.ops`` (*pointwise* functions, named by their arguments), the name of a span, and a NamedTuple of numbers.
-``Spec`` and ``GateSpec`` collect this data; the torch reference (``correction.py``) and the kernel interpret them.
+``Spec`` and ``GateSpec`` collect this data; the torch reference (``reference.py``) and the kernel interpret them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from offcorr import shapes
-from offcorr.batch import LOG_LIMIT, Batch, Tokens
+from offcorr.batch import Batch, Tokens
 from offcorr.stages import definition, spans
 from offcorr.stages.checks import nearest
 
@@ -35,7 +36,8 @@ class Spec(NamedTuple):
     """A ratio, a weight or a rejection as data.
 
     The pipeline takes ``measure`` of every token (0 under the mask), carries it over the row by ``span``, clamps the
-    result to +-``limit`` and hands it to ``rule`` as ``value``.
+    result to +-``limit`` and hands it to ``rule`` as ``value``.  The log-ratio that a ratio's rule returns is clamped
+    to +-20 afterwards.
     """
 
     mismatch: shapes.Mismatch  # the pair of policies that is compared
@@ -43,7 +45,7 @@ class Spec(NamedTuple):
     span: str  # a name of ``offcorr.spans``
     rule: Pointwise  # a ratio's (log-ratio, slope); a weight's or rejection's (factor, kept)
     params: tuple[Any, ...]  # a NamedTuple of ``Number``, which the functions see as ``p``; () if there are none
-    limit: float  # nats
+    limit: float  # nats; infinite for a ratio
     counts_as: str  # "truncated", "vetoed" or "": see ``Weight.counts_as``
 
 
@@ -88,6 +90,13 @@ class Stage:
         definition.check_dataclass(cls)  # type: ignore[arg-type]
         return super().__new__(cls)
 
+    def __eq__(self, other: object) -> bool:
+        """Stages without fields are equal by their class; a dataclass compares its fields by a method of its own."""
+        return self is other or (type(self) is type(other) and not hasattr(self, "__dataclass_fields__"))
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     @classmethod
     def name(cls) -> str:
         """The name that stands for the class in configurations."""
@@ -126,7 +135,7 @@ def spec_of(stage: Any, engine_known: bool) -> Spec:
         stage.span,
         stage.rule,
         definition.checked_params(stage),
-        getattr(stage, "limit", LOG_LIMIT),
+        getattr(stage, "limit", math.inf),
         getattr(stage, "counts_as", ""),
     )
 
@@ -233,8 +242,8 @@ def plain(value: Any) -> Any:
 class Controller(Stage, kind="controller"):
     """A stage whose numbers depend on the whole optimizer batch.
 
-    ``becomes`` is the kind of the stage that it resolves to ("gate", "weight" or "rejection"), in whose place it
-    stands; ``couples`` is what it couples, "batch" or "group" (the samples of a prompt).
+    ``becomes`` is the kind of the stage that it resolves to: "gate", "weight" or "rejection".  ``couples`` names the
+    sequences that share statistics: the whole "batch", or the samples of one prompt ("group").
     """
 
     becomes: ClassVar[str]
@@ -263,7 +272,7 @@ class Controller(Stage, kind="controller"):
         raise NotImplementedError
 
     def resolve(self, statistics: Any) -> Stage:
-        """The plain stage that the merged statistics of the optimizer batch make of it."""
+        """An ordinary stage whose numbers are computed from the merged statistics of the optimizer batch."""
         raise NotImplementedError
 
     def logged(self, resolved: Any) -> dict[str, Number]:

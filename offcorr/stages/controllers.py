@@ -3,7 +3,7 @@
 A controller stands in the place of a gate, a weight or a rejection (``becomes``) and has two methods:
 
     statistics(tokens)    what it needs of a micro-batch: a frozen dataclass of tensors with ``merge(other)``
-    resolve(statistics)   the plain stage that the merged statistics of the optimizer batch make of it
+    resolve(statistics)   an ordinary stage whose numbers are computed from the merged statistics
 
 ``merge`` adds or joins, so the split into micro-batches and ranks changes nothing but rounding.  Without accumulation
 ``loss_fn(batch)`` calls both; otherwise the statistics come first, from a pass without gradient over the whole window:
@@ -201,7 +201,7 @@ class MomentBudget(Controller):
         check_mismatch(self)
 
     def statistics(self, tokens: Tokens) -> SquaredLogRatios:
-        # A token that the engine could not score has ratio 1 to it; its square enters the budget as it meets the bound.
+        # Unscored tokens take part with engine ratio 1, since the resolved bound judges them like that, too.
         squares = tokens.log_ratio(self.mismatch).clamped.square()
         return SquaredLogRatios(torch.where(tokens.trainable, squares, math.inf).flatten())
 

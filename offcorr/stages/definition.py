@@ -6,7 +6,7 @@ import ast
 import inspect
 import textwrap
 import types
-from functools import cache
+from functools import cache, cached_property
 from numbers import Real
 from typing import Any
 
@@ -41,6 +41,9 @@ def check(cls: Any) -> None:
     if hasattr(cls, "resolve"):
         _check_controller(cls)
         return
+    params = vars(cls).get("params", property())
+    if not isinstance(params, property | cached_property):
+        raise TypeError(f"{name}.params is {params!r}, expected a property that gives a NamedTuple of numbers")
     for part, values in cls.PARTS.items():
         given = inspect.getattr_static(cls, part, None)
         if getattr(given, "__isabstractmethod__", False):
@@ -56,6 +59,8 @@ def check(cls: Any) -> None:
         if not isinstance(given, staticmethod):
             raise TypeError(f"{name}.{part} is {given!r}, expected staticmethod(a function)")
         check_pointwise(f"{name}.{part}", given.__func__, values)
+        if part == "measure" and "value" in inspect.signature(given.__func__).parameters:
+            raise TypeError(f"{name}.measure asks for 'value', which is what the span makes of the measure")
         has_params = any("params" in vars(base) for base in cls.__mro__ if base.__name__ != "Stage")
         if "p" in inspect.signature(given.__func__).parameters and not has_params:
             raise TypeError(

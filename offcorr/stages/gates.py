@@ -1,8 +1,8 @@
 """Gates: how the surrogate limits the update.
 
-A gate's function gives (surrogate, its derivative with respect to the token's log-prob, the ratio's slope aside).  A
-*detached* gate takes the ratio as a constant and lets the gradient through ``logp`` alone; for the others the slope of
-the ratio multiplies the derivative.
+A gate's function returns the surrogate and its derivative with respect to the log-ratio.  The slope of the ratio turns
+that into the derivative with respect to the token's log-prob.  A *detached* gate takes the ratio as a constant and lets
+the gradient through ``logp`` alone: it returns the derivative with respect to ``logp``, and the slope is 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Gate(Stage, kind="gate"):
     @property
     @abstractmethod
     def surrogate(self) -> Pointwise:
-        """The function that gives (surrogate, d surrogate / d log-prob)."""
+        """The function that returns (surrogate, its derivative in the log-ratio; in ``logp`` if ``detached``)."""
 
     detached: bool = False
     """Whether the ratio is a constant to the gradient."""
@@ -224,7 +224,7 @@ def position_clip(log_ratio: Any, advantage: Any, position: Any, p: Any) -> Any:
 class PositionClip(Gate):
     """Clip whose log-bounds widen with position: [-log_low t^power, log_high t^power] (CTPO, 2605.07331).
 
-    t is the 1-based count of valid tokens.  The log-ratio is detached_clip at 10.
+    t is the 1-based count of valid tokens.  The log-ratio is clamped to at most 10 nats before ``exp``.
 
     Args:
         log_low, log_high: nats at t = 1.

@@ -21,7 +21,7 @@ UNBOUNDED = 1e30
 """Stands for "no bound" in parameters: finite, so that a product with a zero advantage is 0."""
 
 LARGEST_EXPONENT = 700.0
-"""exp of it is still a float64; the kernel's is 80, for float32."""
+"""exp(700) is still finite in float64; the kernel has 80, for float32."""
 
 
 def minimum(a: Tensor, b: Tensor | float) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from offcorr.batch import LOG_LIMIT, Tokens
 from offcorr.shapes import PerToken, TokenMask
@@ -38,6 +39,8 @@ def carried(spec: Spec, tokens: Tokens) -> PerToken:
     measured = torch.where(tokens.mask, call(spec.measure, tokens, spec), 0)
     span = spans.SPANS[spec.span]
     value = span(measured, tokens.rows, spec.params) if "p" in arguments(span) else span(measured, tokens.rows)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"span {spec.span!r} returned a {type(value).__name__}, expected a tensor like its measure")
     if value.shape != measured.shape:
         raise ValueError(f"span {spec.span!r} returned {tuple(value.shape)}, expected {tuple(measured.shape)}")
     return value

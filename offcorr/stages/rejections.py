@@ -128,11 +128,12 @@ def k1_within_half(value: Any, p: Any) -> Any:
 
 @dataclass(frozen=True)
 class K1(Rejection):
-    """Keep where log low <= k <= log high, k the log-ratio: the token's, or the sequence's sum, mean, or every token's.
+    """Keep where log low <= k <= log high, with k a log-ratio (nats).
 
     Args:
-        low, high: absolute bounds on the ratio (verl's sit on its inverse).
-        level: "token", "seq-sum", "seq-mean" or "seq-max" (all tokens inside).
+        low, high: absolute bounds on the ratio (verl's bound its inverse).
+        level: what k is: "token", the token's log-ratio; "seq-sum", their sum over the sequence; "seq-mean", their
+            mean; "seq-max", each of them, all of which must lie inside.
     """
 
     low: Number
@@ -293,13 +294,16 @@ class OPSM(Rejection):
         return Threshold(self.delta)
 
 
-def both_bernoulli_kls(value: Any, logp: Any, anchor_logp: Any, p: Any) -> Any:
-    ours, theirs = ops.exp(logp), ops.exp(anchor_logp)
+def bernoulli_kl(logp: Any, anchor_logp: Any) -> Any:
+    """KL divergence (nats) of sampling this token or another, from the second policy to the first."""
+    first, second = ops.exp(logp), ops.exp(anchor_logp)
     # The floor keeps the logarithm finite where a probability is 1.
-    our_rest, their_rest = ops.maximum(1 - ours, 1e-12), ops.maximum(1 - theirs, 1e-12)
-    gap, rest_gap = logp - anchor_logp, ops.log(our_rest) - ops.log(their_rest)
-    forward = ours * gap + our_rest * rest_gap
-    backward = -theirs * gap - their_rest * rest_gap
+    first_rest, second_rest = ops.maximum(1 - first, 1e-12), ops.maximum(1 - second, 1e-12)
+    return second * (anchor_logp - logp) + second_rest * (ops.log(second_rest) - ops.log(first_rest))
+
+
+def both_bernoulli_kls(value: Any, logp: Any, anchor_logp: Any, p: Any) -> Any:
+    forward, backward = bernoulli_kl(anchor_logp, logp), bernoulli_kl(logp, anchor_logp)
     return ops.zeros_like(value) + 1, (forward <= p.bound) & (backward <= p.bound)
 
 
@@ -342,11 +346,8 @@ def probability_shift(value: Any, logp: Any, anchor_logp: Any, advantage: Any, p
 
 
 def bernoulli_kl_outward(value: Any, logp: Any, anchor_logp: Any, advantage: Any, p: Any) -> Any:
-    ours, theirs = ops.exp(logp), ops.exp(anchor_logp)
-    our_rest, their_rest = ops.maximum(1 - ours, 1e-12), ops.maximum(1 - theirs, 1e-12)
-    kl = theirs * (anchor_logp - logp) + their_rest * (ops.log(their_rest) - ops.log(our_rest))
     outward = ((advantage > 0) & (logp > anchor_logp)) | ((advantage <= 0) & (logp < anchor_logp))
-    return ops.zeros_like(value) + 1, (kl <= p.delta) | ~outward
+    return ops.zeros_like(value) + 1, (bernoulli_kl(logp, anchor_logp) <= p.delta) | ~outward
 
 
 @dataclass(frozen=True)
@@ -354,9 +355,10 @@ class DPPO(Rejection):
     """Drop tokens whose probability moved too far in the direction that the advantage pushes (2602.04879).
 
     Args:
-        divergence: "tv": p - mu above ``high`` for A > 0, below ``-low`` for A <= 0; "kl": Bernoulli KL(mu, p) above
-            ``delta`` while moving on.
-        low, high: probability. delta: nats.
+        divergence: "tv": drop where the probability rose by more than ``high`` (A > 0), or fell by more than ``low``
+            (A <= 0); "kl": drop where the Bernoulli KL of the first policy from the second is above ``delta`` and the
+            token has moved in the direction that the advantage pushes.
+        low, high: differences of probabilities. delta: nats.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
@@ -391,25 +393,45 @@ def within_or_inward(value: Any, log_ratio: Any, advantage: Any, p: Any) -> Any:
     return ops.zeros_like(value) + 1, (value <= p.bound) | ~outward
 
 
+def probability_distance(logp: Any, anchor_logp: Any) -> Any:
+    return ops.abs(ops.exp(logp) - ops.exp(anchor_logp))
+
+
+_DIVERGENCES: dict[str, Pointwise] = {"ratio": distance_from_one, "tv": probability_distance, "kl": bernoulli_kl}
+
+
 @dataclass(frozen=True)
 class VACO(Rejection):
-    """Drop outward tokens (A * log ratio > 0) of sequences whose mean |ratio - 1| is above ``bound`` (2603.01365).
+    """Drop the outward tokens (A * log ratio > 0) of sequences whose mean divergence is above ``bound`` (2603.01365).
 
     Args:
-        bound: on the sequence's mean |ratio - 1|.
+        bound: on the mean of the divergence over the sequence's valid tokens.
+        divergence: of a token: "ratio", |ratio - 1|; "tv", the distance of its two probabilities; "kl", the Bernoulli
+            KL divergence (nats) of sampling it or another, of the second policy from the first.
+        increase_only: False drops every token of such a sequence, not only the outward ones.
         mismatch: the pair of policies; None: total where ``rollout_logp`` is given, else staleness.
     """
 
     bound: Number = 0.2
+    divergence: Literal["ratio", "tv", "kl"] = "ratio"
+    increase_only: bool = True
     mismatch: Mismatch | None = None
 
     span = "geometric"
-    measure = staticmethod(distance_from_one)
-    rule = staticmethod(within_or_inward)
 
     def __post_init__(self) -> None:
         check_number(self, "bound", low=0)
+        check_choice(self, "divergence", _DIVERGENCES)
+        check_choice(self, "increase_only", (True, False))
         check_mismatch(self, optional=True)
+
+    @property
+    def measure(self) -> Pointwise:
+        return _DIVERGENCES[self.divergence]
+
+    @property
+    def rule(self) -> Pointwise:
+        return within_or_inward if self.increase_only else at_most
 
     @property
     def params(self) -> Threshold:

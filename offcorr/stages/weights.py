@@ -51,7 +51,7 @@ class Weight(Stage, kind="weight"):
 
     PARTS: ClassVar[Mapping[str, int]] = {"measure": 1, "rule": 2}
     counts_as: str = "truncated"
-    """"truncated": tokens kept with another factor than exp(value) count as such; "vetoed": dropped ones do."""
+    """The metric it feeds: "truncated", kept tokens whose factor is not exp(value), or "vetoed", dropped tokens."""
     limit: float = LOG_LIMIT
     """The span's value is clamped to +-``limit`` (nats) before the rule."""
 

@@ -15,7 +15,7 @@ from offcorr.training.baselines import OPOB, token_baseline
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.precision import PRECISIONS, Precision
 from offcorr.training.replica import Replica
-from offcorr.training.schedules import Annealed, Linear
+from offcorr.training.schedules import Annealed, Linear, share_done
 from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights
 from offcorr.training.step import Step
 
@@ -40,5 +40,6 @@ __all__ = [
     "Supplied",
     "changing_weights",
     "make_anchor",
+    "share_done",
     "token_baseline",
 ]

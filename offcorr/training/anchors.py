@@ -30,7 +30,7 @@ from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.stages.checks import nearest, one_of
 from offcorr.training.replica import Replica
-from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights
+from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights, check_steps
 
 Score = Callable[[nn.Module], Tensor]
 """Runs the batch at hand through a module: [B, T] log-probs (nats), in the layout of ``batch.logp``."""
@@ -43,8 +43,10 @@ class Anchor(ABC):
         contains_rollout: ``rollout_logp`` is (part of) its log-probs, so that the staleness ratio contains the mismatch
             between trainer and engine.
         needs_forward: its log-probs are known only with or after the forward pass of the batch.
+        policy: in words, the policy that supplies ``old_logp``, and by what means.
     """
 
+    policy: ClassVar[str] = "a policy of one's own"
     contains_rollout: ClassVar[bool] = False
     needs_forward: ClassVar[bool] = False
 
@@ -95,6 +97,8 @@ class Anchor(ABC):
 class Supplied(Anchor):
     """The weights that sampled, in the trainer's precision: ``old_logp`` as the sampler supplied it with the batch."""
 
+    policy = "the weights that sampled, as the sampler supplied it"
+
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
         return _required(self, batch, "old_logp").detach()
 
@@ -111,6 +115,8 @@ class Recomputed(Anchor):
             every ratio would be 1.  None: the loop passes the log-probs to ``place``; if it has none, ``old_logp`` is
             None and every staleness ratio is 1.
     """
+
+    policy = "the weights before the first update on the samples, by one more forward pass"
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model = model
@@ -130,6 +136,7 @@ class Rollout(Anchor):
     Staleness and the mismatch between trainer and engine are then one ratio, so no engine ratio is left to weigh.
     """
 
+    policy = "the engine, as it reported"
     contains_rollout = True
 
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
@@ -163,6 +170,7 @@ class LogLinear(Anchor):
     tensor([[-1.2500, -2.0000, -2.0000]])
     """
 
+    policy = "a mixture of the engine's and the current log-probs"
     contains_rollout = True
     needs_forward = True
 
@@ -201,6 +209,7 @@ class EWMA(Anchor):
         device: where the mean is held; None: where the weights are.
     """
 
+    policy = "a mean of the weights so far, by one more forward pass"
     needs_forward = True
 
     def __init__(
@@ -287,9 +296,11 @@ class Snapshots(Anchor):
         version: the first version.
     """
 
+    policy = "the weights that sampled, by one more forward pass per version"
     needs_forward = True
 
     def __init__(self, model: nn.Module, limit: int, version: int = 0) -> None:
+        check_steps("limit", limit)
         self._model = model
         self._ring = SnapshotRing(limit)
         self._replica: Any = None

@@ -58,7 +58,7 @@ class Precision:
         Raises:
             ValueError: the name is unknown, or this torch has no such dtype.
         """
-        if name not in PRECISIONS:
+        if not isinstance(name, str) or name not in PRECISIONS:
             raise ValueError(f"precision is {name!r}, expected one of {', '.join(PRECISIONS)}")
         precision = PRECISIONS[name]
         if precision.storage is not None and not hasattr(torch, precision.storage):

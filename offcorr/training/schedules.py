@@ -13,9 +13,20 @@ from offcorr.correction import Correction
 from offcorr.stages.checks import check_number
 
 
+def share_done(step: int, steps: int) -> float:
+    """Share of the training that is done at an optimizer step: 0 at the first, ``step`` 0, and 1 at the last.
+
+    >>> [share_done(step, steps=3) for step in range(3)]
+    [0.0, 0.5, 1.0]
+    """
+    return min(step / max(steps - 1, 1), 1.0)
+
+
 @dataclass(frozen=True)
 class Linear:
-    """A number that runs from ``start`` to ``end`` over training; in a configuration ``{"start": 2.0, "end": -1.0}``.
+    """A number that runs from ``start`` at the first optimizer step to ``end`` at the last.
+
+    In a configuration it is ``{"start": 2.0, "end": -1.0}``.
 
     >>> power = Linear(2.0, -1.0)
     >>> power.at(0.0), power.at(0.5), power.at(1.0)
@@ -83,10 +94,27 @@ class Annealed:
         return {path: schedule.at(done) for path, schedule in self.schedules.items()}
 
 
-def _parsed(option: Any) -> Any:
+def _parsed(option: Any, path: str = "") -> Any:
+    """The options with ``Linear`` in the place of its configuration."""
     if isinstance(option, Mapping):
-        return Linear(**option) if option.keys() == {"start", "end"} else {k: _parsed(v) for k, v in option.items()}
-    return [_parsed(entry) for entry in option] if isinstance(option, list | tuple) else option
+        ends = option.keys() & {"start", "end"}
+        if path and ends and "name" not in option:
+            if option.keys() != {"start", "end"}:
+                raise ValueError(
+                    f"{path} is {dict(option)!r}, expected a number, or a schedule {{'start': ..., 'end': ...}}"
+                )
+            try:
+                return Linear(**option)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+        return {name: _parsed(value, _joined(path, name)) for name, value in option.items()}
+    if isinstance(option, list | tuple):
+        return [_parsed(entry, _joined(path, i)) for i, entry in enumerate(option)]
+    return option
+
+
+def _joined(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
 
 
 def _resolved(option: Any, done: float) -> Any:
@@ -103,4 +131,4 @@ def _schedules_in(option: Any, path: str = "") -> Iterator[tuple[str, Linear]]:
     elif isinstance(option, Mapping | list):
         parts = option.items() if isinstance(option, Mapping) else enumerate(option)
         for name, value in parts:
-            yield from _schedules_in(value, f"{path}.{name}" if path else str(name))
+            yield from _schedules_in(value, _joined(path, name))

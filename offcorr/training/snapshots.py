@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def check_steps(name: str, steps: Any) -> None:
+    """Raise ``ValueError`` unless ``steps`` is a whole number of optimizer updates, 0 or more."""
+    if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < 0:
+        raise ValueError(f"{name} is {steps!r}, expected a whole number of optimizer updates, 0 or more")
 
 
 class MissingVersion(KeyError):
@@ -24,8 +31,7 @@ class SnapshotRing:
     """
 
     def __init__(self, lag: int) -> None:
-        if lag < 0:
-            raise ValueError(f"lag is {lag}, expected 0 or more optimizer updates")
+        check_steps("lag", lag)
         self.lag = lag
         self._held: dict[int, dict[str, Tensor]] = {}
 

@@ -1,4 +1,4 @@
-"""``Step``: everything about an optimizer step that a correction needs and one micro-batch does not know."""
+"""``Step``: what is known only for a whole optimizer step, and not for one of its micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENGINE = "offcorr/engine/"
 
 
 class Step:
-    """The state that a training loop keeps for a correction, for any loop to hold as an attribute.
+    """Everything that depends on the whole optimizer step, rather than on one micro-batch; a training loop has one.
 
     It holds the correction in force, the statistics and the denominator of the whole optimizer step (all micro-batches
     and ranks), the anchor, the ESS learning rate, and the metrics since they were last read.
@@ -39,12 +39,12 @@ class Step:
             None: one rank.
 
     Raises:
-        ValueError: the correction and the anchor would count a ratio twice, or ``count_rejected=False``.
+        ValueError: the correction and the anchor would count a ratio twice.
 
     A whole training loop, on a bandit whose third action pays:
 
     >>> import torch, offcorr
-    >>> from offcorr.training import ESSLearningRate, EWMA, Step
+    >>> from offcorr.training import ESSLearningRate, EWMA, Step, share_done
     >>> policy = torch.nn.Embedding.from_pretrained(torch.zeros(4, 3), freeze=False)  # prompts to logits of 3 actions
     >>> optimizer = torch.optim.SGD(policy.parameters(), lr=3.0)
     >>> step = Step(offcorr.get("ppo"), anchor=EWMA(policy, window=4), ess_lr=ESSLearningRate(optimizer))
@@ -56,7 +56,7 @@ class Step:
     ...     score = lambda module: module(prompts).log_softmax(-1).gather(1, actions)
     ...     batch = offcorr.Batch(logp=score(policy), rollout_logp=rollout.gather(1, actions),
     ...                           advantages=rewards - rewards.mean(), mask=actions >= 0)
-    ...     step.begin(sequences=len(actions), done=version / 20)
+    ...     step.begin(sequences=len(actions), done=share_done(version, steps=20))
     ...     step.loss(step.place(batch, score)).loss.backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
@@ -66,7 +66,8 @@ class Step:
 
     With several micro-batches per optimizer step, ``begin`` is called once, with the number of tokens or sequences of
     all of them, and ``loss`` for each, with ``last=False`` for all but the last.  A correction that couples the batch
-    (``correction.couples``) needs ``begin(window=...)``: the placed batches of all micro-batches, read only then.
+    (``correction.couples``), or that divides by what it keeps (``count_rejected=False``), needs ``begin(window=...)``:
+    the placed batches of all micro-batches, read only then.
     """
 
     def __init__(
@@ -77,22 +78,21 @@ class Step:
         ess_lr: ESSLearningRate | Callable[[], ESSLearningRate] | None = None,
         gather: Gather | None = None,
     ) -> None:
+        if loss is not None and not isinstance(loss, Correction | Annealed):
+            raise TypeError(f"loss is {loss!r}, expected an offcorr.Correction, for instance offcorr.get('dapo')")
         self._annealed = loss if isinstance(loss, Annealed) else None
         self._correction = loss.at(0.0) if isinstance(loss, Annealed) else loss
-        if self._correction is not None and not self._correction.count_rejected:
-            raise ValueError(
-                "count_rejected=False divides by the number of kept tokens, which no micro-batch and no rank knows of "
-                "the others: leave it out in training"
-            )
         self._make_anchor = None if anchor is None or isinstance(anchor, Anchor) else anchor
         self._make_ess_lr = None if ess_lr is None or isinstance(ess_lr, ESSLearningRate) else ess_lr
         self._anchor = anchor if isinstance(anchor, Anchor) else None
         self._ess_lr = ess_lr if isinstance(ess_lr, ESSLearningRate) else None
         self._gather: Gather = gather or (lambda vector: vector[None])
+        self._kept: dict[str, Tensor] = {}
         self.statistics: Statistics | None = None
         self.denominator: float | Tensor | None = None
         self.in_progress = False
         """A step of training has begun, and its last micro-batch is still to come."""
+        self._begun = False
         self._train = True
         self._placed: Anchor | None = None
         self._active: Mean | None = None
@@ -120,6 +120,35 @@ class Step:
         return self._anchor
 
     @property
+    def anchor_in_force(self) -> Anchor | None:
+        """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was passed."""
+        return self._placed or self._anchor
+
+    def describe(self, batch: Batch) -> str:
+        """One line on a placed batch: the loss, the policy that supplies ``old_logp``, the engine's log-probs.
+
+        >>> import offcorr
+        >>> step = Step(offcorr.get("tis"))
+        >>> print(step.describe(step.place(offcorr.testing.example())))
+        loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (Supplied(), by default);
+        engine log-probs: yes
+        """
+        old_logp = "none, so that every staleness ratio is 1"
+        if batch.old_logp is not None and self._placed is not None:
+            old_logp = self._placed.policy
+        loss = "elsewhere" if self._correction is None else repr(self._correction.method)
+        engine = "no" if batch.rollout_logp is None else "yes"
+        return f"loss {loss}; old_logp: {old_logp} ({self._named_anchor()}); engine log-probs: {engine}"
+
+    def _named_anchor(self) -> str:
+        chosen = self._make_anchor is not None or self._anchor is not None
+        return f"{self.anchor_in_force!r}{'' if chosen else ', by default'}"
+
+    def __repr__(self) -> str:
+        loss = None if self._correction is None else self._correction.method
+        return f"Step(loss={loss!r}, anchor={self._named_anchor()})"
+
+    @property
     def ess_lr(self) -> ESSLearningRate | None:
         """The ESS learning rate; None: the optimizer's own rate."""
         if self._ess_lr is None and self._make_ess_lr is not None:
@@ -134,7 +163,7 @@ class Step:
             if self._ess_lr is not None:
                 self._ess_lr.detach()
             self._ess_lr = self._make_ess_lr()
-        self._active, self.in_progress = None, False
+        self._active, self._placed, self.in_progress = None, None, False
 
     # -- one optimizer step --------------------------------------------------------------------------------------
 
@@ -152,27 +181,50 @@ class Step:
 
         Args:
             window: every micro-batch of this rank, placed, under the weights the step begins with (a generator, say,
-                which runs each forward pass): read, without gradient, only by a correction that couples the batch.
-            tokens, sequences, averaged_over: as in ``count``; neither number: to be set by ``count``.
-            done: share of the training that is done, for options that follow a schedule.
+                which runs each forward pass): read, without gradient, only where ``needs_window``.
+            tokens, sequences, averaged_over: as in ``count``, which may be called later instead.
+            done: share of the training that is done, for options that follow a schedule (``share_done``).
             train: False: an evaluation, whose metrics are kept apart, and which no anchor and no learning rate sees.
         """
         self._train = self.in_progress = train
+        self._begun = True
         if self._annealed is not None and self._annealed.schedules:
             self._correction = self._annealed.at(done)
             for name, value in self._annealed.values(done).items():
                 self._values[train][f"offcorr/schedule/{name}"] = [value]
         self.statistics = self.denominator = None
-        if tokens is not None or sequences is not None:
+        if self.needs_window:
+            self._look_ahead(window)
+        if tokens is not None or sequences is not None or self._kept:
             self.count(tokens=tokens, sequences=sequences, averaged_over=averaged_over)
-        if self._correction is not None and self._correction.couples:
-            with torch.no_grad():
-                parts: list[Any] = [self._correction.statistics(batch) for batch in window]
-            if not parts:
-                raise ValueError(
-                    f"window is empty, but {self._correction.method!r} needs the batches of the whole optimizer step"
-                )
-            self.statistics = reduce(Statistics.merge, parts).all_reduce(self._gather)
+
+    @property
+    def needs_window(self) -> bool:
+        """Whether ``begin`` reads ``window``: the correction couples the batch, or divides by what it keeps."""
+        return self._correction is not None and (bool(self._correction.couples) or self._counts_kept)
+
+    @property
+    def _counts_kept(self) -> bool:
+        correction = self.correction
+        rejects = any(place.startswith(("weight", "reject")) for place in correction.stages)
+        return not correction.count_rejected and rejects and AGGREGATIONS[correction.aggregate].unit != "none"
+
+    @torch.no_grad()
+    def _look_ahead(self, window: Iterable[Batch]) -> None:
+        """The statistics and the kept units of the whole step, over all micro-batches and ranks."""
+        correction = self.correction
+        batches = list(window) if self._counts_kept else window
+        self._kept = {}
+        if correction.couples:
+            parts: list[Any] = [correction.statistics(batch) for batch in batches]
+            if parts:
+                self.statistics = reduce(Statistics.merge, parts).all_reduce(self._gather)
+        if self._counts_kept and batches:
+            kept = self.total(torch.stack([correction.kept_units(batch, self.statistics) for batch in batches]).sum(0))
+            self._kept = {"tokens": kept[0], "sequences": kept[1]}
+        if self.statistics is None and not self._kept:
+            reason = repr(correction.method) if correction.couples else f"count_rejected=False of {correction.method!r}"
+            raise ValueError(f"window is empty, but {reason} needs the batches of the whole optimizer step")
 
     def count(
         self,
@@ -185,12 +237,13 @@ class Step:
 
         Args:
             tokens, sequences: of the whole optimizer step, over all micro-batches and ranks (``total`` sums over
-                ranks); which of the two is needed depends on the correction's aggregation.
+                ranks); which of the two is needed depends on the correction's aggregation.  With
+                ``count_rejected=False`` the kept ones are known from the window, and take their place.
             averaged_over: number of losses that the framework averages: the ranks where it averages gradients over
                 them, times the micro-batches where it divides the loss by their number.
         """
         unit = AGGREGATIONS[self.correction.aggregate].unit
-        number = {"tokens": tokens, "sequences": sequences}.get(unit)
+        number = ({"tokens": tokens, "sequences": sequences} | self._kept).get(unit)
         if number is None:
             if unit != "none":
                 raise ValueError(f"{unit} is None, but aggregate={self.correction.aggregate!r} divides by its number")
@@ -219,10 +272,23 @@ class Step:
         """Loss, coefficient and metrics of a micro-batch; its share of the loss of the whole optimizer step.
 
         Args:
-            last: the optimizer steps after this micro-batch: its backward pass, or the call that follows it.
+            last: True for the last micro-batch before ``optimizer.step()``.
             on_policy: as in ``ESSLearningRate.add``.
+
+        Raises:
+            RuntimeError: no step has begun since the last one ended.
+            ValueError: the number that the aggregation divides by was not given.
         """
-        out = self.correction(batch, denominator=self.denominator, statistics=self.statistics)
+        unit = AGGREGATIONS[self.correction.aggregate].unit
+        if not self._begun:
+            raise RuntimeError("no optimizer step has begun: call begin() before the first micro-batch of every step")
+        if self.denominator is None and unit != "none":
+            raise ValueError(
+                f"{unit} is None, but aggregate={self.correction.aggregate!r} divides by the {unit} of the whole "
+                "optimizer step: pass their number to begin() or count()"
+            )
+        kept = not self.correction.count_rejected
+        out = self.correction(batch, denominator=self.denominator, statistics=self.statistics, kept=kept)
         if self._train and self._anchor is not None and self._anchor.wants_active:
             self._count_active(batch, out.coefficient)
         self.observe(batch, out.metrics, last=last, on_policy=on_policy)
@@ -252,7 +318,7 @@ class Step:
         Args:
             version: of the weights now, one higher after every step.
         """
-        self.in_progress = False
+        self.in_progress = self._begun = False
         if self._ess_lr is not None:
             self._ess_lr.end()
         if self.anchor is None:
@@ -278,8 +344,8 @@ class Step:
         return computed | {name: sum(value) / len(value) for name, value in values.items()}
 
     def _complete(self, metrics: Metrics, batch: Batch) -> Metrics:
-        """With the field's metrics.  Where the anchor contains the engine's log-probs, the mismatch of the engine is
-        the staleness series: the engine series would be 0 by construction, and look like good news.
+        """Adds the metrics that other frameworks log.  Where the anchor contains the engine's log-probs, the engine
+        series is dropped: it would be 0 by construction, and the staleness series holds the mismatch of both.
         """
         padded = batch.tokens.batch
         placed = self._placed
@@ -318,7 +384,7 @@ class Step:
         """Continue from a result of ``state_dict``.
 
         Returns:
-            What ``state`` has nothing of, and which is left as it is.
+            Names of the parts that ``state`` lacks; they keep their current values.
         """
         missing = []
         for name, own in self.state_dict().items():

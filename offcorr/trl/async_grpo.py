@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
@@ -26,11 +27,12 @@ from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
 import offcorr
 from offcorr.rollout.off_policy import in_mixed_precision
+from offcorr.training.anchors import Anchor
 from offcorr.training.replica import base_of
 from offcorr.training.schedules import Annealed
-from offcorr.trl.config import PREFIX, TRL_LOSSES, CorrectionOptions, given, named
+from offcorr.trl.config import CORRECTIONS_HELP, PREFIX, TRL_LOSSES, CorrectionOptions, given, named
 from offcorr.trl.patch import patched
-from offcorr.trl.step import StepCallback, log_metrics, make_step, share_done
+from offcorr.trl.step import StepCallback, log_metrics, make_step, report_anchor, share_done
 
 __all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer"]
 
@@ -39,6 +41,9 @@ COLUMNS = {"rewards": torch.float32, "group_ids": torch.long, "rollout_version":
 
 KEY = "offcorr"
 """The key of a sample's ``metrics`` under which its ``COLUMNS`` travel from the queue to the collator."""
+
+
+ASYNC_HELP = CORRECTIONS_HELP.replace(PREFIX, "")  # TRL's loss has no name here, so every name is this library's
 
 
 @dataclass
@@ -51,13 +56,10 @@ class AsyncGRPOConfig(CorrectionOptions, trl_async.AsyncGRPOConfig):
 
     _VALID_DICT_FIELDS = [*trl_async.AsyncGRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "anchor_kwargs"]
 
-    loss_type: str | None = field(
-        default=None, metadata={"help": "A correction: a name of offcorr.available(). None: TRL's own loss."}
-    )
+    loss_type: str | None = field(default=None, metadata={"help": f"A correction; None: TRL's own loss. {ASYNC_HELP}"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_options()
         if self.loss_kwargs and self.loss_type is None:
             raise ValueError(f"loss_kwargs={self.loss_kwargs!r} goes with a correction: name one in loss_type")
 
@@ -83,6 +85,7 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         annealed = choose_async_correction(args, loss)
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
+        self._reported = False
         self.trainer_version = 0
         self._window: list[dict[str, Tensor]] = []
         self._outputs: Any = None
@@ -101,6 +104,11 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
     def correction(self) -> offcorr.Correction | None:
         """The correction in force; None: TRL's own loss."""
         return self.correction_step.correction if self._corrects else None
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was asked for."""
+        return self.correction_step.anchor_in_force
 
     # The loss
 
@@ -186,7 +194,11 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         batch = packed_batch(inputs, logp, self._outputs.entropy.flatten().detach(), self.trainer_version)
         if batch.old_logp is not None and not batch.old_logp.isfinite().all():  # the worker supplied none
             batch = dataclasses.replace(batch, old_logp=None)
-        return self.correction_step.place(batch, partial(self._score, inputs))
+        batch = self.correction_step.place(batch, partial(self._score, inputs))
+        if self._corrects and not self._reported:
+            self._reported = True
+            report_anchor(self, batch, type(self.rollout_worker).__name__)
+        return batch
 
     def _score(self, inputs: dict[str, Any], module: Any) -> Tensor:
         """[M]: the loss terms' log-probs under another module."""
@@ -286,16 +298,30 @@ class ColumnQueue:
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self.inner.get(*args, **kwargs)
+        _check_sample(sample)
+        old_logp = getattr(sample, "old_logp", None)
         columns = {
             "rewards": sample.metrics.get("reward", torch.nan),
             "group_ids": sample.group_id,
             "rollout_version": sample.model_version,
-            "old_logp": getattr(sample, "old_logp", None),
+            "old_logp": None if old_logp is None else np.asarray(old_logp),
         }
         return dataclasses.replace(sample, metrics={**sample.metrics, KEY: columns})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def _check_sample(sample: Any) -> None:
+    """Raise ``ValueError`` where a worker's sample does not have one number for each token of ``input_ids``."""
+    wanted = (len(sample.input_ids),)
+    for name in ("completion_mask", "old_log_probs", "old_logp"):
+        value: Any = getattr(sample, name, None)
+        if (value is not None or name != "old_logp") and tuple(np.shape(value)) != wanted:
+            raise ValueError(
+                f"the rollout worker's {type(sample).__name__} has {name} of shape {tuple(np.shape(value))}, expected "
+                f"{wanted}: one number for each token of input_ids"
+            )
 
 
 class ColumnCollator(trl_module.DataCollatorForRollout):

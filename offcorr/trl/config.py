@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,9 @@ Any other bare name is this library's; a loss that a later TRL adds is then an u
 PREFIX = "offcorr:"
 """``"offcorr:dapo"`` is this library's dapo; a bare ``"dapo"`` is TRL's."""
 
+MAPPINGS = {"loss_kwargs": '{"eps_high": 0.28}', "anchor_kwargs": '{"window": 16}'}
+"""The options that are mappings, each with an example."""
+
 TRL_LOSS_OPTIONS = {
     "epsilon": "eps_low",
     "epsilon_high": "eps_high, or cap for cispo",
@@ -40,13 +45,26 @@ TRL_LOSS_OPTIONS = {
 }
 """The options of TRL's own losses, which a correction ignores, and the option with the same effect here."""
 
+TRL_DEFAULTS = {name: f.default for name, f in trl.GRPOConfig.__dataclass_fields__.items()}
+"""The defaults of TRL's options, as TRL has them: its class may be replaced after this library was imported."""
+
+
+CORRECTIONS = ", ".join(PREFIX + name if name in TRL_LOSSES else name for name in offcorr.available())
+"""The names of this library's losses as ``loss_type`` takes them."""
+
+CORRECTIONS_HELP = (
+    f"A correction is one of: {CORRECTIONS}; or FILE.py:SYMBOL. Options stand in `loss_kwargs`, or behind the name as "
+    "in 'minpro?eps_high=0.28'; `offcorr methods` lists them."
+)
+"""The help of an option that takes such a name."""
+
 
 @dataclass
 class CorrectionOptions:
     """The options that both of this library's configurations add to TRL's.
 
-    In ``loss_kwargs`` a number may be given as ``{"start": 2.0, "end": -1.0}``: it changes linearly over the training,
-    and is logged as ``offcorr/schedule/...``.
+    In ``loss_kwargs`` a number may be given as ``{"start": 2.0, "end": -1.0}``: it changes linearly from the first
+    optimizer step to the last, and is logged as ``offcorr/schedule/...``.
     """
 
     loss_kwargs: dict | str | None = field(
@@ -94,13 +112,29 @@ class CorrectionOptions:
         },
     )
 
+    def __post_init__(self) -> None:
+        for name, example in MAPPINGS.items():
+            value = getattr(self, name)
+            wanted = f"expected a mapping or a JSON object, for instance '{example}'"
+            reason = ""
+            if isinstance(value, str):  # TRL would parse it, and not name the option
+                try:
+                    setattr(self, name, json.loads(value))
+                except json.JSONDecodeError as error:
+                    reason = f" ({error})"
+            parsed = getattr(self, name)
+            if parsed is None and value is None:
+                continue
+            if not isinstance(parsed, Mapping):
+                raise ValueError(f"{name} is {value!r}, {wanted}{reason}")
+            for key in parsed:
+                if not isinstance(key, str):
+                    raise ValueError(f"{name} has the key {key!r}, expected the name of an option")
+        super().__post_init__()  # type: ignore[misc]  # TRL's
+        self._check_options()
+
     def _check_options(self) -> None:
         """Raise ``ValueError`` for values that an option cannot have; make ``ess_base`` a number if it is text."""
-        for name, example in (("loss_kwargs", '{"eps_high": 0.28}'), ("anchor_kwargs", '{"window": 16}')):
-            if isinstance(getattr(self, name), str):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, expected a mapping or a JSON object, for instance '{example}'"
-                )
         if self.anchor is not None and self.anchor not in ANCHORS:
             raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(ANCHORS)} or None")
         if self.ess_lr is not None and self.ess_lr not in RULES:
@@ -121,6 +155,14 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
 
     _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "anchor_kwargs"]
 
+    loss_type: str = field(
+        default=TRL_DEFAULTS["loss_type"],
+        metadata={
+            "help": f"A correction of offcorr or a loss of TRL's own. {CORRECTIONS_HELP} TRL's own: "
+            + trl.GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
+        },
+    )
+
     logprob_head: str = field(
         default="auto",
         metadata={
@@ -135,13 +177,15 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
         metadata={
             "help": "Skip sequences whose gradient is known to be zero before the forward pass: their advantage is "
             "zero, or they are rejected by stages that compare old with rollout log-probs. The update is the same; "
-            "metrics cover the computed sequences, and offcorr/loss/skipped is the share that was skipped."
+            "metrics cover the computed sequences, and offcorr/loss/skipped is the share that was skipped. Goes with a "
+            "correction, without KL (beta), entropy bonus or auxiliary loss, which need every sequence."
         },
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_options()
+        if not isinstance(self.skip_dead_sequences, bool):
+            raise ValueError(f"skip_dead_sequences is {self.skip_dead_sequences!r}, expected True or False")
         if self.logprob_head not in HEADS:
             raise ValueError(f"logprob_head is {self.logprob_head!r}, expected one of {list(HEADS)}")
         if self.logprob_head == "offcorr" and not SUPPORTED:
@@ -222,6 +266,11 @@ def named(name: str, args: Any) -> Annealed:
     Raises:
         ValueError: the name is unknown, or an option is unknown or out of range.
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"loss_type is {name!r}, expected the name of a loss: one of TRL's, {list(TRL_LOSSES)}, or of "
+            "offcorr.available(), such as 'minpro' or 'offcorr:dapo'"
+        )
     found = find(name)
     own = found.schedules if isinstance(found, Method) else {}
 
@@ -237,11 +286,10 @@ def _with_length(correction: offcorr.Correction, args: Any) -> offcorr.Correctio
 
 def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
     """Warn of options of TRL's own losses that were set and do nothing here."""
-    defaults = {name: f.default for name, f in trl.GRPOConfig.__dataclass_fields__.items()}
     ignored = {
         name: instead
         for name, instead in TRL_LOSS_OPTIONS.items()
-        if name in defaults and getattr(args, name, defaults[name]) != defaults[name]
+        if name in TRL_DEFAULTS and getattr(args, name, TRL_DEFAULTS[name]) != TRL_DEFAULTS[name]
     }
     if ignored:
         listed = ", ".join(f"{name}={getattr(args, name)!r} (here: {instead})" for name, instead in ignored.items())

@@ -10,6 +10,39 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 import offcorr
 from offcorr.stages.reference import weight_of
+from offcorr.training.schedules import Annealed
+
+NEUTRAL = {"beta": 0.0, "entropy_coef": 0.0, "use_adaptive_entropy": False, "top_entropy_quantile": 1.0}
+"""TRL's options that make the loss look at every sequence, with the values at which they do not."""
+
+
+def check_skipping(args: Any, loss: Annealed | None) -> None:
+    """Raise ``ValueError`` for ``skip_dead_sequences=True`` beside a setting under which no sequence can be skipped.
+
+    Args:
+        loss: None: TRL's own loss.
+    """
+    if not getattr(args, "skip_dead_sequences", False):
+        return
+    if loss is None:
+        loss_type = getattr(args, "loss_type", "dapo")
+        raise ValueError(
+            f"skip_dead_sequences=True goes with a correction, and loss_type={loss_type!r} is TRL's own loss, which "
+            "runs on every sequence: name a loss of offcorr.available() ('offcorr:...'), or leave it out"
+        )
+    correction = loss.at(0.0)
+    whole = {repr(correction.method): bool(correction.couples), "count_rejected=False": not correction.count_rejected}
+    whole |= {
+        f"{name}={getattr(args, name)!r}": getattr(args, name) != neutral
+        for name, neutral in NEUTRAL.items()
+        if hasattr(args, name)
+    }
+    for reason, looks_at_all in whole.items():
+        if looks_at_all:
+            raise ValueError(
+                f"skip_dead_sequences=True leaves sequences out of the forward pass, and {reason} looks at all of "
+                "them: leave one of the two out"
+            )
 
 
 def dead_sequences(correction: offcorr.Correction, batch: offcorr.Batch) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from pathlib import Path
@@ -11,10 +12,16 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from offcorr.training.anchors import make_anchor
+import offcorr
+from offcorr.stages.checks import outside
+from offcorr.training import schedules
+from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.schedules import Annealed
 from offcorr.training.step import Step
+from offcorr.trl.config import PREFIX
+
+logger = logging.getLogger("offcorr")
 
 STATE_FILE = "offcorr_trainer.pt"
 """The file of a checkpoint folder with the state of the ``Step``."""
@@ -37,11 +44,8 @@ def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
         anchor = make_anchor(name, nn.Module(), **options)  # has no weights, but checks the options
         if loss is not None:
             anchor.check(loss.at(0.0))
-        elif anchor.needs_forward:
-            raise ValueError(
-                f"anchor={name!r} goes with a correction, and TRL's own loss computes its old log-probs itself: write "
-                "loss_type='offcorr:...' or drop the anchor"
-            )
+        else:
+            _check_unread_anchor(name, anchor, getattr(args, "loss_type", None))
     rule = getattr(args, "ess_lr", None)
     return Step(
         loss,
@@ -53,9 +57,25 @@ def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
     )
 
 
+def _check_unread_anchor(name: str, anchor: Anchor, loss_type: str | None) -> None:
+    """Warn of an anchor beside TRL's own loss, which does not read it; refuse one that costs a forward pass.
+
+    Args:
+        loss_type: None in the asynchronous trainer, whose loss has no name.
+    """
+    reason = f"anchor={name!r} goes with a correction, and TRL's own loss computes its old log-probs itself"
+    known = loss_type in offcorr.available()
+    instead = f"write loss_type='{PREFIX}{loss_type if known else '...'}' or drop the anchor"
+    if anchor.needs_forward:
+        raise ValueError(f"{reason}: {instead}")
+    warnings.warn(
+        f"{reason}: the anchor changes no update, only the metrics of staleness; {instead}", stacklevel=outside()
+    )
+
+
 def share_done(trainer: Any) -> float:
-    """Share of the training that is done."""
-    return trainer.state.global_step / trainer.state.max_steps if trainer.state.max_steps else 0.0
+    """Share of the training that is done: 0 at its first optimizer step, 1 at its last."""
+    return schedules.share_done(trainer.state.global_step, trainer.state.max_steps)
 
 
 def log_metrics(trainer: Any) -> None:
@@ -64,6 +84,15 @@ def log_metrics(trainer: Any) -> None:
     for name, value in trainer.correction_step.metrics(train=mode == "train").items():
         if name not in trainer._metrics[mode]:
             trainer._metrics[mode][name] = [value]
+
+
+def report_anchor(trainer: Any, batch: offcorr.Batch, sampler: str) -> None:
+    """Log one line at a run's first batch, on the main process: loss, anchor and the engine's log-probs.
+
+    It goes to the logger "offcorr" at the level of warnings, the lowest that is shown where nothing is configured.
+    """
+    if trainer.accelerator.is_main_process:
+        logger.warning("offcorr: %s; sampled by %s", trainer.correction_step.describe(batch), sampler)
 
 
 def warn_on_main(trainer: Any, message: str) -> None:

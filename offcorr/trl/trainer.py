@@ -20,16 +20,26 @@ from torch import Tensor
 import offcorr
 from offcorr.metrics import Mean
 from offcorr.rollout.off_policy import give_fused_head, in_mixed_precision
+from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.training.anchors import Anchor
 from offcorr.training.ess_lr import AUTO
 from offcorr.training.replica import base_of
 from offcorr.trl.config import choose_correction
 from offcorr.trl.lm_head import lm_head
 from offcorr.trl.patch import patched
-from offcorr.trl.skip import dead_sequences, only, rows_kept
-from offcorr.trl.step import StepCallback, log_metrics, make_step, share_done, warn_on_main
+from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
+from offcorr.trl.step import StepCallback, log_metrics, make_step, report_anchor, share_done, warn_on_main
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
 """The keys that a ``rollout_func`` may return beside TRL's; they travel with the batch to the loss."""
+
+GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
+"""TRL's methods of generation; a subclass with one of its own may report log-probs."""
+
+ENGINE_MISSING = (
+    "the engine's log-probs, which nothing reports here: sample by vLLM (use_vllm=True) or by a rollout_func that "
+    "returns logprobs, for instance offcorr.rollout.OffPolicy(precision='int8')"
+)
 
 
 class Forward(NamedTuple):
@@ -38,12 +48,6 @@ class Forward(NamedTuple):
     logp: Tensor  # [B, T], with a graph
     entropy: Tensor  # [B, T]; None where it was not asked for
     aux_loss: Tensor | None = None
-
-
-@cache
-def forward_arguments() -> frozenset[str]:
-    """Arguments of the installed TRL's forward; those for images and the like are passed through by name."""
-    return frozenset(inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -71,15 +75,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         annealed = choose_correction(args, loss)
+        check_skipping(args, annealed)
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
+        if self._corrects and not rest:  # else rollout_func may be among them
+            self._check_sources(args, kwargs.get("rollout_func"))
         self._kept_forwards: list[tuple] | None = None
         self._sampled: dict[str, list] = {}
         self._groups_made = 0
         self._sampler: Any = None
-        self._warned_idle = False
+        self._warned_idle = self._reported = False
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self._corrects:
+            self._check_sources(self.args, self.rollout_func)
             self._check_settings()
             self._take_over_vllm_correction()
         if self.rollout_func is not None:
@@ -94,6 +102,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def correction(self) -> offcorr.Correction | None:
         """The correction in force; None: TRL's own loss."""
         return self.correction_step.correction if self._corrects else None
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was asked for."""
+        return self.correction_step.anchor_in_force
 
     @property
     def _mode(self) -> str:
@@ -121,7 +134,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             batch = self._batch(inputs, self._forward(model, inputs))
             loss = step.loss(batch, **last).loss
             if self._has_other_terms:
-                loss = loss + self._other_terms(model, inputs, batch)
+                loss = loss + self._other_terms(model, inputs, batch, loss.detach())
         return loss
 
     def _window(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -150,8 +163,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @property
     def _skips_dead(self) -> bool:
-        # KL, entropy bonus and auxiliary loss need every sequence.
-        return getattr(self.args, "skip_dead_sequences", False) and self._mode == "train" and not self._has_other_terms
+        return getattr(self.args, "skip_dead_sequences", False) and self._mode == "train"
 
     def _without_dead(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The micro-batch without the sequences whose gradient is known to be 0."""
@@ -205,9 +217,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         recomputed = inputs.get("old_per_token_logps")
         batch = self.correction_step.place(batch, partial(self._score, inputs), recomputed)
+        if self._corrects and self._mode == "train" and not self._reported:
+            self._reported = True
+            report_anchor(self, batch, self._sampler_name)
         if batch.old_logp is None:
             self._warn_if_idle()
         return batch
+
+    @property
+    def _sampler_name(self) -> str:
+        if self._sampler is None:
+            return "vLLM" if self.use_vllm else "TRL's own generation"
+        return getattr(self._sampler, "__name__", type(self._sampler).__name__)
 
     def _score(self, inputs: dict[str, Any], module: Any) -> Tensor:
         """[B, T]: the batch's log-probs under another module, by a forward pass that is not kept."""
@@ -222,8 +243,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _has_other_terms(self) -> bool:
         return self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
 
-    def _other_terms(self, model: Any, inputs: dict[str, Any], batch: offcorr.Batch) -> Tensor:
-        """TRL's own loss with advantage 0, on the same forward pass: all of its terms but the policy's."""
+    def _other_terms(self, model: Any, inputs: dict[str, Any], batch: offcorr.Batch, policy_loss: Tensor) -> Tensor:
+        """TRL's own loss with advantage 0, on the same forward pass: all of its terms but the policy's.
+
+        TRL logs ``policy_loss``, policy term and KL, beside an entropy bonus: its KL is here, the other is added.
+        """
         logp = batch.logp.detach()
         old_logp = logp
         if getattr(self.args, "use_bias_correction_kl", False) and batch.old_logp is not None:
@@ -245,9 +269,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         }[correction.aggregate]
         with patched(self, loss_type=loss_type, max_completion_length=length or self.max_completion_length):
             loss = super()._compute_loss(model, inputs)
-        for name in [*self._metrics[self._mode]]:
-            if name.startswith("clip_ratio/") or name == "policy_loss":
-                del self._metrics[self._mode][name]  # meaningless at advantage 0
+        logged = self._metrics[self._mode]
+        for name in [*logged]:
+            if name.startswith("clip_ratio/"):
+                del logged[name]  # meaningless at advantage 0
+        if self._entropy_bonus_enabled:
+            # As TRL logs it: a sequence mean before it is divided for gradient accumulation, a token mean after.
+            if AGGREGATIONS[correction.aggregate].unit == "sequences" and self._mode == "train":
+                policy_loss = policy_loss * self.current_gradient_accumulation_steps
+            logged["policy_loss"][-1] += self.accelerator.gather(policy_loss).nanmean().item()
         return loss
 
     @contextmanager
@@ -291,7 +321,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         output["generated_at"] = torch.full_like(row, self.state.global_step)
 
         for name, rows in self._sampled.items():
-            if isinstance(rows[0], list | tuple):
+            if _length(rows[0]) is not None:
                 output[name] = _padded(rows, width, SAMPLED[name], device)
             else:
                 output[name] = torch.as_tensor(rows, dtype=SAMPLED[name], device=device)
@@ -313,20 +343,24 @@ class GRPOTrainer(trl.GRPOTrainer):
         def remembering(prompts: list, trainer: Any) -> dict[str, Any]:
             output = rollout_func(prompts, trainer)
             self._sampled = {name: output[name] for name in SAMPLED if output.get(name) is not None}
-            self._check_sampled(output["completion_ids"])
+            if output.get("completion_ids") is not None:  # else TRL names it as missing
+                self._check_sampled(output)
             return output
 
         return remembering
 
-    def _check_sampled(self, completion_ids: list) -> None:
-        """One list per completion with one number per token; an offset of one token would make every ratio wrong."""
-        for name, rows in self._sampled.items():
-            got = [len(row) if isinstance(row, list | tuple) else 1 for row in rows]
-            wanted = [len(ids) for ids in completion_ids]
-            if got != wanted and (name == "old_logp" or got != [1] * len(wanted)):
+    def _check_sampled(self, output: dict[str, Any]) -> None:
+        """One number for each token: TRL would pad a short row, and every log-prob after the gap would be off."""
+        wanted = [len(ids) for ids in output["completion_ids"]]
+        for name in ("logprobs", "env_mask", *SAMPLED):
+            if output.get(name) is not None:
+                _check_rows(name, output[name], wanted)
+        if self._corrects and output.get("logprobs", 0) is None:
+            method = self.correction_step.correction.method
+            if "rollout_logp" in self.correction_step.correction.needs:
                 raise ValueError(
-                    f"rollout_func returned {name} for completions of {got} tokens, expected {wanted}: one number for "
-                    "each token of completion_ids"
+                    f"rollout_func returned logprobs=None, but loss {method!r} compares with the engine's log-probs: "
+                    "return them, or take a loss that needs no engine"
                 )
         if "old_logp" in self._sampled and self.tools:
             raise ValueError(
@@ -355,17 +389,15 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "use_liger_kernel=True computes TRL's own loss inside the kernel, so "
                 f"{correction.method!r} would never run: set use_liger_kernel=False"
             )
-        if getattr(args, "skip_dead_sequences", False) and (correction.couples or self.top_entropy_quantile < 1.0):
-            reason = (
-                repr(correction.method) if correction.couples else f"top_entropy_quantile={self.top_entropy_quantile}"
-            )
+        if self.aux_loss_enabled and getattr(args, "skip_dead_sequences", False):
             raise ValueError(
-                f"skip_dead_sequences=True leaves sequences out of the forward pass, and {reason} looks at all of "
-                "them: leave one of the two out"
+                "skip_dead_sequences=True leaves sequences out of the forward pass, and the auxiliary loss of this "
+                "MoE model looks at all of them: set router_aux_loss_coef=0 or leave it out"
             )
-        if correction.couples and args.steps_per_generation % args.gradient_accumulation_steps:
+        if self.correction_step.needs_window and args.steps_per_generation % args.gradient_accumulation_steps:
+            who = repr(correction.method) if correction.couples else f"count_rejected=False of {correction.method!r}"
             raise ValueError(
-                f"{correction.method!r} looks at an optimizer step's whole batch before its first gradient, so a "
+                f"{who} looks at an optimizer step's whole batch before its first gradient, so a "
                 f"step must lie in one generation: steps_per_generation is {args.steps_per_generation}, expected a "
                 f"multiple of gradient_accumulation_steps, {args.gradient_accumulation_steps}"
             )
@@ -379,6 +411,24 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise ValueError(
                 "aggregate='sum' divides by nothing, and TRL's other terms (beta, the entropy bonus, the auxiliary "
                 "loss) are means: take another aggregation, or set them to 0"
+            )
+
+    def _check_sources(self, args: Any, rollout_func: Any) -> None:
+        """Log-probs that correction and anchor need must come from somewhere: TRL's own generation has none."""
+        own = type(self).__mro__[: type(self).__mro__.index(GRPOTrainer)]
+        if rollout_func is not None or any(name in vars(cls) for cls in own for name in GENERATION):
+            return  # seen when it returns
+        anchor, vllm = getattr(args, "anchor", None), getattr(args, "use_vllm", False)
+        method = self.correction_step.correction.method
+        if not vllm and "rollout_logp" in self.correction_step.correction.needs:
+            raise ValueError(f"loss {method!r} compares with {ENGINE_MISSING}, or take a loss that needs no engine")
+        if not vllm and anchor == "rollout":
+            raise ValueError(f"anchor='rollout' takes {ENGINE_MISSING}, or take another anchor")
+        if anchor in ("snapshot", "log_linear"):
+            key = {"snapshot": "old_logp", "log_linear": "rollout_version"}[anchor]
+            raise ValueError(
+                f"anchor={anchor!r} needs {key} of every completion, and there is no rollout_func to return it: pass "
+                "one, for instance offcorr.rollout.OffPolicy(), or take another anchor"
             )
 
     def _take_over_vllm_correction(self) -> None:
@@ -408,6 +458,54 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "anchor='rollout' where the engine reports log-probs, or take more optimizer steps per generation "
                 "(num_iterations, steps_per_generation)",
             )
+
+
+@cache
+def forward_arguments() -> frozenset[str]:
+    """Arguments of the installed TRL's forward; those for images and the like are passed through by name.
+
+    They are read from the classes that were subclassed here, whatever ``trl.GRPOTrainer`` is by now; one that passes
+    ``**kwargs`` on leaves the names to the next.
+    """
+    for owner in GRPOTrainer.__mro__[1:]:
+        forward = vars(owner).get("_get_per_token_logps_and_entropies")
+        names = inspect.signature(forward).parameters if forward else {}
+        if names and not any(name.kind is name.VAR_KEYWORD for name in names.values()):
+            return frozenset(names)
+    raise RuntimeError("this TRL has no _get_per_token_logps_and_entropies")
+
+
+def _check_rows(name: str, rows: Any, wanted: list[int]) -> None:
+    """Raise ``ValueError`` where a ``rollout_func`` returned anything but one number for each token.
+
+    Args:
+        wanted: number of tokens of each completion.
+    """
+    said = f"rollout_func returned {name}"
+    if len(rows) != len(wanted):
+        raise ValueError(f"{said} for {len(rows)} completions, expected {len(wanted)}, those of completion_ids")
+    if name == "rollout_version" and all(_length(row) is None for row in rows):
+        return  # one for all tokens of a completion
+    for i, (row, tokens) in enumerate(zip(rows, wanted, strict=True)):
+        values = row.tolist() if hasattr(row, "tolist") else row
+        if _length(values) != tokens:
+            found = repr(values) if _length(values) is None else f"{len(values)} numbers"
+            raise ValueError(
+                f"{said}[{i}] of {found}, expected {tokens}: one number for each token of completion_ids[{i}]"
+            )
+        for t, value in enumerate(values):
+            if type(value) is float or value is None or (hasattr(value, "__float__") and _length(value) is None):
+                continue
+            cure = "" if _length(value) is None else "; of several candidates, that of the sampled token"
+            raise ValueError(f"{said}[{i}][{t}] = {value!r}, expected a number{cure}")
+
+
+def _length(value: Any) -> int | None:
+    """The length of a list, or of anything like one; None of a number and of text."""
+    try:
+        return None if isinstance(value, str) else len(value)
+    except TypeError:
+        return None
 
 
 def _padded(rows: list, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

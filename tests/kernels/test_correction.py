@@ -461,6 +461,12 @@ def test_rejected_tokens_may_leave_the_denominator(aggregate):
     out = within_budget(loss_fn, batch)
     within_budget(loss_fn, packed(batch, [65, 0, 33, 9]))
     assert 0 < out.metrics.compute()["offcorr/loss/kept"] < 1
+    if AGGREGATIONS[aggregate].divides_by_count:  # and by what the caller counted: not in the kernel
+        dispatch._warn_once.cache_clear()
+        with dispatch.use("triton"), pytest.warns(RuntimeWarning, match="reference: seq-mean-token-mean over kept"):
+            loss_fn(batch, denominator=12.0, kept=True)
+    elif AGGREGATIONS[aggregate].unit != "none":
+        within_budget(loss_fn, batch, denominator=12.0, kept=True)
 
 
 def test_constant_length_left_out_warns_and_takes_the_width():
@@ -600,8 +606,8 @@ def test_a_function_that_triton_refuses_runs_on_the_reference():
         return factor * advantage * logp, factor * advantage
 
     batch = padded(rows=2, width=9)
-    for surrogate in (torch_only, assigned_twice):
-        falls_back(gated(surrogate), batch, surrogate.__name__ if not INTERPRETED else "Triton cannot compile it")
+    falls_back(gated(torch_only), batch, "torch_only cannot run in Triton")
+    falls_back(gated(assigned_twice), batch, "Triton cannot compile it" if INTERPRETED else "assigned_twice")
     falls_back(gated(closing), batch, "takes factor from the function around it")
     falls_back(gated(lambda logp, advantage: (advantage * logp, advantage)), batch, "is no def of its own")
 
@@ -666,3 +672,27 @@ def test_what_is_not_a_number_is_not_trained_on():
 
     out = within_budget(offcorr.Correction(gate=_NotANumber()), padded(rows=2, width=9))
     assert out.metrics.data["offcorr/loss/nonfinite"].vector > 0
+
+
+@pytest.mark.parametrize("build", [lambda: offcorr.get("holderpo"), lambda: offcorr.get("gmpo", eps_high=30.0)])
+def test_ratios_whose_span_leaves_the_limits(build):
+    """A span's value may be beyond +-20 where the log-ratio that the rule makes of it is not."""
+    batch = padded(rows=3, width=40)
+    far = torch.where(torch.arange(40) % 9 == 0, 15.0, 0.6)
+    batch = dataclasses.replace(batch, old_logp=torch.where(batch.mask, batch.logp - far, batch.old_logp))
+    within_budget(build(), batch)
+
+
+def tenth(value):
+    return value / 10, ops.zeros_like(value) + 1
+
+
+def test_a_rule_sees_the_value_of_its_span_unclamped():
+    Tenth = type("TenthOfTheSum", (offcorr.ratios.Ratio,), {"span": "sequence", "rule": staticmethod(tenth)})
+    logp = torch.full((1, 64), -2.0)
+    batch = Batch(logp=logp, old_logp=logp - 0.6, advantages=torch.ones(1), mask=logp < 0)  # the sum is 38.4
+    loss_fn = offcorr.Correction(ratio=Tenth(), gate=offcorr.gates.DetachedRatio())
+    for backend in ("reference", "triton"):
+        out, _ = run(loss_fn, batch, backend)
+        torch.testing.assert_close(-64 * out.coefficient, torch.full_like(logp, 3.84).exp())
+    within_budget(loss_fn, batch)

@@ -74,3 +74,62 @@ def test_a_span_without_a_twin_runs_on_the_reference_and_says_so(extensions):
         assert offcorr.backend(loss_fn, batch()).startswith("reference: ")
         with pytest.warns(RuntimeWarning, match="decayed"):
             loss_fn(batch())
+
+
+@pytest.mark.parametrize("name", ["dapo", "minpro", "holderpo", "turn_ppo", "asymre", "vaco"])
+def test_the_kernel_check_passes_where_both_agree(name):
+    assert offcorr.testing.check_kernel(name) < 1e-3
+
+
+def test_the_kernel_check_finds_a_twin_that_computes_another_span(tmp_path):
+    """The wrong one begins each row at 0, as if a row whose ratios all fell had had a ratio of 1."""
+    (tmp_path / "peaks.py").write_text(
+        "import torch, triton, triton.language as tl\n"
+        "from offcorr import ratios, spans\n"
+        "from offcorr.kernels.spans import Running, register\n\n"
+        "def peak(x, rows):\n"
+        "    return torch.where(rows.mask, x, -torch.inf).cummax(1).values\n\n"
+        "@triton.jit\n"
+        "def larger(a, b):\n"
+        "    return tl.maximum(a, b)\n\n"
+        "@triton.jit\n"
+        "def twin(x, mask, position, carry, p):\n"
+        "    seen = tl.associative_scan(tl.where(mask, x, -1e30), 0, larger)\n"
+        "    return tl.maximum(seen, carry), tl.maximum(tl.max(tl.where(mask, x, -1e30), 0), carry)\n\n"
+        "for name in ('test_none', 'test_right', 'test_wrong'):\n"
+        "    spans.register(name)(lambda x, rows: peak(x, rows))\n"
+        "register('test_right', Running(twin, first=-1e30, needs_position=False))\n"
+        "register('test_wrong', Running(twin, first=0.0, needs_position=False))\n"
+    )
+    imported(tmp_path / "peaks.py")
+    loss = {
+        name: offcorr.Correction(ratio=type(name, (offcorr.ratios.Ratio,), {"span": name, "__module__": __name__})())
+        for name in ("test_none", "test_right", "test_wrong")
+    }
+    try:
+        with pytest.raises(AssertionError, match="does not run in the kernel: reference: the span 'test_none' has no"):
+            offcorr.testing.check_kernel(loss["test_none"])
+        offcorr.testing.check_kernel(loss["test_right"])
+        with pytest.raises(AssertionError, match="kernel and reference differ by .* at a spread of"):
+            offcorr.testing.check_kernel(loss["test_wrong"])
+    finally:
+        for name in loss:
+            spans.unregister(name)
+
+
+def test_a_function_that_uses_torch_does_not_fuse(tmp_path):
+    (tmp_path / "torchy.py").write_text(
+        "import torch\nfrom offcorr import gates\n\n"
+        "def exponential(log_ratio, advantage):\n"
+        "    surrogate = torch.exp(log_ratio) * advantage\n    return surrogate, surrogate\n\n"
+        "class Torchy(gates.Gate):\n    surrogate = staticmethod(exponential)\n"
+    )
+    loss_fn = offcorr.Correction(gate=imported(tmp_path / "torchy.py").Torchy())
+    with offcorr.use_backend("triton"):
+        assert "it uses the module torch, and only offcorr.ops runs" in offcorr.backend(loss_fn, batch())
+
+
+def test_the_kernel_without_a_gpu_or_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with offcorr.use_backend("triton"), pytest.raises(RuntimeError, match="expected a GPU, or TRITON_INTERPRET=1"):
+        offcorr.get("ppo")(batch())

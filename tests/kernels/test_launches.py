@@ -68,7 +68,7 @@ def known(name: str, batch: offcorr.Batch) -> offcorr.Correction:
 
 def fill_caches(loss_fn: offcorr.Correction, batch: offcorr.Batch) -> None:
     """What a first call makes on the device and keeps."""
-    call = prepared(loss_fn, batch, 7.0)
+    call = prepared(loss_fn, batch, 7.0 if loss_fn.count_rejected else None)
     call.arguments(call.buffers())
 
 

@@ -166,9 +166,10 @@ def _binary_kl(o, batch):
     return Composition(clip_gate(o), TOKEN, [], [("BinaryKL", {"bound": o.bound})])
 
 
-@method("vaco", bound=0.2)
+@method("vaco", bound=0.2, divergence="ratio", increase_only=True)
 def _vaco(o, batch):
-    return Composition(("Unclipped", {}), TOKEN, [], [("VACO", {"bound": o.bound})])
+    options = {"bound": o.bound, "divergence": o.divergence, "increase_only": o.increase_only}
+    return Composition(("Unclipped", {}), TOKEN, [], [("VACO", options)])
 
 
 @method("gspo", aggregate=SMTM, eps_low=3e-4, eps_high=4e-4, dual_clip=None)

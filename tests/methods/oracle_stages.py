@@ -429,7 +429,10 @@ def rejections(stage: Stage, sequence: Sequence) -> list[bool]:
         close = inside(-mean(d), None, o["delta"])
         return [token.advantage >= 0 or close for token in tokens]
     if name == "VACO":
-        out = not inside(mean([abs(math.expm1(x)) for x in d]), None, o["bound"])
+        divergences = [divergence(o.get("divergence", "ratio"), token, of) for token in tokens]
+        out = not inside(mean(divergences), None, o["bound"])
+        if not o.get("increase_only", True):
+            return [not out] * len(tokens)
         for x, token in zip(d, tokens, strict=True):
             if out and token.advantage != 0:
                 near(x, 0.0)
@@ -457,6 +460,17 @@ def rec_kept(o: dict[str, Any], r: float, a: float) -> bool:
             return inside(r, low, high) or inside(r, None, 1.0 - o["eps_low_prime"])
         return inside(r, low, high) or inside(r, 1.0 + o["eps_high_prime"], None)
     raise ValueError(o["mode"])
+
+
+def divergence(kind: str, token: Token, of: str) -> float:
+    """Of one token, between the two policies; 0 where it is no number."""
+    if not token.finite:
+        return 0.0
+    log_p = token.old if of == "engine" else token.logp
+    log_mu = token.old if of == "staleness" else token.rollout
+    if kind == "ratio":
+        return abs(math.expm1(difference(token, of)))
+    return abs(math.exp(log_p) - math.exp(log_mu)) if kind == "tv" else bernoulli_kl(log_mu, log_p)
 
 
 def probability_kept(stage: Stage, token: Token, of: str) -> bool:

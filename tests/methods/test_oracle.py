@@ -169,7 +169,7 @@ def assert_same(loss_fn: Any, case: Case, expected: tuple[float, Any], dtype: to
     magnitude, unit = trace.magnitude, trace.unit
     loss, coefficient = expected
     batch = as_batch(case, dtype)
-    out = loss_fn(batch, **call)
+    out = loss_fn(batch, **call, kept="denominator" in call and not loss_fn.count_rejected)
     relative = tolerance(case, dtype)
     assert out.loss.dtype == dtype
     # Far out, where a term is small against |w A / Z|, float32 rounds what stands in its exponent.
@@ -285,7 +285,11 @@ OPTIONS: dict[str, Callable[[random.Random], Options]] = {
     "veto": with_ppo(lambda rng: {"threshold": 10 ** rng.uniform(-6, -0.5)}),
     "opsm": with_ppo(lambda rng: {"delta": rng.uniform(0.0, 1.0)}),
     "binary_kl": with_ppo(lambda rng: {"bound": 10 ** rng.uniform(-3, 0)}),
-    "vaco": lambda rng: {"bound": rng.uniform(0.01, 1.0)},
+    "vaco": lambda rng: {
+        "bound": rng.uniform(0.01, 1.0),
+        "divergence": rng.choice(["ratio", "tv", "kl"]),
+        "increase_only": rng.random() < 0.7,
+    },
     "gspo": small_clip,
     "luspo": small_clip,
     "gmpo": lambda rng: {"eps_low": rng.uniform(0.05, 1.0), "eps_high": rng.uniform(0.05, 1.0)},
@@ -370,7 +374,7 @@ def random_call(rng: random.Random) -> tuple[Options, Options]:
         loss["max_length"] = rng.choice([5, 17, 64])
     if loss["aggregate"] != SUM and rng.random() < 0.3:
         call["denominator"] = rng.randint(1, 50)
-    elif rng.random() < 0.3:
+    if rng.random() < 0.3:
         loss["count_rejected"] = False
     return loss, call
 
@@ -472,7 +476,11 @@ REJECTIONS: dict[str, Draw] = {
         **{key: rng.uniform(0.01, 0.3) for key in ("low", "high", "delta")},
         "divergence": rng.choice(["tv", "kl"]),
     },
-    "VACO": log_bound(-3, 0),
+    "VACO": lambda rng: {
+        **log_bound(-3, 0)(rng),
+        "divergence": rng.choice(["ratio", "tv", "kl"]),
+        "increase_only": rng.random() < 0.7,
+    },
     "REC": lambda rng: {key: value for key, value in OPTIONS["rec"](rng).items() if key != "weighted"},
     "MomentBudget": OPTIONS["m2po"],
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -70,9 +71,23 @@ def test_ring_state_round_trips_and_drops_what_a_shorter_lag_cannot_reach():
         assert all(torch.equal(other[v]["w"], ring[v]["w"]) for v in versions)
 
 
-def test_negative_lag_is_refused():
-    with pytest.raises(ValueError, match="lag is -1"):
-        OffPolicy(lag=-1)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *[{"lag": value} for value in (-1, 1.5, "16", True, None)],
+        *[{"precision": value} for value in ("int7", 8, ["int8"])],
+        *[{"temperature": value} for value in (0.0, "hot", True)],
+        *[{"top_p": value} for value in (0.0, 1.1, "all")],
+        *[{"top_k": value} for value in (-2, 1.5, "50")],
+        *[{"seed": value} for value in (-1, 1.5, "0")],
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}, expected")):
+        OffPolicy(**setting)
+    assert OffPolicy(top_k=-1).top_k == -1  # off, as engines write it
 
 
 # ---- the precisions

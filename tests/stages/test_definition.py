@@ -68,6 +68,8 @@ def define(base_class: type, name: str = "Mine", **attributes: Any) -> type:
         (rejections.Rejection, {}, "Mine has no rule, expected"),
         (weights.Weight, {"measure": staticmethod(three_values), "rule": staticmethod(three_values)}, "Mine.measure"),
         (ratios.Ratio, {"rule": staticmethod(one_value)}, "Mine.rule returns 1 value"),
+        (ratios.Ratio, {"measure": staticmethod(lambda value: value)}, "Mine.measure asks for 'value', which is what"),
+        (gates.Gate, {"surrogate": staticmethod(clipped), "params": {"eps": 1}}, "Mine.params is {'eps': 1}, expected"),
         (offcorr.controllers.Controller, {"resolve": print}, "Mine.becomes is None, expected one of"),
         (offcorr.controllers.Controller, {"becomes": "gate", "resolve": print}, "Mine has no statistics, expected"),
     ],
@@ -202,3 +204,13 @@ def test_spec_strings():
     assert offcorr.get(spec) == offcorr.resolve("offcorr:" + spec) == wanted
     assert offcorr.from_config({"method": spec}) == wanted
     assert offcorr.get("icepop?high=3", low=0.1) == offcorr.get("icepop", low=0.1, high=3)
+
+
+def test_an_instance_is_wanted():
+    with pytest.raises(ValueError, match=r"gate is the class Clip, expected an instance: Clip\(\)"):
+        offcorr.Correction(gate=gates.Clip)
+
+
+def test_a_pair_of_policies_that_does_not_exist():
+    with pytest.raises(ValueError, match="mismatch is 'stale', did you mean 'staleness'"):
+        offcorr.testing.example().tokens.log_ratio("stale")

@@ -301,3 +301,9 @@ def test_an_anchor_resumes(model, score, batch, name, tmp_path):
         one._model = model
         one.step(3, active=1.0)
     assert torch.equal(resumed.old_logp(batch, score), anchor.old_logp(batch, score))
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, "4"])
+def test_a_limit_of_snapshots_is_a_whole_number(limit):
+    with pytest.raises(ValueError, match=f"limit is {limit!r}, expected a whole number of optimizer updates"):
+        Snapshots(torch.nn.Linear(1, 1), limit=limit)

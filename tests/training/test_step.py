@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import torch
 
 import offcorr
 from offcorr import Batch
-from offcorr.training import EWMA, Annealed, ESSLearningRate, Linear, Recomputed, Rollout, Step, Supplied
-from offcorr.training.anchors import default_anchor
+from offcorr.training import EWMA, Annealed, ESSLearningRate, Linear, Recomputed, Rollout, Snapshots, Step, Supplied
+from offcorr.training.anchors import ANCHORS, Anchor, default_anchor
 
 ROWS, WIDTH = 8, 5
 
@@ -72,6 +73,52 @@ def test_the_split_into_micro_batches_changes_nothing(method, sizes, averaged_ov
     assert step.metrics() == pytest.approx(whole.metrics())
 
 
+AGGREGATES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "sum"]
+REJECTING = {  # methods that drop some tokens and whole sequences; the last by the whole step's statistics
+    "icepop": {"low": 0.9, "high": 1.1},
+    "geo_rs": {"low": 0.95, "high": 1.05},
+    "m2po": {"tau": 0.01},
+    "ppo": {},
+}
+
+
+@pytest.mark.parametrize("averaged_over", [1, 3])
+@pytest.mark.parametrize("sizes", [(8,), (1, 5, 2)])
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("method", REJECTING)
+def test_what_is_kept_is_counted_over_the_whole_step(method, aggregate, sizes, averaged_over):
+    """count_rejected=False: the step's loss is the whole batch's, whose denominator is its own kept units."""
+    length = {"max_length": WIDTH} if aggregate.endswith("norm") else {}
+    loss_fn = offcorr.get(method, **REJECTING[method], aggregate=aggregate, count_rejected=False, **length)
+    batch = whole_batch()
+    wanted = loss_fn(batch)
+    counting = dataclasses.replace(loss_fn, count_rejected=True)(batch)
+    if REJECTING[method] and aggregate != "sum":
+        assert counting.loss != wanted.loss, "nothing was rejected: nothing was tried"
+    step = Step(loss_fn)
+    parts = [batch.rows(rows) for rows in torch.arange(ROWS).split(list(sizes))]
+    step.begin(map(step.place, parts), averaged_over=averaged_over, **counts(batch))
+    coefficients = torch.cat([step.loss(step.place(part)).coefficient for part in parts])
+    averaged_over = 1 if aggregate == "sum" else averaged_over
+    torch.testing.assert_close(coefficients / averaged_over, wanted.coefficient)
+
+
+def test_nothing_kept_is_no_division_by_zero():
+    batch = whole_batch()
+    step = Step(offcorr.get("icepop", low=10.0, high=11.0, count_rejected=False))
+    step.begin([batch], averaged_over=2)
+    assert float(step.denominator) == 0.5 and not step.loss(batch).coefficient.any()
+
+
+def test_what_another_rank_keeps_counts_too():
+    batch = whole_batch()
+    loss_fn = offcorr.get("icepop", low=0.9, high=1.1, count_rejected=False)
+    other = torch.tensor([7.0, 2.0], dtype=torch.float64)
+    step = Step(loss_fn, gather=lambda vector: torch.stack([vector, other]))
+    step.begin([batch], averaged_over=2)
+    assert float(step.denominator) == (float(loss_fn.kept_units(batch)[0]) + 7) / 2
+
+
 def test_counts_are_of_all_ranks():
     """The statistics and the numbers of another rank arrive by ``gather``."""
     batch = whole_batch()
@@ -115,8 +162,8 @@ def test_what_a_step_must_be_told():
         Step(offcorr.get("m2po")).begin(**counts(batch))
     with pytest.raises(ValueError, match="sequences is None, but aggregate='seq-mean-token-mean' divides by"):
         Step(offcorr.get("gspo")).begin(tokens=3)
-    with pytest.raises(ValueError, match="count_rejected=False"):
-        Step(offcorr.get("icepop", count_rejected=False))
+    with pytest.raises(ValueError, match="window is empty, but count_rejected=False of 'icepop' needs the batches"):
+        Step(offcorr.get("icepop", count_rejected=False)).begin(**counts(batch))
     with pytest.raises(ValueError, match="would count twice"):
         Step(offcorr.get("icepop"), anchor=Rollout())
     with pytest.raises(ValueError, match="loss is computed elsewhere"):
@@ -157,6 +204,20 @@ def test_the_default_anchor():
     recomputed = torch.zeros(ROWS, WIDTH)
     assert Step(tis).place(engine, recomputed=recomputed).old_logp is recomputed
     assert Step(tis).place(engine).old_logp is None
+
+
+def test_the_anchor_is_in_the_repr():
+    step = Step(offcorr.get("ppo"))
+    assert repr(step) == "Step(loss='ppo', anchor=None, by default)" and step.anchor_in_force is None
+    step.place(whole_batch(old_logp=None))
+    assert repr(step) == "Step(loss='ppo', anchor=Rollout(), by default)"
+    assert repr(Step(offcorr.get("ppo"), anchor=Supplied())) == "Step(loss='ppo', anchor=Supplied())"
+    assert repr(Step()) == "Step(loss=None, anchor=None, by default)"
+
+
+def test_every_anchor_says_which_policy_it_is():
+    said = [anchor.policy for anchor in {*ANCHORS.values(), Snapshots}]
+    assert len(set(said)) == len(said) and Anchor.policy not in said
 
 
 def test_the_engines_gap_is_the_staleness_series_where_the_anchor_is_the_engine():
@@ -316,3 +377,24 @@ other = Metrics({"offcorr/staleness/lag_max": Max(torch.tensor([5.0])), "field/k
 assert metrics.merge(other).compute() == {"offcorr/staleness/lag_max": 5.0, "field/k2": 0.25}
 """
     )
+
+
+def test_a_loop_that_forgets_a_call_is_told():
+    """Each of these would train on the denominator of a micro-batch, or on that of the step before."""
+    step, batch = Step(offcorr.get("dapo")), offcorr.testing.example()
+    with pytest.raises(RuntimeError, match="no optimizer step has begun"):
+        step.loss(batch)
+    step.begin()
+    with pytest.raises(ValueError, match="tokens is None, but aggregate='token-mean' divides by the tokens"):
+        step.loss(batch)
+    step.begin(tokens=100)
+    step.loss(batch, last=False)
+    step.loss(batch)
+    step.end(1)
+    with pytest.raises(RuntimeError, match="call begin.. before the first micro-batch of every step"):
+        step.loss(batch)
+    step.begin(tokens=100, train=False)
+    for _ in range(2):  # an evaluation has no last micro-batch
+        step.loss(batch)
+    with pytest.raises(TypeError, match="loss is 'dapo', expected an offcorr.Correction"):
+        Step("dapo")

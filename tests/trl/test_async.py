@@ -4,11 +4,16 @@ import copy
 import dataclasses
 import queue
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+if not find_spec("trl.experimental.async_grpo.packing"):
+    pytest.skip("this TRL has no asynchronous trainer on packed rows", allow_module_level=True)
+
 from transformers import AttentionInterface, AutoModelForCausalLM, HfArgumentParser, TrainerCallback
 from trl.experimental.async_grpo.async_grpo_trainer import FixedCountBatcher, RolloutQueueDataset, RolloutSample
 from trl.experimental.async_grpo.packing import TREE_ATTENTION, register_tree_attention
@@ -153,6 +158,31 @@ def test_a_packed_row_is_the_padded_batch(processes, method):
     assert seen == 6 and all(float(inputs["global_n_sequences"][0]) == 6 for inputs in ranks)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: {"old_logp": s.old_logp[1:]},
+            r"CorrectedSample has old_logp of shape \(.*\), expected .*one number",
+        ),
+        (lambda s: {"old_logp": -1.0}, r"CorrectedSample has old_logp of shape \(\), expected \("),
+        (lambda s: {"old_log_probs": s.old_log_probs[1:]}, r"has old_log_probs of shape .*token of input_ids"),
+        (lambda s: {"completion_mask": s.completion_mask[:-1]}, "has completion_mask of shape"),
+    ],
+)
+def test_every_token_of_a_sample_has_its_number(change, message):
+    good, *_ = some_samples()
+    buffer = queue.Queue()
+    listed = dataclasses.replace(good, old_logp=good.old_logp.tolist())
+    for sample in (good, listed, dataclasses.replace(good, **change(good))):
+        buffer.put(sample)
+    columns = ColumnQueue(buffer)
+    first, second = (columns.get().metrics["offcorr"]["old_logp"] for _ in range(2))
+    assert np.array_equal(first, second) and np.array_equal(first, good.old_logp)
+    with pytest.raises(ValueError, match=message):
+        columns.get()
+
+
 def test_the_trie_shares_what_samples_share():
     """The reference above is worth something only if tokens are shared."""
     (inputs,), rows = through_trl(some_samples())
@@ -251,7 +281,9 @@ def test_trls_own_loss_is_ppo_against_the_engine(folder, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:'asymre' compares")
-@pytest.mark.parametrize("method", ["minpro", "gspo", "m2po", "asymre"])
+@pytest.mark.parametrize(
+    "method", ["minpro", "gspo", "m2po", "asymre", "icepop?low=0.97&high=1.03&count_rejected=False"]
+)
 def test_micro_batches_change_nothing(folder, tmp_path, method):
     """A step in one micro-batch and in two of different sizes."""
     samples = some_samples()
@@ -261,7 +293,7 @@ def test_micro_batches_change_nothing(folder, tmp_path, method):
     assert_close(gradients(trainer, parts), gradients(trainer, [whole]))
 
 
-def test_training_with_a_sampler_thread(folder, tmp_path):
+def test_training_with_a_sampler_thread(folder, tmp_path, caplog):
     """The whole of it, three steps of two micro-batches: a correction that looks ahead at the step's batch."""
 
     def variety(completions, **kwargs):
@@ -276,6 +308,9 @@ def test_training_with_a_sampler_thread(folder, tmp_path):
     assert all(entry["offcorr/engine/abs_mean"] < 1e-5 for entry in logged)  # same weights, same precision
     assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
     assert trainer.trainer_version == trainer.model_version == 4  # the first sync, and one a step
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
+    assert said.startswith("offcorr: loss 'm2po'; old_logp: the weights that sampled, as the sampler supplied it")
+    assert said.endswith("engine log-probs: yes; sampled by LocalWorker") and repr(trainer.anchor) == "Supplied()"
 
 
 class Preloaded:
@@ -331,8 +366,6 @@ def test_refused_before_the_model_is_loaded(tmp_path):
         config(anchor="yesterday")
     with pytest.raises(ValueError, match="did you mean 'minpro'"):
         AsyncGRPOTrainer(nowhere, args=config(loss_type="minprop"))
-    with pytest.raises(ValueError, match="count_rejected=False"):
-        AsyncGRPOTrainer(nowhere, args=config(), loss=offcorr.get("icepop", count_rejected=False))
     with pytest.warns(UserWarning, match="need not be all"), pytest.raises(OSError):
         AsyncGRPOTrainer(nowhere, args=config(loss_type="asymre"))
     with pytest.raises(ValueError, match="in one of two ways"):
@@ -514,14 +547,14 @@ def test_options_that_run_over_training(folder, tmp_path):
     options |= {"loss_type": "holderpo", "cls": Recording}
     own = trainer_of(folder, tmp_path, preloaded(3), **options)
     own.train()
-    assert [loss.ratio.power for loss in own.in_force] == pytest.approx([2.0, 2.0, 1.0, 1.0, 0.0, 0.0])
-    assert logged(own, "offcorr/schedule/power") == pytest.approx([2.0, 1.0, 0.0])
+    assert [loss.ratio.power for loss in own.in_force] == pytest.approx([2.0, 2.0, 0.5, 0.5, -1.0, -1.0])
+    assert logged(own, "offcorr/schedule/power") == pytest.approx([2.0, 0.5, -1.0])
     cap = {"name": "truncate", "cap": {"start": 3, "end": 1.5}}
     asked = {"power": {"start": 1.0, "end": 4.0}, "weight": [cap]}
     given = trainer_of(folder, tmp_path, preloaded(3), loss_kwargs=asked, **options)
     given.train()
-    assert logged(given, "offcorr/schedule/power") == pytest.approx([1.0, 2.0, 3.0])
-    assert (given.in_force[-1].ratio.power, given.in_force[-1].weight[0].high) == (3.0, 2.0)
+    assert logged(given, "offcorr/schedule/power") == pytest.approx([1.0, 2.5, 4.0])
+    assert (given.in_force[-1].ratio.power, given.in_force[-1].weight[0].high) == (4.0, 1.5)
     held = trainer_of(folder, tmp_path, preloaded(3), loss_kwargs={"power": 2.0}, **options)
     held.train()
     assert {loss.ratio.power for loss in held.in_force} == {2.0} and not logged(held, "offcorr/schedule/power")

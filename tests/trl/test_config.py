@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
+
 import pytest
 from transformers import HfArgumentParser
 from trl import TrlParser
 
+import offcorr
 from offcorr.trl import GRPOConfig
+from offcorr.trl.config import TRL_LOSSES, choose_correction
+
+CONFIGS = [GRPOConfig]
+PACKED_ROWS = find_spec("trl.experimental.async_grpo.packing") is not None
+"""Whether the installed TRL has the asynchronous trainer that ours stands on."""
+if PACKED_ROWS:
+    from offcorr.trl.async_grpo import AsyncGRPOConfig, choose_async_correction
+
+    CONFIGS.append(AsyncGRPOConfig)
 
 KWARGS = {"eps_high": 0.28, "weight": {"name": "truncate", "cap": 2.0}}
 BASE = ["--bf16", "false", "--use_cpu", "true", "--report_to", "none"]
@@ -60,6 +73,80 @@ def test_refusals(tmp_path):
         GRPOConfig(anchor="old", **common)
     with pytest.raises(ValueError, match="loss_kwargs is 'eps_high=0.3', expected a mapping or a JSON"):
         GRPOConfig(loss_kwargs="eps_high=0.3", **common)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("option", ["loss_kwargs", "anchor_kwargs"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('{"window": 0.28', r"is '{\"window\": 0.28', expected a mapping or a JSON object.* \(Expecting ','"),
+        ("[1]", r"is '\[1\]', expected a mapping or a JSON object"),
+        ("null", "is 'null', expected a mapping or a JSON object"),
+        ([1], r"is \[1\], expected a mapping or a JSON object"),
+        ({1: 2}, "has the key 1, expected the name of an option"),
+    ],
+)
+def test_a_mapping_that_is_none_is_refused_by_name(tmp_path, config, option, value, message):
+    with pytest.raises(ValueError, match=f"{option} {message}"):
+        config(str(tmp_path), loss_type="minpro", bf16=False, use_cpu=True, report_to=[], **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "options", "message"),
+    [
+        (
+            None,
+            None,
+            "loss_type is None, expected the name of a loss: one of TRL's, .*'dapo'.* or of offcorr.available",
+        ),
+        (3, None, "loss_type is 3, expected the name"),
+        ("minpro", {"eps_high": "high"}, "minpro: eps_high is 'high', expected a finite number"),
+        ("minpro?eps_high=high", None, "minpro: eps_high is 'high', expected a finite number"),
+        ("offcorr:dapo", {"eps_high": "high"}, "dapo: eps_high is 'high', expected a finite number"),
+        ("seq_mis", {"cap": None}, "seq_mis: cap is None, expected a finite number"),
+        ("minpro", {"bounded": "no"}, "minpro: bounded is 'no', expected True or False"),
+        ("minpro", {"strict": "no"}, "strict is 'no', expected True or False"),
+        (
+            "minpro",
+            {"eps_high": {"start": 1, "stop": 2}},
+            r"eps_high is {.*'stop': 2}, expected a number, or a schedule {'s",
+        ),
+        (
+            "minpro",
+            {"eps_high": {"from": 1, "to": 2}},
+            r"minpro: eps_high is {'from'.*, expected a finite number; in a trainer",
+        ),
+        (
+            "minpro",
+            {"weight": [{"name": "truncate", "cap": {"begin": 1, "end": 2}}]},
+            r"weight.0.cap is {'begin': 1, 'end': 2}, expected a number, or a schedule",
+        ),
+        ("minpro", {"eps_high": {"start": "1", "end": 2}}, "eps_high: Linear: start is '1', expected a finite number"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(tmp_path, loss_type, options, message):
+    common = dict(bf16=False, use_cpu=True, report_to=[])
+    args = GRPOConfig(str(tmp_path), loss_type=loss_type, loss_kwargs=options, **common)
+    with pytest.raises(ValueError, match=message):
+        choose_correction(args)
+    if loss_type is not None and PACKED_ROWS:
+        args = AsyncGRPOConfig(str(tmp_path), loss_type=loss_type, loss_kwargs=options, **common)
+        with pytest.raises(ValueError, match=message):
+            choose_async_correction(args)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_help_lists_every_name_that_loss_type_takes(config):
+    parser = HfArgumentParser(config)
+    said = " ".join(parser.format_help().split())
+    (action,) = (action for action in parser._actions if action.dest == "loss_type")
+    for name in offcorr.available():
+        own = f"offcorr:{name}" if config is GRPOConfig and name in TRL_LOSSES else name
+        assert re.search(rf"[ :]{own}[,;]", action.help), name
+    assert "--loss_type" in said
+    if config is GRPOConfig:
+        assert all(f"'{name}'" in action.help for name in TRL_LOSSES) and action.default == "dapo"
 
 
 def test_defaults_are_trls(tmp_path):

@@ -82,6 +82,10 @@ class Differential(GRPOTrainer):
         theirs = trl.GRPOTrainer._compute_loss(self, model, inputs)
         self.loss_type = loss_type
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=2e-5, atol=1e-6)
+        if self._entropy_bonus_enabled:
+            assert len(self._metrics[self._mode]["policy_loss"]) >= 2
+            logged = self._metrics[self._mode]["policy_loss"][-2:]
+            assert logged[0] == pytest.approx(logged[1], rel=2e-5, abs=1e-6) and logged[0] != 0
         gradient = 0.0
         if torch.is_grad_enabled():
             parameters = [p for p in model.parameters() if p.requires_grad]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import offcorr
 from offcorr import get, testing
@@ -109,19 +110,43 @@ def test_a_sequence_keeps_its_own_images():
     assert kept["pixel_values"].flatten().tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
 
 
-def test_what_looks_at_every_sequence_is_refused(make_trainer):
-    with pytest.raises(ValueError, match="skip_dead_sequences=True.*'bapo' looks at all of them"):
-        make_trainer(loss_type="bapo", skip_dead_sequences=True)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(loss_type="bapo"), "'bapo' looks at all of them"),
+        (dict(beta=0.1), "beta=0.1 looks at all of them"),
+        (dict(entropy_coef=0.01), "entropy_coef=0.01 looks at all of them"),
+        (dict(use_adaptive_entropy=True), "use_adaptive_entropy=True looks at all of them"),
+        (dict(top_entropy_quantile=0.5), "top_entropy_quantile=0.5 looks at all of them"),
+        (dict(loss_kwargs={"count_rejected": False}), "count_rejected=False looks at all of them"),
+        (dict(loss_type="grpo"), "goes with a correction, and loss_type='grpo' is TRL's own loss"),
+    ],
+)
+def test_what_looks_at_every_sequence_is_refused_before_the_model_is_loaded(make_trainer, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=f"skip_dead_sequences=True.*{message}"):
+        make_trainer(
+            model=str(tmp_path / "no model here"),
+            **{"loss_type": "offcorr:dapo", "skip_dead_sequences": True, **settings},
+        )
 
 
-def test_a_kl_term_wants_every_sequence(make_trainer, replay, series):
-    trainer = make_trainer(
-        loss_type="offcorr:dapo",
-        skip_dead_sequences=True,
-        beta=0.1,
-        reward_funcs=half_the_groups_agree,
-        rollout_func=replay("old_logp"),
-        max_steps=1,
+def test_an_auxiliary_loss_looks_at_every_sequence(make_trainer, tokenizer):
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            moe_intermediate_size=16,
+            num_experts=2,
+            num_experts_per_tok=1,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            head_dim=16,
+            pad_token_id=0,
+            eos_token_id=1,
+        )
     )
-    trainer.train()
-    assert series(trainer, "offcorr/loss/skipped") == [0]
+    settings = dict(loss_type="offcorr:dapo", skip_dead_sequences=True, model=model)
+    with pytest.raises(ValueError, match="skip_dead_sequences=True.*auxiliary loss of this MoE"):
+        make_trainer(router_aux_loss_coef=0.1, **settings)
+    make_trainer(router_aux_loss_coef=0.0, **settings)

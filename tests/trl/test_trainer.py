@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import textwrap
 import warnings
@@ -14,8 +15,9 @@ import trl
 import offcorr
 from offcorr.rollout import OffPolicy
 from offcorr.training.field_metrics import ALIASES
-from offcorr.trl import GRPOTrainer
-from offcorr.trl.config import TRL_LOSSES
+from offcorr.trl import GRPOConfig, GRPOTrainer
+from offcorr.trl.config import TRL_LOSSES, choose_correction
+from offcorr.trl.trainer import forward_arguments
 
 
 def parameters(trainer):
@@ -63,6 +65,39 @@ def test_every_loss_of_the_installed_trl_is_listed():
         if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
     }
     assert len(known) >= 8 and known == set(TRL_LOSSES)
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """TRL's own names stand for other classes, as after a plugin's or a user's assignment."""
+
+    class Theirs(trl.GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs)
+
+    @dataclasses.dataclass
+    class TheirConfig(GRPOConfig):
+        epsilon: float = 0.3
+
+    wanted = forward_arguments()
+    monkeypatch.setattr(trl, "GRPOTrainer", Theirs)
+    monkeypatch.setattr(trl, "GRPOConfig", TheirConfig)
+    forward_arguments.cache_clear()
+    yield wanted
+    forward_arguments.cache_clear()
+
+
+def test_names_of_trl_may_be_replaced(replaced, make_trainer, series):
+    """This library looks at the classes that it subclassed when it was imported."""
+    assert forward_arguments() == replaced and "compute_entropy" in replaced
+    for loss_type, corrects in (("dapo", False), ("grpo", False), ("minpro", True)):
+        assert (make_trainer(loss_type=loss_type).correction is not None) == corrects
+    args = GRPOConfig("out", loss_type="minpro", epsilon=0.3, bf16=False, use_cpu=True, report_to=[])
+    with pytest.warns(UserWarning, match=r"TRL's own losses read epsilon=0.3"):
+        choose_correction(args)
 
 
 # Anchors
@@ -164,6 +199,63 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
         trainer.train()
 
 
+@pytest.mark.parametrize(
+    ("keys", "settings", "line", "anchor"),
+    [
+        (
+            ["old_logp"],
+            dict(loss_type="tis"),
+            "loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (Supplied(), by default); "
+            "engine log-probs: yes; sampled by rollout_func",
+            "Supplied()",
+        ),
+        (
+            [],
+            dict(loss_type="minpro", anchor="rollout"),
+            "loss 'minpro'; old_logp: the engine, as it reported (Rollout()); engine log-probs: yes; sampled by "
+            "rollout_func",
+            "Rollout()",
+        ),
+        (
+            None,
+            dict(loss_type="minpro"),
+            "loss 'minpro'; old_logp: none, so that every staleness ratio is 1 (Recomputed(), by default); engine "
+            "log-probs: no; sampled by TRL's own generation",
+            "Recomputed()",
+        ),
+        (
+            None,
+            dict(loss_type="minpro", num_iterations=2),
+            "loss 'minpro'; old_logp: the weights before the first update on the samples, by one more forward pass "
+            "(Recomputed(), by default); engine log-probs: no; sampled by TRL's own generation",
+            "Recomputed()",
+        ),
+        (["old_logp"], dict(loss_type="dapo"), None, "Supplied()"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:every staleness ratio")
+def test_the_anchor_in_force_is_said_once(make_trainer, replay, caplog, keys, settings, line, anchor):
+    trainer = make_trainer(rollout_func=None if keys is None else replay(*keys), max_steps=2, **settings)
+    trainer.train()
+    said = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
+    assert said == ([] if line is None else [f"offcorr: {line}"])
+    assert repr(trainer.anchor) == anchor and f"anchor={anchor}" in repr(trainer.correction_step)
+
+
+@pytest.mark.parametrize("anchor", ["snapshot", "rollout", "recomputed"])
+def test_an_anchor_that_trls_loss_does_not_read_is_said(make_trainer, anchor):
+    with pytest.warns(
+        UserWarning, match=f"anchor='{anchor}' .* changes no update.* loss_type='offcorr:dapo'"
+    ) as caught:
+        make_trainer(loss_type="dapo", anchor=anchor)
+    assert any(w.filename.endswith("conftest.py") for w in caught)  # the caller, not a line of this library
+    with pytest.warns(UserWarning, match=r"loss_type='offcorr:\.\.\.' or drop"):  # there is no bnpo here
+        make_trainer(loss_type="bnpo", anchor=anchor)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="anchor=")
+        make_trainer(loss_type="offcorr:dapo", anchor="recomputed")
+
+
 # Batch-coupled corrections
 
 
@@ -174,6 +266,8 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
         ("bapo", {"low_start": 0.9, "low_max": 1.0, "high_start": 1.01, "high_max": 1.05}),
         ("m2po", {"tau": 0.001}),
         ("asymre", {}),
+        ("icepop", {"low": 0.97, "high": 1.03, "count_rejected": False}),
+        ("geo_rs", {"low": 0.99, "high": 1.01, "count_rejected": False, "aggregate": "seq-mean-token-mean"}),
     ],
 )
 def test_statistics_are_the_windows(make_trainer, replay, loss_type, options):
@@ -317,11 +411,18 @@ def test_unknown_numbers_under_the_mask(make_trainer, replay, beta, series):
         ),
         (dict(loss=offcorr.Correction(), loss_type="minpro"), "one of the two ways"),
         (dict(loss=offcorr.Correction(), loss_kwargs={"eps_high": 0.3}), "one of the two ways"),
-        (dict(loss_type="ppo", loss_kwargs={"count_rejected": False}), "count_rejected=False"),
         (
             dict(
-                loss_type="ppo",
-                loss_kwargs={"weight": {"name": "self_normalise", "inner": "truncate"}},
+                loss_type="opsm",
+                loss_kwargs={"count_rejected": False},
+                gradient_accumulation_steps=4,
+                steps_per_generation=2,
+            ),
+            "count_rejected=False of 'opsm' looks at .* steps_per_generation is 2",
+        ),
+        (
+            dict(
+                loss_type="bapo",
                 gradient_accumulation_steps=4,
                 steps_per_generation=2,
             ),
@@ -349,27 +450,88 @@ def test_snapshot_without_old_logp(make_trainer, replay):
         trainer.train()
 
 
-def test_rollout_anchor_without_engine_logps(make_trainer):
-    trainer = make_trainer(loss_type="minpro", anchor="rollout")
-    with pytest.raises(ValueError, match="rollout_logp is None, but Rollout.. needs it: .* use a rollout_func or vLLM"):
-        trainer.train()
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *[
+            (dict(loss_type=name), f"loss '{name}' compares with the engine's log-probs, .*use_vllm=True.*rollout_func")
+            for name in ("tis", "vcpo", "veto", "icepop")
+        ],
+        (dict(loss_type="offcorr:dapo", loss_kwargs={"weight": "truncate"}), "loss 'dapo' compares with the engine's"),
+        (dict(loss_type="minpro", anchor="rollout"), "anchor='rollout' takes the engine's log-probs, .*use_vllm=True"),
+        (dict(loss_type="minpro", anchor="snapshot"), "anchor='snapshot' needs old_logp of .*no rollout_func"),
+        (dict(loss_type="minpro", anchor="log_linear"), "anchor='log_linear' needs rollout_version of .*no rollout_f"),
+    ],
+)
+def test_log_probs_that_nobody_reports_are_missed_before_the_model_is_loaded(make_trainer, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(model=str(tmp_path / "no model here"), **settings)
 
 
-def test_old_logp_one_token_short(make_trainer, replay):
-    inner = replay("old_logp")
+def test_log_probs_of_a_trainer_with_its_own_generation(make_trainer):
+    class Reporting(Recording):
+        def _generate_single_turn(self, *args):
+            ids, _ = super()._generate_single_turn(*args)
+            return ids, [[-1.0] * len(row) for row in ids]
+
+    trainer = make_trainer(Reporting, loss_type="tis", max_steps=1)
+    trainer.train()
+    assert all((batch.rollout_logp[batch.mask] == -1).all() for _, batch in trainer.batches)
+
+
+def test_a_sampler_that_returns_no_logprobs(make_trainer, replay):
+    def rollout_func(prompts, trainer):
+        return {**replay()(prompts, trainer), "logprobs": None}
+
+    make_trainer(loss_type="minpro", rollout_func=rollout_func, max_steps=1).train()
+    with pytest.raises(ValueError, match="returned logprobs=None, but loss 'tis' compares with the engine's"):
+        make_trainer(loss_type="tis", rollout_func=rollout_func).train()
+
+
+ROWS = r"for each token of completion_ids\[1\]"
+
+
+@pytest.mark.parametrize("loss_type", ["minpro", "dapo"])
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("logprobs", lambda row: row[1:], r"returned logprobs\[1\] of . numbers, expected .: one number " + ROWS),
+        ("old_logp", lambda row: row[1:], r"returned old_logp\[1\] of . numbers, expected .: one number " + ROWS),
+        ("old_logp", lambda row: [*row, -1.0], r"returned old_logp\[1\] of . numbers, expected .: one number " + ROWS),
+        ("old_logp", lambda row: -1.0, r"returned old_logp\[1\] of -1.0, expected .: one number " + ROWS),
+        ("env_mask", lambda row: row[1:], r"returned env_mask\[1\] of . numbers, expected .: one number " + ROWS),
+        ("logprobs", lambda row: [[x] for x in row], r"logprobs\[1\]\[0\] = \[-.*\], expected a number; of several"),
+        ("logprobs", lambda row: ["a" for x in row], r"logprobs\[1\]\[0\] = 'a', expected a number"),
+        ("logprobs", torch.tensor, None),
+        ("old_logp", torch.tensor, None),
+    ],
+)
+def test_every_token_has_its_number(make_trainer, replay, name, change, message, loss_type):
+    """A row that is too short would be padded with zeros, which are log-probs of certainty."""
+    inner = replay("old_logp", "env_mask")
 
     def rollout_func(prompts, trainer):
         output = inner(prompts, trainer)
-        output["old_logp"] = [row[1:] for row in output["old_logp"]]
+        output[name][1:] = map(change, output[name][1:])
         return output
 
-    with pytest.raises(ValueError, match="returned old_logp for completions of"):
+    trainer = make_trainer(Recording, loss_type=loss_type, rollout_func=rollout_func, max_steps=1)
+    if message is None:
+        trainer.train()
+        column = {"logprobs": "rollout_logp"}.get(name, name)
+        assert all(getattr(batch, column)[batch.mask].max() < 0 for _, batch in trainer.batches)
+        return
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_every_completion_has_its_row(make_trainer, replay):
+    def rollout_func(prompts, trainer):
+        output = replay("rollout_version")(prompts, trainer)
+        return {**output, "rollout_version": output["rollout_version"][1:]}
+
+    with pytest.raises(ValueError, match="returned rollout_version for 7 completions, expected 8, those of completion"):
         make_trainer(loss_type="minpro", rollout_func=rollout_func).train()
-
-
-def test_engine_method_without_an_engine(make_trainer):
-    with pytest.raises(ValueError, match="rollout_logp is None.*'tis'"):
-        make_trainer(loss_type="tis").train()
 
 
 def test_options_only_trl_reads_are_named(model_folder, dataset, tokenizer, tmp_path):

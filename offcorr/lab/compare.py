@@ -1,0 +1,606 @@
+"""``offcorr compare``: corrections side by side in one exactly solvable world, as a table and as a picture.
+
+``offcorr.lab.exact`` does the arithmetic.  Here are the columns, the command's options, and the time per token on this
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+from offcorr.batch import Batch
+from offcorr.correction import Correction
+from offcorr.lab.exact import (
+    SIZES,
+    Advantages,
+    EngineRegime,
+    Measured,
+    Policy,
+    Regime,
+    Setting,
+    World,
+    couples,
+    measure,
+)
+from offcorr.methods.registry import catalogue, resolve
+
+__all__ = ["Column", "Row", "add_parser", "compare", "picture", "run", "table"]
+
+SMALL, LARGE = SIZES
+SHORT = 14
+"""Characters of a name, at least, before it is folded where the terminal is narrow."""
+TIMED = (64, 256)
+"""Sequences and tokens of the batch that is timed."""
+
+
+class Row(NamedTuple):
+    """A method in the table."""
+
+    name: str
+    aliases: tuple[str, ...]
+    loss_fn: Correction
+    measured: Measured
+    seconds: float  # per token
+
+
+class Column(NamedTuple):
+    """A column: its key in JSON, its head, its formula in the caption, its value and how that is printed."""
+
+    key: str
+    head: str
+    formula: str
+    value: Callable[[Row], float]
+    text: Callable[[float], str]
+    leaves: int = 0  # in which order columns are left out where the terminal is narrow; 0: never
+
+
+def _plain(value: float) -> str:
+    if value < 1e-9:
+        return "0"
+    return f"{value:.0e}" if value < 0.0005 else f"{value:.3f}" if value < 10 else f"{value:.3g}"
+
+
+def _two(value: float) -> str:
+    return "0" if abs(value) < 1e-9 else f"{value:.2f}"
+
+
+def _accuracy(size: int, field: str) -> Callable[[Row], float]:
+    return lambda row: float(getattr(row.measured.accuracy[size], field))
+
+
+COLUMNS = (
+    Column("bias", "bias", f"|E G - g| / |g|; of a method marked *, at N = {LARGE}", _accuracy(LARGE, "bias"), _plain),
+    Column(
+        f"variance_{SMALL}",
+        f"var {SMALL}",
+        f"E|G - E G|^2 / |g|^2 at N = {SMALL}",
+        _accuracy(SMALL, "variance"),
+        _plain,
+    ),
+    Column(f"variance_{LARGE}", f"var {LARGE}", f"the same at N = {LARGE}", _accuracy(LARGE, "variance"), _plain, 2),
+    Column(
+        f"rmse_{SMALL}",
+        f"rmse {SMALL}",
+        "sqrt(bias^2 + var); G = 0 has 1, so a method that only shrinks its gradient looks good here",
+        _accuracy(SMALL, "rmse"),
+        _plain,
+        3,
+    ),
+    Column(f"rmse_{LARGE}", f"rmse {LARGE}", f"the same at N = {LARGE}", _accuracy(LARGE, "rmse"), _plain, 1),
+    Column(
+        f"direction_{SMALL}",
+        f"dir {SMALL}",
+        f"E<G, g> / (sqrt(E|G|^2) |g|) at N = {SMALL}: 1 is the true gradient, 0 is useless, below 0 leads away; "
+        "the learning rate cannot change it",
+        _accuracy(SMALL, "direction"),
+        _two,
+    ),
+    Column(f"direction_{LARGE}", f"dir {LARGE}", f"the same at N = {LARGE}", _accuracy(LARGE, "direction"), _two),
+    Column(
+        "direction_limit",
+        "dir inf",
+        "the same for N to infinity: the cosine between E G and g",
+        lambda row: row.measured.limit,
+        _two,
+    ),
+    Column(
+        "kept",
+        "kept",
+        "share of the sampled tokens with an advantage that get a gradient",
+        lambda row: row.measured.kept,
+        _two,
+    ),
+    Column(
+        "multiplier",
+        "mean c",
+        "mean |c A| / mean |A| over the sampled tokens: the size of the update against that of no correction",
+        lambda row: row.measured.multiplier,
+        _two,
+    ),
+    Column(
+        "nanoseconds_per_token",
+        "ns/tok",
+        f"loss and gradient per token on this CPU, one thread, {TIMED[0]} sequences of {TIMED[1]} tokens in float32, "
+        "metrics included, best of 8",
+        lambda row: 1e9 * row.seconds,
+        lambda value: f"{value:.0f}",
+    ),
+)
+NOT_A_RANKING = (
+    "One setting is not a ranking: the order changes with the regime, the gap, the length and the seed, and how "
+    "accurate one gradient is does not predict how training goes (docs/compare.md)."
+)
+CHOICES = {"policy": Policy, "regime": Regime, "engine_regime": EngineRegime, "advantages": Advantages}
+
+
+# -- the numbers ---------------------------------------------------------------------------------------------
+
+
+def compare(
+    world: World,
+    methods: Sequence[tuple[str, Correction]],
+    draws: int = 200,
+    report: Callable[[int, str], None] = lambda done, name: None,
+) -> list[Row]:
+    """One row per method.
+
+    Args:
+        methods: names, as they shall appear, with their corrections.
+        draws: batches drawn of each size, for a method that couples the sequences of a batch.
+        report: called with the number of finished methods and the name of the next.
+
+    Raises:
+        ValueError: a correction cannot be computed here; the message begins with its name.
+    """
+    aliases = {method.name: method.aliases for method in catalogue()}
+    rows = []
+    for done, (name, loss_fn) in enumerate(methods):
+        report(done, name)
+        try:
+            measured = measure(world, loss_fn, draws=draws)
+            rows.append(Row(name, aliases.get(name, ()), loss_fn, measured, seconds_per_token(loss_fn)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"METHOD {name!r} cannot be compared: {error}") from error
+    return rows
+
+
+def seconds_per_token(loss_fn: Correction, repeats: int = 8) -> float:
+    """The shortest time of loss and gradient, per token, on this CPU."""
+    draw = torch.Generator().manual_seed(0)
+    logp = -torch.rand(TIMED, generator=draw) - 0.05
+    old_logp = logp + 0.05 * torch.randn(TIMED, generator=draw)
+    batch = Batch(
+        logp=logp.requires_grad_(),
+        old_logp=old_logp,
+        rollout_logp=old_logp + 0.01 * torch.randn(TIMED, generator=draw),
+        advantages=torch.randn(TIMED[0], generator=draw),
+        mask=torch.ones(TIMED, dtype=torch.bool),
+        rewards=torch.randint(2, TIMED[:1], generator=draw).float(),
+        group_ids=torch.arange(TIMED[0]) // 8,
+        entropy=torch.rand(TIMED, generator=draw),
+        sum_sq_probs=torch.rand(TIMED, generator=draw),
+    )
+    loss_fn, times = loss_fn.with_max_length(TIMED[1]), []
+    for _ in range(1 + repeats):
+        fresh = dataclasses.replace(batch)  # a batch keeps its padded view
+        begin = time.perf_counter()
+        loss_fn(fresh).loss.backward()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:]) / logp.numel()
+
+
+def as_data(world: World, rows: Sequence[Row], elapsed: float) -> dict[str, Any]:
+    """Everything that was measured, as plain data."""
+    return {
+        "setting": dataclasses.asdict(world.setting),
+        "sequences": world.tree.sequences,
+        "distances": world.distances(),
+        "success": {"sampler": world.success(world.old), "trainer": world.success(world.trainer)},
+        "columns": {column.key: column.formula for column in COLUMNS},
+        "note": NOT_A_RANKING,
+        "elapsed": round(elapsed, 2),
+        "methods": [
+            {
+                "method": row.name,
+                "aliases": list(row.aliases),
+                "config": row.loss_fn.to_config(),
+                "drawn": row.measured.drawn,
+                **{column.key: column.value(row) for column in COLUMNS},
+            }
+            for row in rows
+        ],
+    }
+
+
+def same_updates(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows whose c is the same on every token of every sequence, where there are at least two."""
+    groups: list[list[Row]] = []
+    for row in rows:
+        own = row.measured.coefficient
+        for group in groups:
+            other = group[0].measured.coefficient
+            if own is not None and other is not None and torch.allclose(own, other, rtol=1e-9, atol=1e-12):
+                group.append(row)
+                break
+        else:
+            groups.append([row])
+    return [group for group in groups if len(group) > 1]
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+
+def table(world: World, rows: Sequence[Row], width: int) -> str:
+    """The setting, the table and its caption, in lines of at most ``width`` characters."""
+    width = max(width, 40)
+    cells = {column: [column.text(column.value(row)) for row in rows] for column in COLUMNS}
+    wide = {column: 2 + max(len(column.head), *map(len, texts)) for column, texts in cells.items()}
+    longest, shown = max(len(_label(row)) for row in rows), list(COLUMNS)
+    label = min(longest, SHORT)
+    for column in sorted(COLUMNS, key=lambda column: column.leaves):
+        if column.leaves and label + sum(wide[c] for c in shown) > width:
+            shown.remove(column)
+    label = min(longest, max(label, width - sum(wide[c] for c in shown)))
+    blocks: list[list[Column]] = [[]]
+    for column in shown:
+        if blocks[-1] and label + sum(wide[c] for c in [*blocks[-1], column]) > width:
+            blocks.append([])
+        blocks[-1].append(column)
+
+    lines = _entries(_about(world), width)
+    for block in blocks:
+        lines += ["", " " * label + "".join(column.head.rjust(wide[column]) for column in block)]
+        for number, row in enumerate(rows):
+            *above, last = _folded(_label(row), label)
+            numbers = "".join(cells[column][number].rjust(wide[column]) for column in block)
+            lines += [*above, last.ljust(label) + numbers]
+    return "\n".join([*lines, "", *_caption(world, rows, shown, width)])
+
+
+def _about(world: World) -> list[tuple[str, str]]:
+    setting, found = world.setting, world.distances()
+
+    def gap(pair: str) -> str:
+        share, size = found[pair]["effective_share"], found[pair]["abs_mean"]
+        return f"effective share of the samples {share:.2f}, mean |log-ratio| {size:.2f} nats per token"
+
+    success = f"{world.success(world.old):.2f} of the sampler's, {world.success(world.trainer):.2f} of the trainer's"
+    return [
+        (
+            "world",
+            f"{world.tree.sequences:,} sequences of {setting.length} tokens over {setting.vocabulary} symbols, "
+            f"{setting.policy} policy, {setting.advantages} advantages, seed {setting.seed}; rewarded: {success}",
+        ),
+        ("staleness", f"{setting.regime}: {gap('staleness')}" if setting.gap else "none (--gap)"),
+        ("engine", f"{setting.engine_regime}: {gap('engine')}" if setting.engine_gap else "none (--engine-gap)"),
+    ]
+
+
+def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: int) -> list[str]:
+    first = (
+        "G is the gradient of a batch of N sequences drawn from the engine, g the true policy gradient, c a token's "
+        "multiplier: dL/dlogp = -c A / Z."
+    )
+    notes = []
+    if absent := [column.head for column in COLUMNS if column not in shown]:
+        notes.append(f"Left out for the width of this terminal: {', '.join(absent)}; --json has every column.")
+    if draws := max(row.measured.drawn for row in rows):
+        notes.append(
+            f"* couples the sequences of a batch: {draws} batches of each size were drawn (--draws); all else is exact."
+        )
+    if any(row.measured.limit <= 0 for row in rows):
+        notes.append(
+            "A clip is a trust region, not an estimator: a direction of 0 or below says that what it lets through "
+            "here is nothing, or points away from the true gradient; not that training with it fails."
+        )
+    if renamed := [" = ".join((row.name, *row.aliases)) for row in rows if row.aliases]:
+        notes.append(f"Two names of one method: {'; '.join(renamed)}.")
+    for group in same_updates(rows):
+        notes.append(f"The same update in this setting: {', '.join(row.name for row in group)}.")
+    if not world.setting.engine_gap and any("engine" in row.loss_fn.compares for row in rows):
+        notes.append("The engine has no mismatch here; --engine-gap 0.05 shows what a correction of it does.")
+    return [
+        *_entries([("", first)], width),
+        *_entries([(column.head, column.formula) for column in shown], width),
+        *_entries([("", note) for note in notes], width),
+        "",
+        *_entries([("", NOT_A_RANKING)], width),
+    ]
+
+
+def _label(row: Row) -> str:
+    return row.name + (" *" if row.measured.drawn else "")
+
+
+def _folded(name: str, width: int) -> list[str]:
+    """A name in lines of at most ``width`` characters, broken after "/", ":", "?" and "&" where it can be."""
+    lines = [""]
+    for part in re.findall(r"[^/:?&]*[/:?&]?", name):
+        while len(lines[-1] + part) > width:
+            room = 0 if lines[-1] else width
+            lines[-1], part = lines[-1] + part[:room], part[room:]
+            lines.append("")
+        lines[-1] += part
+    return lines
+
+
+def _entries(entries: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Heads and texts in two columns, the texts wrapped."""
+    head = max(len(head) for head, _ in entries) if entries else 0
+    indent = " " * (head + 2 if head else 0)
+    lines = []
+    for name, text in entries:
+        first = name.ljust(len(indent))
+        lines += textwrap.wrap(text, min(width, 110), initial_indent=first, subsequent_indent=indent)
+    return lines
+
+
+# -- the picture ---------------------------------------------------------------------------------------------
+
+
+def picture(world: World, rows: Sequence[Row], path: Path) -> None:
+    """Draws direction quality, bias beside noise, and the effect on the tokens; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    places = list(range(len(rows)))
+    figure, axes = plt.subplots(
+        1, 3, figsize=(11, 1.7 + 0.2 * len(rows)), sharey=True, constrained_layout=True, squeeze=False
+    )
+    direction, error, effect = axes[0]
+
+    def dots(axis: Any, values: list[float], mark: str, label: str) -> None:
+        axis.plot(values, places, mark, label=label, markersize=5)
+
+    for size, mark in ((SMALL, "C0o"), (LARGE, "C1s")):
+        dots(direction, [row.measured.accuracy[size].direction for row in rows], mark, f"N = {size}")
+    dots(direction, [row.measured.limit for row in rows], "k|", "N to infinity")
+    direction.axvline(0, color="black", linewidth=0.8)
+    direction.set_title("direction quality\n1: the true gradient; below 0: leads away", fontsize=10)
+    direction.set_xlim(-1.05, 1.05)
+
+    dots(error, [row.measured.accuracy[LARGE].bias for row in rows], "C3D", "bias")
+    noise = [row.measured.accuracy[SMALL].variance ** 0.5 for row in rows]
+    dots(error, noise, "C0o", f"noise at N = {SMALL}")
+    error.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    error.set_title("relative bias and noise (sqrt of var)\ndotted: the bias of no gradient at all", fontsize=10)
+    if max(noise) > 10:
+        error.set_xscale("symlog", linthresh=1)
+    error.set_xlim(left=-0.05)
+
+    dots(effect, [row.measured.kept for row in rows], "C2o", "kept")
+    dots(effect, [row.measured.multiplier for row in rows], "C4D", "mean c, size of the update")
+    effect.axvline(1, color="black", linewidth=0.8)
+    effect.set_title("effect on the tokens\n1: as without a correction", fontsize=10)
+    effect.set_xlim(-0.05, 1.05 * max(1, *(row.measured.multiplier for row in rows)))
+
+    direction.set_yticks(places, [_label(row) for row in rows], fontsize=8)
+    direction.set_ylim(len(rows) - 0.4, -0.6)
+    for axis in axes[0]:
+        axis.grid(axis="y", linewidth=0.3)
+        axis.legend(
+            fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -1.5 / (len(rows) + 1)), ncols=3, frameon=False
+        )
+    setting, share = world.setting, world.distances()
+    staleness, engine = (share[pair]["effective_share"] for pair in ("staleness", "engine"))
+    figure.suptitle(
+        f"One setting, not a ranking: {setting.vocabulary} symbols, {setting.length} tokens, {setting.policy}, "
+        f"{setting.regime}, effective share {staleness:.2f} (engine {engine:.2f}), "
+        f"{setting.advantages} advantages, seed {setting.seed}",
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand ``compare``."""
+    default = Setting()
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "compare",
+        help="methods side by side, exactly: bias, variance, direction of their gradients",
+        description="Corrections side by side in a world so small that every sequence can be enumerated: bias, "
+        "variance and direction of the gradient, the effect on the tokens, and the time per token. "
+        "All methods together take about 10 s on one core.",
+        epilog="examples: offcorr compare ppo minpro 'minpro?eps_high=0.3' mine.py:my_method --gap 0.8   |   "
+        "offcorr compare --regime noise --engine-gap 0.05 --output compare.png",
+    )
+    add = parser.add_argument
+    add(
+        "methods",
+        nargs="*",
+        metavar="METHOD",
+        help="a name with or without options ('minpro?eps_high=0.3'), or file.py:method; default: every method",
+    )
+    add(
+        "--gap",
+        type=float,
+        default=default.gap,
+        metavar="SHARE",
+        help="staleness, as the share of the samples that it costs: 1 - ESS / n of the sequences (default %(default)s; "
+        "0: on-policy)",
+    )
+    add(
+        "--regime",
+        help=f"how the sampler fell behind: {_choices('regime')} (default {default.regime})",
+    )
+    add(
+        "--engine-gap",
+        type=float,
+        default=default.engine_gap,
+        metavar="SHARE",
+        help="the engine's mismatch, in the unit of --gap (default: none)",
+    )
+    add(
+        "--engine-regime",
+        help=f"how the engine differs: {_choices('engine_regime')} (default {default.engine_regime})",
+    )
+    add("--length", type=int, default=default.length, help="tokens of a sequence (default %(default)s)")
+    add("--vocabulary", type=int, default=default.vocabulary, help="number of symbols (default %(default)s)")
+    add("--policy", default=default.policy, help=f"{_choices('policy')} (default %(default)s)")
+    add("--advantages", default=default.advantages, help=f"{_choices('advantages')} (default %(default)s)")
+    add("--seed", type=int, default=default.seed, help="of the world and of drawn batches (default %(default)s)")
+    add(
+        "--draws",
+        type=int,
+        default=200,
+        help="batches drawn of each size, for methods that couple a batch (default %(default)s)",
+    )
+    add("--json", action="store_true", help="print JSON, with every column, instead of the table")
+    add("--output", type=Path, metavar="FILE.png", help="draw the picture, too (needs matplotlib)")
+
+
+def _choices(field: str) -> str:
+    return ", ".join(get_args(CHOICES[field]))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the subcommand and returns its exit code."""
+    begin = time.perf_counter()
+    try:
+        setting = _setting(options)
+        _check_output(options.output)
+        if options.draws < 2:
+            raise ValueError(f"--draws is {options.draws}, expected at least 2 batches")
+        methods = _methods(options.methods)
+        with one_thread(), Progress(len(methods), _plan(setting, methods, options.draws)) as progress:
+            world = _as_option(lambda: World.of(setting))
+            rows = compare(world, methods, options.draws, progress)
+    except ValueError as error:
+        print(f"offcorr compare: error: {error}", file=sys.stderr)
+        return 2
+    elapsed = time.perf_counter() - begin
+    if options.output is not None:
+        picture(world, rows, options.output)
+        print(f"wrote {options.output}", file=sys.stderr)
+    if options.json:
+        text = json.dumps(as_data(world, rows, elapsed), indent=1, allow_nan=False)
+    else:
+        text = table(world, rows, shutil.get_terminal_size((110, 24)).columns)
+        if options.output is None:
+            text += "\n\n--output compare.png draws this; --json prints every number."
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `offcorr compare | head` closes the pipe early
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _plan(setting: Setting, methods: Sequence[tuple[str, Correction]], draws: int) -> str:
+    """The first line of the progress: the work, and an estimate of its time, measured on one core of a server."""
+    sequences, coupled = setting.vocabulary**setting.length, sum(couples(loss_fn) for _, loss_fn in methods)
+    world = sequences * (8e-5 if setting.policy == "tied" else 1e-5)
+    seconds = 1 + world + len(methods) * (0.03 + 4e-6 * sequences) + 1.2 * coupled * draws / 200
+    about, many = 5 * math.ceil(seconds / 5), "" if len(methods) == 1 else "s"
+    return f"offcorr compare: {len(methods)} method{many} over {sequences:,} sequences, about {about} s"
+
+
+def _setting(options: argparse.Namespace) -> Setting:
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Setting)}
+    setting: Setting = _as_option(
+        lambda: Setting(**{name: value for name, value in given.items() if value is not None})
+    )
+    for regime, gap in (("regime", "gap"), ("engine_regime", "engine_gap")):
+        if given[regime] is not None and not given[gap]:
+            raise ValueError(
+                f"--{regime.replace('_', '-')} is {given[regime]!r}, but --{gap.replace('_', '-')} is 0, so it has no "
+                "effect; give a gap, or leave it out"
+            )
+    return setting
+
+
+def _as_option(make: Callable[[], Any]) -> Any:
+    """``make()``, with the field that an error begins with named as the option."""
+    try:
+        return make()
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise ValueError(f"--{name.replace('_', '-')} {rest}") from error
+
+
+def _check_output(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--output is {str(path)!r}, expected a file name that ends in .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise ValueError(f"--output is {str(path)!r}, but there is no folder {str(path.parent)!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "--output draws with matplotlib, which is not installed: pip install matplotlib, or leave --output out "
+            "(the table and --json do without)"
+        )
+
+
+def _methods(specs: Sequence[str]) -> list[tuple[str, Correction]]:
+    """The corrections by the names under which they were asked for; without any, every method once."""
+    if not specs:
+        return [(method.name, method()) for method in catalogue()]
+    found: list[tuple[str, Correction]] = []
+    for spec in specs:
+        if spec in dict(found):
+            raise ValueError(f"METHOD {spec!r} is given twice")
+        try:
+            found.append((spec, resolve(spec)))
+        except Exception as error:  # a user's file may raise anything
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ValueError(f"METHOD {spec!r}: {kind}{error}") from error
+    return found
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: the tensors are small, and threads cost more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Progress:
+    """Shows on stderr how far the comparison is: one line that changes, or without a terminal a line now and then."""
+
+    def __init__(self, total: int, plan: str) -> None:
+        self.total, self.plan = total, plan
+        self.live = sys.stderr.isatty()
+        self.said = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        self._say(self.plan, keep=not self.live)
+        return self
+
+    def __call__(self, done: int, name: str) -> None:
+        """Reports that ``done`` methods are finished and ``name`` is next."""
+        if self.live or time.monotonic() - self.said > 5:
+            self.said = time.monotonic()
+            self._say(f"{done}/{self.total} {name}", keep=not self.live)
+
+    def __exit__(self, *error: object) -> None:
+        if self.live:
+            self._say("", keep=False)
+
+    def _say(self, text: str, keep: bool) -> None:
+        print(text if keep else f"\r\033[K{text}", end="\n" if keep else "", file=sys.stderr, flush=True)
