@@ -1,4 +1,4 @@
-"""The command ``offcorr``: training and the demo, the methods and metrics, and the generated tables of the docs.
+"""The command ``offcorr``: training, the demo, the comparison, lists, and the generated tables of the docs.
 
 Every table is made from the code that it describes.
 """
@@ -151,6 +151,8 @@ def _parser() -> argparse.ArgumentParser:
         "--output: where the runs go (default: runs/demo).",
     )
     demo.set_defaults(run=_demo)
+    compare.add_parser(commands)
+    commands.choices["compare"].set_defaults(run=compare.run)
 
     methods = commands.add_parser("methods", help="list every method; with a NAME, all about one")
     methods.add_argument(

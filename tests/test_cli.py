@@ -207,7 +207,7 @@ def test_every_flag_of_the_demo_is_in_its_help(capsys):
 
 def test_every_command_has_a_function():
     (commands,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert {"train", "demo", "methods", "metrics", "docs"} <= set(commands.choices)
+    assert {"train", "demo", "compare", "methods", "metrics", "docs"} <= set(commands.choices)
     assert all(callable(command.get_default("run")) for command in commands.choices.values())
 
 

@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import offcorr
+
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("transformers", "trl", "datasets", "accelerate", "peft", "deepspeed")
 
@@ -99,9 +101,24 @@ def test_wheel_holds_the_whole_package_and_nothing_else(wheel: Path) -> None:
         names = {n for n in archive.namelist() if ".dist-info/" not in n}
     package = ROOT / "offcorr"
     source = {str(p.relative_to(ROOT)) for p in package.rglob("*.py")} | {"offcorr/py.typed"}
+    source |= {f"offcorr/{name}" for name in recipes()}
     assert source <= names, f"missing from the wheel: {sorted(source - names)}"
     assert all(n.startswith("offcorr/") for n in names), sorted(names)
     assert not [n for n in names if "__pycache__" in n]
+
+
+def recipes() -> list[str]:
+    found = [str(path.relative_to(ROOT)) for path in project_files() if path.is_relative_to(ROOT / "recipes")]
+    assert {"recipes/grpo.py", "recipes/demo.py", "recipes/configs/minpro.yaml"} <= set(found)
+    return found
+
+
+def test_the_recipes_of_the_wheel_are_those_of_the_checkout(wheel: Path) -> None:
+    """One file each: the checkout keeps no copy inside the package."""
+    assert not (ROOT / "offcorr" / "recipes").exists()
+    with zipfile.ZipFile(wheel) as archive:
+        for name in recipes():
+            assert archive.read(f"offcorr/{name}") == (ROOT / name).read_bytes()
 
 
 def test_source_distribution_holds_what_its_tests_read(tmp_path: Path) -> None:
@@ -133,6 +150,32 @@ def test_wheel_works_in_an_empty_environment(empty_environment: Path, tmp_path: 
 
 def test_console_script_answers_in_an_empty_environment(empty_environment: Path, tmp_path: Path) -> None:
     assert "offcorr" in run(empty_environment / "bin" / "offcorr", "--help", cwd=tmp_path)
+
+
+def test_the_commands_of_an_empty_environment(empty_environment: Path, tmp_path: Path) -> None:
+    """What works without TRL, and a clear word about what does not."""
+    command = empty_environment / "bin" / "offcorr"
+    assert run(command, "--version", cwd=tmp_path) == f"offcorr {offcorr.__version__}\n"
+    assert "eps_high=0.28" in run(command, "methods", "minpro", cwd=tmp_path)
+    assert "offcorr/recipes/grpo.py" in run(command, "train", "--help", cwd=tmp_path)
+    for name in ("train", "demo"):
+        refused = subprocess.run([command, name], cwd=tmp_path, capture_output=True, text=True)
+        assert refused.returncode == 2 and 'pip install "offcorr[recipes]"' in refused.stderr
+        assert "needs trl, transformers" in refused.stderr and "Traceback" not in refused.stderr
+    code = "import offcorr; offcorr.rollout"
+    refused = subprocess.run([empty_environment / "bin" / "python", "-I", "-c", code], capture_output=True, text=True)
+    assert 'needs transformers, accelerate, not installed here: pip install "offcorr[trl]"' in refused.stderr
+
+
+def test_the_errors_about_old_packages_name_the_oldest_supported(wheel: Path) -> None:
+    """offcorr.trl, and the command, ask for the versions of pyproject.toml."""
+    floors = {r.name: r.specifier for r in requirements(wheel) if r.marker and 'extra == "trl"' in str(r.marker)}
+    found = []
+    for file in ("offcorr/trl/__init__.py", "offcorr/cli.py"):
+        for name, floor in re.findall(r'"([\w-]+)>=([\d.]+)"', (ROOT / file).read_text()):
+            assert f">={floor}" in str(floors[name]).split(","), f"{file} asks for {name}>={floor}"
+            found.append(name)
+    assert {"trl", "transformers", "accelerate", "datasets"} <= set(found)
 
 
 def test_core_imports_nothing_heavy_where_it_could(tmp_path: Path) -> None:
