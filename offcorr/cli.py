@@ -152,7 +152,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
     compare.add_parser(commands)
-    commands.choices["compare"].set_defaults(run=compare.run)
 
     methods = commands.add_parser("methods", help="list every method; with a NAME, all about one")
     methods.add_argument(
@@ -167,7 +166,6 @@ def _parser() -> argparse.ArgumentParser:
     docs.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
     docs.add_argument("--root", type=Path, default=Path.cwd(), help="the checkout (default: the current folder)")
     docs.set_defaults(run=_docs)
-    compare.add_parser(commands)
     return parser
 
 
