@@ -212,6 +212,19 @@ def test_docstrings_are_prepared_for_the_api_page():
     assert ran.attempted and not ran.failed
 
 
+def test_formulas_keep_their_bars_and_spaces(hooks):
+    pytest.importorskip("latex2mathml")
+    bars = hooks.mathml(r"\lvert g\rvert^2")
+    assert bars == hooks.mathml(r"\left\lvert g\right\rvert^2") and 'form="prefix"' in bars
+    assert hooks.mathml(r"d\log r").count("<mspace") == 2
+    assert "<mspace" not in hooks.mathml(r"\log(r)")
+
+
+def test_code_in_tables_breaks_behind_punctuation(hooks):
+    page = hooks.on_page_content("<code>eps_low</code><table><td><code>clip_max=0.5</code></td></table>")
+    assert page == "<code>eps_low</code><table><td><code>clip_<wbr>max=<wbr>0.5</code></td></table>"
+
+
 @pytest.mark.slow
 def test_the_site_builds_strictly(tmp_path):
     pytest.importorskip("mkdocs")
