@@ -264,18 +264,20 @@ def on_page_content(content: str, **_: Any) -> str:
 def mathml(formula: str, display: str = "inline") -> str:
     """MathML of a formula in LaTeX.
 
-    latex2mathml makes infix operators of lvert and rvert, and sets log and exp without the space around a function.
+    latex2mathml makes infix operators of lvert and rvert and of min, max and clip, and sets log and exp without the
+    space around a function.
     """
     from latex2mathml.converter import convert
 
     formula = re.sub(r"(?<!left)\\l(?=[vV]ert)", r"\\left\\l", formula)
     formula = re.sub(r"(?<!right)\\r(?=[vV]ert)", r"\\right\\r", formula)
     space = '<mspace width="0.17em"/>'
-    function = r"(</m(?:i|n|frac|sup|sub)>)?(<mi>(?:log|exp)</mi>)(?=(<m[^o])?)"
+    bare = "(?<!<msub>)(?<!<msup>)"  # a space would take the place of the index
+    function = rf"(</m(?:i|n|frac|sup|sub)>)?{bare}(<mi>(?:log|exp|min|max|clip)</mi>)(?=(<m[^o])?)"
     return re.sub(
         function,
         lambda m: (m[1] + space if m[1] else "") + m[2] + (space if m[3] else ""),
-        convert(formula, display=display),
+        re.sub(f"{bare}<mo>(min|max|clip)</mo>", r"<mi>\1</mi>", convert(formula, display=display)),
     )
 
 

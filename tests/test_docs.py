@@ -249,7 +249,7 @@ def test_formulas_keep_their_bars_and_spaces(hooks):
     bars = hooks.mathml(r"\lvert g\rvert^2")
     assert bars == hooks.mathml(r"\left\lvert g\right\rvert^2") and 'form="prefix"' in bars
     assert hooks.mathml(r"d\log r").count("<mspace") == 2
-    assert "<mspace" not in hooks.mathml(r"\log(r)")
+    assert not any("<mspace" in hooks.mathml(bare) for bare in (r"\log(r)", r"\log^2 r", r"\min_t r"))
 
 
 def test_code_in_tables_breaks_behind_punctuation(hooks):
