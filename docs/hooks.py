@@ -253,7 +253,7 @@ def on_page_content(content: str, **_: Any) -> str:
         return mathml(html.unescape(match[2])[2:-2].strip(), "block" if match[1] == "div" else "inline")
 
     def breakable(code: re.Match[str]) -> str:
-        return re.sub(r"(?<=[\w\"])([ _=,:/|]+|\.(?=\D))(?=[\w\"&-])", r"\1<wbr>", code[0])
+        return re.sub(r"(?<=[\w\"])([ _=,:/|]+|\.(?!\d|(?:py|md|json)\b))(?=[\w\"&-])", r"\1<wbr>", code[0])
 
     content = re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', written, content, flags=re.DOTALL)
     return re.sub(
