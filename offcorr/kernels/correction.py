@@ -32,6 +32,7 @@ finite = for_triton(pointwise.finite)
 dropped_to_zero = for_triton(pointwise.dropped_to_zero)
 truncated_by = for_triton(pointwise.truncated)
 held_back_by = for_triton(pointwise.held_back)
+changed_by = for_triton(pointwise.changed)
 row_weight_of = for_triton(pointwise.row_weight)
 
 
@@ -530,15 +531,32 @@ def correction(
 
         # The metrics.
         before_end = metrics.later(before_end, tl.where(block.mask, row.length - block.index, 0))
-        for k in tl.static_range(len(PLAN.series)):
-            d, compared = log_ratio_of(block, PLAN, k)
-            metered = put(metered, k, metrics.mismatch_step(metered[k], d, compared, buffers.edges))
         unscored = block.index < 0
         if fields.rollout_logp is not None:
             unscored = block.trainable & ~block.scored
+        advantaged = block.advantage != 0
+        staleness = ops.clamp(block.policies[0] - block.policies[1], -LOG_LIMIT, LOG_LIMIT)
+        plain_ratio = tl.where(advantaged, tl.exp(staleness), 0.0)
+        derivative = tl.where(advantaged & good, weight * derivative, 0.0)
+        change = changed_by(derivative, block.advantage, plain_ratio) + (plain_ratio,)
         tally = metrics.loss_step(
-            tally, block.mask, loss, held_back, truncated, kept, vetoed, weight, coefficient, unscored, ~good
+            tally,
+            block.mask,
+            loss,
+            held_back,
+            truncated,
+            kept,
+            vetoed,
+            weight,
+            coefficient,
+            unscored,
+            ~good,
+            advantaged,
+            change,
         )
+        for k in tl.static_range(len(PLAN.series)):
+            d, compared = log_ratio_of(block, PLAN, k)
+            metered = put(metered, k, metrics.mismatch_step(metered[k], d, compared, buffers.edges))
 
     entry_ptr = buffers.partials + entry.to(tl.int64) * PLAN.entry_size
     metrics.loss_store(tally, entry_ptr, PLAN.divides_by == "kept" and not PLAN.split)
