@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import flags
 import torch
 import triton
 from aot_common import DIVISIBLE_BY_16, arguments, report, resources
@@ -143,7 +144,7 @@ def measure(targets: list[str], names: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--methods", nargs="+", default=[m.name for m in registry.catalogue()])
+    parser.add_argument("--methods", nargs="+", type=flags.method, default=[m.name for m in registry.catalogue()])
     options = parser.parse_args()
     rows = measure(options.targets, options.methods)
     head = (

@@ -185,7 +185,7 @@ class Launch:
             _tickets_on(device, 1 + groups),
             self.layout.edges,
             self.layout.places,
-            floats(composed.summary_size, entries) if composed.split else None,
+            floats(composed.summary_size, entries, dtype=torch.float64) if composed.split else None,
             torch.empty(tokens, dtype=torch.int64, device=device) if joins else None,
             floats(tokens) if joins else None,
             tuple([floats(tokens) for _ in turns]) if joins else None,

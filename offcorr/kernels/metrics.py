@@ -64,7 +64,9 @@ PLACES: tl.constexpr = tl.constexpr(8)
 """Most places that one merged number goes to."""
 
 FOLD: tl.constexpr = tl.constexpr(4)
-"""Neighbouring tokens that share one lane of an accumulator: a thread's own, so that it costs one register."""
+"""Tokens that share one lane of an accumulator, BLOCK / FOLD apart: in the compiler's layout of a block they are one
+thread's, so that adding them up moves nothing between threads and an accumulator costs one register.  (Neighbours are
+not: ptxas spills then.)"""
 
 LONGEST = 65535 * 128
 """Tokens that one program may look at: a count has 16 bits, and there are 128 lanes where a row is longer than 512."""
@@ -74,13 +76,13 @@ _NOTHING: tl.constexpr = tl.constexpr(-1e30)  # below every log-ratio; e^(_NOTHI
 
 @triton.jit
 def _folded(x):
-    """[BLOCK] to [BLOCK / FOLD] sums, of whichever numbers lie together in a thread."""
-    return tl.sum(tl.reshape(x, [x.shape[0] // FOLD, FOLD], can_reorder=True), 1)
+    """[BLOCK] to [BLOCK / FOLD] sums."""
+    return tl.sum(tl.reshape(x, [FOLD, x.shape[0] // FOLD]), 0)
 
 
 @triton.jit
 def _folded_max(x):
-    return tl.max(tl.reshape(x, [x.shape[0] // FOLD, FOLD], can_reorder=True), 1)
+    return tl.max(tl.reshape(x, [FOLD, x.shape[0] // FOLD]), 0)
 
 
 @triton.jit
