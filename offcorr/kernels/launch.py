@@ -31,7 +31,7 @@ from offcorr.stages.base import Plan
 BLOCK, WARPS = 512, 4
 """Tokens a program looks at together (fewer where the rows are shorter), and the warps that do."""
 REGISTERS, CROWDED = 168, 4
-"""Registers per thread; without a limit ptxas spills.  With turns, a running span or more stages than CROWDED all 255."""
+"""Registers per thread; without a limit ptxas spills.  All 255 with turns, a running span or over CROWDED stages."""
 FILL, PART = 512, 4096
 """Rows of more than two parts are split, a part is PART tokens or more, until there are FILL programs."""
 ALONE = 256
