@@ -281,6 +281,11 @@ def mathml(formula: str, display: str = "inline") -> str:
     )
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Take out the mark by which the theme's script finds the repository's link, to ask GitHub for its stars."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def on_pre_build(**_: Any) -> None:
     """Refuse to build while a public name has no docstring."""
     if missing := undocumented():

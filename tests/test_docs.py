@@ -270,6 +270,7 @@ def test_the_site_builds_strictly(tmp_path):
     page = (tmp_path / "site" / "math" / "index.html").read_text()
     assert page.count("<math") > 50 and "arithmatex" not in page
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css)"', page), "a page that loads scripts from elsewhere"
+    assert 'data-md-component="source"' not in page, "a page that asks GitHub for the repository's stars"
 
 
 # ------------------------------------------------------------------------------------------------ the Makefile
