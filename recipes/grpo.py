@@ -66,6 +66,7 @@ class Arguments(GRPOConfig):
     eval_on_start: bool = field(default=True)
     save_strategy: str = field(default="no")
     report_to: str = field(default="none")
+    log_metrics: str = field(default="full")  # the summary and the picture below read more than the short log
     gradient_checkpointing: bool = field(default=False)
     bf16: bool = field(default=False)
     dataloader_pin_memory: bool = field(default=torch.cuda.is_available())
