@@ -39,6 +39,7 @@ SHORT = (
     Answer(LOSS + "damped", "What share of the tokens did it damp?"),
     Answer(LOSS + "amplified", "What share of the tokens did it amplify?"),
     Answer(LOSS + "ess_after", "What share of the tokens is left, effectively, after the correction?"),
+    Answer("entropy", "How certain is the policy?"),
     Answer(LOSS + "unscored", "How many tokens could the engine not score?", "not 0"),
     Answer(LOSS + "nonfinite", "How many tokens gave no finite number to train on?", "not 0"),
     Answer(LOSS + "skipped", "What share of the sequences was left out of the forward pass?", "not 0"),
@@ -47,7 +48,6 @@ SHORT = (
     Answer("offcorr/control/*", "Which bounds did the controllers choose?", "in force"),
     Answer("offcorr/schedule/*", "Which values do the scheduled options have?", "in force"),
     Answer("offcorr/anchor/*", "How much is trained on, and was the anchor started anew?", "in force"),
-    Answer("entropy", "How certain is the policy?"),
 )
 """The metrics of ``log_metrics="short"``."""
 
