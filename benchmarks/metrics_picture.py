@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "recipes"))
-from grpo import EFFECT, MISMATCH, accuracy, means, series  # noqa: E402
+from grpo import EFFECT, MISMATCH, accuracy, lines, means  # noqa: E402
 
 from offcorr.cli import markdown  # noqa: E402
 
@@ -67,14 +67,13 @@ def report(folder: Path) -> dict[str, Any]:
     runs = {}
     for run in RUNS:
         logs = json.loads((folder / run / "history.json").read_text())
-        found = {name: series(logs, name) for name in names} if run in DRAWN else {}
+        found = lines(logs, names) if run in DRAWN else {}
         runs[run] = {
             "accuracy": accuracy(logs),
             "means": means(logs, (*MISMATCH, *EFFECT, "entropy")),
             "series": {
                 name: {"step": steps, "value": [float(f"{value:.5g}") for value in values]}
                 for name, (steps, values) in found.items()
-                if values
             },
         }
     packages = ("torch", "transformers", "trl", "offcorr")

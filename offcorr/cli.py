@@ -78,14 +78,15 @@ def metrics_table() -> Table:
 def short_table() -> Table:
     """One row per metric of the trainers' short log: the question it answers, and when it is logged."""
     return [
-        {"metric": answer.name, "answers the question": answer.question, "logged": answer.logged} for answer in SHORT
+        {"metric": f"`{answer.name}`", "answers the question": answer.question, "logged": answer.logged}
+        for answer in SHORT
     ]
 
 
 def aliases_table() -> Table:
     """One row per name of another framework: the framework, and the metric or the formula behind it."""
     return [
-        {"name": name, "framework": alias.framework, "here": alias.formula or f"offcorr/engine/{alias.source}"}
+        {"name": f"`{name}`", "framework": alias.framework, "here": alias.formula or f"offcorr/engine/{alias.source}"}
         for name, alias in ALIASES.items()
     ]
 

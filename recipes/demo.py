@@ -41,7 +41,7 @@ LAG, PRECISION = 16, "int8"
 EVERY = 30  # seconds between two lines of progress of a run, where there is no terminal for a bar
 COST = {
     "full": "This takes 4 to 9 minutes on two cores, and 2.5 GB of memory; no GPU, no download.",
-    "short": "This takes about a minute on two cores, and 2.5 GB of memory; no GPU, no download.",
+    "short": "This takes one to three minutes on two cores, and 2.5 GB of memory; no GPU, no download.",
 }
 
 
@@ -248,9 +248,14 @@ def listed(parts: Iterable[str]) -> str:
 
 def next_commands() -> str:
     """Commands to type next, as they work in this environment."""
-    python = os.path.relpath(sys.executable)
-    python = sys.executable if python.startswith("..") else python
-    offcorr = "offcorr" if shutil.which("offcorr") else f"{shlex.quote(python)} -m offcorr"
+    # `make` has the environment on its PATH, where the user's shell need not have it.
+    on_path = sys.prefix == sys.base_prefix or {"VIRTUAL_ENV", "CONDA_PREFIX"} & os.environ.keys()
+    python = min(sys.executable, os.path.relpath(sys.executable), key=len)
+    beside = Path(python).parent / "offcorr"
+    if on_path and shutil.which("offcorr"):
+        offcorr = "offcorr"
+    else:
+        offcorr = shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(python)} -m offcorr"
     return (
         "This was one seed at one learning rate, and is no ranking; docs/which.md compares more. Next:\n"
         f"  {offcorr} train --loss_type minpro --lag {LAG} --precision {PRECISION}\n"

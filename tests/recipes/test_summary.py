@@ -133,17 +133,34 @@ def test_the_demo_ends_with_sentences_from_the_numbers(logs):
     assert "compare nothing" in demo.verdict(logs, full=False)
 
 
-def test_the_next_commands_are_commands(logs):
+def test_the_next_commands_are_commands():
     from offcorr import cli
 
-    commands = [line.split() for line in demo.next_commands().splitlines() if line.startswith("  ")]
-    assert [words[words.index("offcorr") + 1] for words in commands] == ["train", "methods", "compare"]
-    for words in commands:
-        flags = words[words.index("offcorr") + 2 :]
-        if "methods" in words or "compare" in words:
-            cli._parser().parse_args(words[words.index("offcorr") + 1 :])
-        else:
-            grpo.TrlParser(grpo.Arguments).parse_args_and_config([*flags, "--use_cpu", "true"])
+    commands = [line for line in demo.next_commands().splitlines() if line.startswith("  ")]
+    words = [command.partition("offcorr ")[2].split() for command in commands]
+    assert [word[0] for word in words] == ["train", "methods", "compare"]
+    grpo.TrlParser(grpo.Arguments).parse_args_and_config([*words[0][1:], "--use_cpu", "true"])
+    for rest in words[1:]:
+        cli._parser().parse_args(rest)
+    version = commands[1].split(" methods ")[0].split() + ["--version"]  # the command as it is printed
+    assert subprocess.run(version, capture_output=True, text=True, check=True).stdout.startswith("offcorr ")
+
+
+def test_the_next_commands_where_the_environment_is_not_active(monkeypatch, tmp_path):
+    """As after `make demo`: the shell that reads this does not find ``offcorr`` on its PATH."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "offcorr").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr(demo.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / ".venv"))
+    assert "\n  offcorr methods" in demo.next_commands()
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    assert "\n  .venv/bin/offcorr methods" in demo.next_commands()
+    (tmp_path / ".venv" / "bin" / "offcorr").unlink()
+    assert "\n  .venv/bin/python -m offcorr methods" in demo.next_commands()
 
 
 def test_the_picture_of_the_demo_has_a_line_for_every_legend_entry(monkeypatch, tmp_path, logs):
