@@ -1,4 +1,4 @@
-"""What a training loop logs: by default the metrics of ``SHORT``, each of which answers a question."""
+"""The metrics that a training loop logs: by default those of ``SHORT``, each of which answers a question."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from offcorr.stages.checks import one_of
 from offcorr.training.field_metrics import ENGINE, FIELD, STALENESS, with_aliases
 
 LOSS = "offcorr/loss/"
@@ -60,9 +61,14 @@ def logged(computed: Mapping[str, float], choice: str, train: bool = True) -> di
         train: False: of an evaluation, which makes no update: without the metrics of a loss, a controller or a
             schedule, and without the series of two policies that agree to rounding.
 
+    Raises:
+        ValueError: an unknown choice.
+
     >>> logged({"offcorr/staleness/lag": 3.0, "offcorr/loss/kept": 1.0, "offcorr/loss/unscored": 0.0}, "short")
     {'offcorr/staleness/lag': 3.0}
     """
+    if choice not in CHOICES:
+        raise ValueError(f"choice is {choice!r}{one_of(choice, CHOICES)}")
     if not train:
         computed = dict(_of_evaluation(computed))
     if choice == "aliases":

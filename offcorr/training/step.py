@@ -342,7 +342,7 @@ class Step:
         Args:
             train: False: those of evaluations.
             choice: None: all that was measured; "short", "full", "aliases": those that the trainers log under this
-                ``log_metrics``, which in an evaluation are without the constant ones.
+                ``log_metrics``, which in an evaluation are without the constant ones (``offcorr.training.logged``).
         """
         measured, self._measured[train] = self._measured[train], Metrics()
         values, self._values[train] = self._values[train], defaultdict(list)

@@ -79,3 +79,8 @@ def test_an_evaluation_is_logged_without_what_is_constant(choice):
     assert ("mismatch_kl" in other) == (choice == "aliases")
     assert of_a_batch(choice, train=False, gap=0.0, moved=0.0) == {}
     assert "offcorr/loss/kept" in of_a_batch(None, train=False, gap=0.0, moved=0.0)  # measured all the same
+
+
+def test_an_unknown_choice_is_refused_by_name():
+    with pytest.raises(ValueError, match="choice is 'ful'.* did you mean 'full'"):
+        logged({}, "ful")
