@@ -30,6 +30,8 @@ from offcorr.metrics import LOSS, MISMATCH
 from offcorr.optional import require
 from offcorr.stages.rejections import Rejection
 from offcorr.stages.weights import Weight
+from offcorr.training.field_metrics import ALIASES
+from offcorr.training.logged import SHORT
 
 Table = list[dict[str, str]]
 
@@ -73,6 +75,22 @@ def metrics_table() -> Table:
     return rows
 
 
+def short_table() -> Table:
+    """One row per metric of the trainers' short log: the question it answers, and when it is logged."""
+    return [
+        {"metric": f"`{answer.name}`", "answers the question": answer.question, "logged": answer.logged}
+        for answer in SHORT
+    ]
+
+
+def aliases_table() -> Table:
+    """One row per name of another framework: the framework, and the metric or the formula behind it."""
+    return [
+        {"name": f"`{name}`", "framework": alias.framework, "here": alias.formula or f"offcorr/engine/{alias.source}"}
+        for name, alias in ALIASES.items()
+    ]
+
+
 def markdown(table: Table) -> str:
     """A table as Markdown, with arXiv numbers as links."""
     head = list(table[0])
@@ -93,6 +111,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "methods": methods_table,
     "options": options_table,
     "metrics": metrics_table,
+    "short": short_table,
+    "aliases": aliases_table,
 }
 GENERATED = ("docs/methods.md", "docs/metrics.md")
 PAGES = "https://github.com/offcorr/offcorr/tree/main/docs"

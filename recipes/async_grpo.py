@@ -58,6 +58,7 @@ class Arguments(AsyncGRPOConfig):
     eval_steps: float = field(default=20)
     save_strategy: str = field(default="no")
     report_to: str = field(default="none")
+    log_metrics: str = field(default="full")  # for the summary and the picture
     gradient_checkpointing: bool = field(default=False)
     bf16: bool = field(default=False)
     use_cpu: bool = field(default=not torch.cuda.is_available())

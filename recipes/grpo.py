@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +66,7 @@ class Arguments(GRPOConfig):
     eval_on_start: bool = field(default=True)
     save_strategy: str = field(default="no")
     report_to: str = field(default="none")
+    log_metrics: str = field(default="full")  # the summary and the picture below read more than the short log
     gradient_checkpointing: bool = field(default=False)
     bf16: bool = field(default=False)
     dataloader_pin_memory: bool = field(default=torch.cuda.is_available())
@@ -241,23 +242,50 @@ def means(logs: list[dict[str, float]], names: tuple[str, ...]) -> dict[str, flo
     return {name: sum(values) / len(values) for name in names if (values := series(logs, name)[1])}
 
 
-MISMATCH = tuple(f"offcorr/{series}/{name}" for name in ("abs_mean", "ess_seq") for series in ("staleness", "engine"))
-CORRECTION = (
-    "offcorr/loss/clipped",
-    "offcorr/loss/truncated",
-    "offcorr/loss/rejected",
-    "offcorr/loss/coefficient_zero",
-    "lr_scale",
+MISMATCH = {
+    "offcorr/staleness/lag": "staleness: optimizer updates",
+    "offcorr/staleness/abs_mean": "staleness: mean |log-ratio|, nats",
+    "offcorr/staleness/ess_seq": "staleness: ESS, share of sequences",
+    "offcorr/engine/abs_mean": "engine: mean |log-ratio|, nats",
+    "offcorr/engine/ess_seq": "engine: ESS, share of sequences",
+    "frac_reward_zero_std": "prompts without advantage",
+}
+"""ESS: effective sample size.  A prompt whose samples all got one reward has no advantage."""
+
+EFFECT = {
+    "offcorr/loss/multiplier_vs_ratio": "size of the update, uncorrected = 1",
+    "offcorr/loss/dropped": "tokens dropped",
+    "offcorr/loss/damped": "tokens damped",
+    "offcorr/loss/amplified": "tokens amplified",
+    "offcorr/loss/ess_before": "ESS before, share of tokens",
+    "offcorr/loss/ess_after": "ESS after, share of tokens",
+}
+"""What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
+
+CAPTION = (
+    "Below accuracy: means over the run. ESS: effective sample size. Prompts without advantage: their samples all got "
+    "one reward. Tokens: those with an advantage; damped and amplified by more than 1 % against the plain ratio."
 )
+NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged and does not measure"
 
 
 def summarise(logs: list[dict[str, float]], title: str) -> None:
-    table = Table(title=title, show_header=False)
-    for name, value in accuracy(logs).items():
-        table.add_row(f"held-out sampled accuracy, {name}", f"{value:.3f}")
-    for name, value in means(logs, MISMATCH + CORRECTION).items():
-        table.add_row(f"{name}, mean over the run", f"{value:.4f}")
+    table = Table(title=title, caption=CAPTION, show_header=False)
+    for moment, value in accuracy(logs).items():
+        table.add_row(f"held-out sampled accuracy, {moment}", f"{value:.3f}", end_section=moment == "end")
+    for part in (MISMATCH, EFFECT | {"lr_scale": "factor on the learning rate"}):
+        for name, value in means(logs, tuple(part)).items():
+            table.add_row(part[name], f"{value:.4f}")
+        table.add_section()
+    if not means(logs, tuple(EFFECT)):
+        table.add_row("correction", NO_CORRECTION)
     Console().print(table)
+
+
+def lines(logs: list[dict[str, float]], names: Iterable[str]) -> dict[str, tuple[list[float], list[float]]]:
+    """The series among these that were logged and are not 0 all the time, to rounding."""
+    found = {name: series(logs, name) for name in names}
+    return {name: pair for name, pair in found.items() if any(abs(value) > 1e-5 for value in pair[1])}
 
 
 def plot(logs: list[dict[str, float]], file: Path) -> Path:
@@ -266,18 +294,29 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), constrained_layout=True)
+    figure, axes = plt.subplots(1, 4, figsize=(18, 4), constrained_layout=True)
+    size, dropped, damped, amplified, *ess = EFFECT
+    nothing = "no correction: a loss of TRL's own" if not means(logs, tuple(EFFECT)) else "nothing: 0 throughout"
     panels = (
-        ("reward", ("eval_reward", "reward"), "mean"),
-        ("mismatch between the policies", MISMATCH[:2], "mean |log-ratio|, nats"),
-        ("effect of the correction", CORRECTION, "share of tokens"),
+        ("reward", ("eval_reward", "reward"), "mean", "0 throughout"),
+        ("mismatch", [name for name in MISMATCH if "abs_mean" in name], "mean |log-ratio|, nats", "0 throughout"),
+        (
+            "effect of the correction",
+            (size, dropped, damped, amplified, "lr_scale"),
+            "share of tokens; factor",
+            nothing,
+        ),
+        ("effective sample size", ess, "share of tokens", nothing),
     )
-    for axis, (title, names, label) in zip(axes, panels, strict=True):
-        for name in names:
-            steps, values = series(logs, name)
+    for axis, (title, names, label, otherwise) in zip(axes, panels, strict=True):
+        drawn = lines(logs, names)
+        for name, (steps, values) in drawn.items():
             axis.plot(steps, values, label=name.removeprefix("offcorr/"), marker="o" if name == "eval_reward" else "")
         axis.set(title=title, xlabel="optimizer update", ylabel=label)
-        axis.legend()
+        if drawn:
+            axis.legend()
+        else:
+            axis.text(0.5, 0.5, otherwise, ha="center", transform=axis.transAxes)
     figure.savefig(file, dpi=120)
     plt.close(figure)
     return file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import torch
 import offcorr
 from offcorr import cli
 from offcorr.methods.registry import catalogue
+from offcorr.training.logged import SHORT
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -109,6 +111,34 @@ def test_a_heading_has_a_text_a_formula_and_one_configuration():
         assert len(re.findall(r"[.?](?: |$)", words)) >= 3, f"{title}: what it does, why, how it differs"
 
 
+# ---------------------------------------------------------------------------------------------------- metrics
+
+
+def test_every_metric_of_the_short_log_is_explained():
+    """A section of its own for what is always logged: formula, healthy range, what to do; the others by name."""
+    text = (ROOT / "docs" / "metrics.md").read_text().partition("## What is measured")[0]
+    sections = dict(re.findall(r"^### `([^`]*)`\n(.*?)(?=^##)", text, flags=re.DOTALL | re.MULTILINE))
+    assert list(sections) == [answer.name for answer in SHORT if answer.logged == "always"]
+    for name, section in sections.items():
+        assert re.findall(r"^- \*\*(\w+)\.\*\* \S", section, flags=re.M) == ["Formula", "Healthy", "Outside"], name
+    others = text.partition("### Only where")[2]
+    assert all(f"`{answer.name}`" in others for answer in SHORT if answer.logged != "always")
+
+
+def test_the_numbers_of_the_metrics_page_are_of_the_kept_runs():
+    pytest.importorskip("trl")
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "benchmarks" / "metrics_picture.py")
+    assert spec is not None and spec.loader is not None
+    picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(picture)
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    kept = json.loads((ROOT / "benchmarks" / "results" / "metrics.json").read_text())
+    assert "benchmarks/metrics_picture.py" in page and page == picture.filled(page, kept["runs"])
+    assert picture.TABLE.search(page)[0].count("\n") > len(picture.EFFECT)
+    for panel in picture.PANELS.values():
+        assert set(panel) & kept["runs"]["minpro"]["series"].keys(), panel
+
+
 # --------------------------------------------------------------------------------------------- the command line
 
 
@@ -168,7 +198,7 @@ def test_names_on_the_pages_exist(page):
     text = page.read_text()
     modules = {"gates", "ratios", "weights", "rejections", "controllers", "spans", "ops", "testing", "metrics"}
     for module, name in re.findall(r"(?<![\w/.])(\w+)\.([A-Za-z]\w*)", text):
-        if module in modules and name not in ("py", "md"):
+        if module in modules and name not in ("py", "md", "png", "json"):
             assert hasattr(getattr(offcorr, module), name), f"{page.name} names {module}.{name}"
     for name in re.findall(r"(?<![\w/.])offcorr\.(\w+)", text):
         known = (

@@ -233,6 +233,7 @@ def trainer_of(folder, tmp_path, worker=None, reward=toy.reward, loss=None, cls=
         "use_cpu": True,
         "disable_tqdm": True,
         "gradient_checkpointing": False,
+        "log_metrics": "full",
     }
     args = AsyncGRPOConfig(str(tmp_path), **settings | options)
     data = toy.dataset(16, split="train")
