@@ -14,7 +14,7 @@ TRITONS := 3.6.0 3.8.0
 # One thread a process: the tests run several processes, and small matrices gain nothing from more.
 export OMP_NUM_THREADS ?= 1
 # accelerate, torchrun and ninja are called by name.
-export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PATH := $(abspath $(BIN)):$(PATH)
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # DeepSpeed's compiled operators are not used here and need a CUDA compiler.
@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv .venv-trl-min demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min \
-        test-triton mutate lint format docs docs-site docs-serve clean
+        test-triton test-matrix mutate lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^# -+ /{sub(/^# -+ /, ""); print "\n" $$0} \
@@ -32,12 +32,12 @@ help:  ## list the targets
 
 # ---------------------------------------------------------------- environments
 
-# install(folder, constraints, further requirements): torch first and pinned, then the rest around it.
+# install(folder, constraints): torch first and pinned, then the rest around it.
 define install
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet -c $(2) torch hatchling editables
-	$(1)/bin/python -m pip install --quiet -c $(2) --no-build-isolation --editable ".[$(EXTRAS)]" $(3)
+	$(1)/bin/python -m pip install --quiet -c $(2) --no-build-isolation --editable ".[$(EXTRAS)]"
 endef
 
 .venv: $(VENV)/installed  ## the environment that everything below runs in (made once, pinned by constraints.txt)
@@ -48,11 +48,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 .venv-trl-min: .venv-trl-min/installed  ## the same with the oldest supported TRL
 
-# The oldest supported TRL, the same versions otherwise. It imports requests without asking for it.
+# The oldest supported TRL, the same versions otherwise.
 .venv-trl-min/installed: pyproject.toml constraints.txt
 	@mkdir -p .venv-trl-min
 	sed 's/^trl==.*/trl==$(TRL_MIN)/' constraints.txt > .venv-trl-min/constraints.txt
-	$(call install,.venv-trl-min,.venv-trl-min/constraints.txt,requests)
+	$(call install,.venv-trl-min,.venv-trl-min/constraints.txt)
 	@touch $@
 
 # Other versions of triton under the same torch; they come last, since a CUDA build of torch asks for its own.
@@ -112,6 +112,9 @@ TRITON_SELECTION := rebinding or odd_sizes or error_budget or every_span or whic
 test-triton-%: .venv-triton-%/installed
 	.venv-triton-$*/bin/python -m pytest -q -n $(WORKERS) -m "not slow" \
 	    -k "$(TRITON_SELECTION)" tests/kernels
+
+test-matrix:  ## fresh environments: Python 3.10 to 3.13, newest and oldest packages; many GB, about an hour
+	$(PYTHON) tests/matrix.py
 
 # -------------------------------------------------------------------- upkeep
 
