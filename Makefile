@@ -32,12 +32,12 @@ help:  ## list the targets
 
 # ---------------------------------------------------------------- environments
 
-# install(folder, constraints): torch first and pinned, then the rest around it.
+# install(folder, constraints, further requirements): torch first and pinned, then the rest around it.
 define install
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet -c $(2) torch hatchling editables
-	$(1)/bin/python -m pip install --quiet -c $(2) --no-build-isolation --editable ".[$(EXTRAS)]"
+	$(1)/bin/python -m pip install --quiet -c $(2) --no-build-isolation --editable ".[$(EXTRAS)]" $(3)
 endef
 
 .venv: $(VENV)/installed  ## the environment that everything below runs in (made once, pinned by constraints.txt)
@@ -48,11 +48,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 .venv-trl-min: .venv-trl-min/installed  ## the same with the oldest supported TRL
 
-# The oldest supported TRL, the same versions otherwise.
+# The oldest supported TRL, the same versions otherwise. It imports requests without asking for it.
 .venv-trl-min/installed: pyproject.toml constraints.txt
 	@mkdir -p .venv-trl-min
 	sed 's/^trl==.*/trl==$(TRL_MIN)/' constraints.txt > .venv-trl-min/constraints.txt
-	$(call install,.venv-trl-min,.venv-trl-min/constraints.txt)
+	$(call install,.venv-trl-min,.venv-trl-min/constraints.txt,requests)
 	@touch $@
 
 # Other versions of triton under the same torch; they come last, since a CUDA build of torch asks for its own.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -33,11 +32,20 @@ RESULTS = ROOT / "tests" / "matrix.json"
 PAGE = ROOT / "docs" / "versions.md"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PACKAGES = ("newest", "oldest")
-SHOWN = ("torch", "triton", "trl", "transformers", "accelerate", "datasets", "numpy")
+SHOWN = ("trl", "torch", "triton", "transformers", "accelerate", "datasets", "numpy")
 TEST_TOOLS = ("beartype", "hypothesis", "jaxtyping", "pytest", "pytest-xdist")
 TRAIN = "--config minpro --max_steps 2 --train_size 64 --eval_size 8 --per_device_eval_batch_size 8 --output_dir out"
 
-IMPORTS = "import offcorr.toy, offcorr.rollout, offcorr.extras, offcorr.trl, offcorr.trl.async_grpo"
+IMPORTS = """
+import offcorr.toy, offcorr.rollout, offcorr.extras, offcorr.trl
+try:
+    import offcorr.trl.async_grpo
+    print("yes")
+except ImportError as error:
+    if "needs trl 1.16 or later" not in str(error):
+        raise
+    print("needs TRL 1.16")
+"""
 VERSIONS = f"""
 import importlib.metadata as m, json, platform
 found = {{name: m.version(name) for name in {SHOWN!r} if any(m.distributions(name=name))}}
@@ -85,7 +93,9 @@ def run_cell(python: str, packages: str) -> Cell:
         steps = {
             "install": lambda: install(executable, environment, packages),
             "versions": lambda: json.loads(run(binaries / "python", "-c", VERSIONS, cwd=folder)),
-            "imports": lambda: run(binaries / "python", "-W", "ignore", "-c", IMPORTS, cwd=folder) and None,
+            "asynchronous": lambda: run(binaries / "python", "-W", "ignore", "-c", IMPORTS, cwd=folder).splitlines()[
+                -1
+            ],
             "tests": lambda: test_core(environment, Path(folder) / "tests.xml"),
             "training": lambda: train(binaries / "offcorr", Path(folder)),
         }
@@ -131,10 +141,10 @@ def install(python: str, environment: Path, packages: str) -> None:
     floors = [re.sub(r">=([\d.]+).*", r"==\1.*", wanted) for wanted in declared if re.match(r"[\w-]+>=", wanted)]
     oldest = [pin for pin in floors if pin.split("==")[0] in SHOWN and not pin.startswith("numpy")]
     run(python, "-m", "venv", environment)
+    binary = environment / "bin" / "python"
     uv = shutil.which("uv")
-    pip = [uv, "pip", "install", "--python"] if uv else []
-    command = [*pip, environment / "bin" / "python"] if uv else [environment / "bin" / "python", "-m", "pip", "install"]
-    run(*command, f"{ROOT}[recipes]", *TEST_TOOLS, *(oldest if packages == "oldest" else []))
+    pip = [uv, "pip", "install", "--python", binary] if uv else [binary, "-m", "pip", "install"]
+    run(*pip, f"{ROOT}[recipes]", *TEST_TOOLS, *(oldest if packages == "oldest" else []))
 
 
 def test_core(environment: Path, report: Path) -> dict[str, int]:
@@ -189,23 +199,22 @@ def run(*command: object, cwd: Path | str | None = None, **environment: str) -> 
 
 
 def page(results: dict[str, Cell]) -> str:
-    head = ("Python", "TRL", *(name for name in SHOWN if name != "trl"), "core tests", "`offcorr train`", "seconds")
+    head = ("Python", "packages", *SHOWN, "core tests", "`offcorr train`", "asynchronous trainer", "seconds")
     rows = [head, ("---",) * len(head)]
     problems = []
     for name, cell in sorted(results.items(), key=lambda item: (PYTHONS.index(item[0].split()[0]), item[0])):
         python, packages = name.split()
-        found = {"trl": packages} | cell.get("versions", {})
+        found = {"python": python} | cell.get("versions", {})
         failures = {failure.partition(":")[0]: failure for failure in cell.get("failures", ())}
-        tests = cell.get("tests")
-        if "install" in failures or "seconds" not in cell:
-            said = [cell["outcome"], ""]
-        else:
-            said = ["failed" if tests is None else f"{tests['passed']} passed, {tests['skipped']} skipped"]
-            said += ["failed" if failures.keys() & {"training", "imports"} else "passed"]
         problems += [f"- Python {python}, {packages} packages: {failure}" for failure in failures.values()]
-        versions = (found.get(package, "") for package in SHOWN if package != "trl")
+        if "versions" not in cell:
+            said = [cell["outcome"], "", ""]
+        else:
+            tests = cell.get("tests")
+            said = [f"{tests['passed']} passed, {tests['skipped']} skipped" if tests else "failed"]
+            said += ["failed" if "training" in failures else "passed", cell.get("asynchronous", "failed")]
         seconds = str(sum(cell.get("seconds", {}).values()) or "")
-        rows.append((found.get("python", python), f"{found['trl']} ({packages})", *versions, *said, seconds))
+        rows.append((found["python"], packages, *(found.get(package, "") for package in SHOWN), *said, seconds))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     failed = "\n\nWhat failed:\n\n" + "\n".join(problems) if problems else ""
     return f"""# Tested versions
@@ -213,9 +222,9 @@ def page(results: dict[str, Cell]) -> str:
 Each row is a fresh environment without `constraints.txt`. In the newest rows the installer chose every version; the
 oldest rows have the lowest versions of torch, TRL, transformers, accelerate and datasets that `pyproject.toml` admits.
 In each, `offcorr[recipes]` was installed from a wheel, every optional part was imported, `make test-core` was run, and
-the installed command `offcorr train` took two optimizer steps. `make test-matrix` writes this page (here
-on {platform.system()}, without a GPU). The other tests run with the versions in `constraints.txt`, and the TRL tests also
-with the oldest TRL.
+the installed command `offcorr train` took two optimizer steps. `make test-matrix` writes this page.
+
+The other tests run with the versions in `constraints.txt`, the TRL tests also with the oldest TRL.
 
 {table}{failed}
 """
