@@ -32,6 +32,7 @@ from trl import TrlParser
 from offcorr import toy
 from offcorr.rollout import OffPolicy
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
+from offcorr.trl.config import choose_correction
 
 
 @dataclass
@@ -77,6 +78,9 @@ class Arguments(GRPOConfig):
     def __post_init__(self) -> None:
         """What can be refused before data or models are loaded."""
         super().__post_init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the trainer warns again
+            choose_correction(self)
         for name in ("train_size", "eval_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more examples")
