@@ -238,7 +238,7 @@ MISTAKES = {
     "--lag -3": "lag is -3",
     "--precision int9": "precision is 'int9'",
     "--loss_type minprop": "loss_type: unknown method 'minprop', did you mean 'minpro'?",
-    '--loss_type minpro --loss_kwargs {"eps_hihg":1}': "loss_kwargs: minpro has no option 'eps_hihg', did you mean 'eps",
+    '--loss_type minpro --loss_kwargs {"eps_hihg":1}': "loss_kwargs: minpro has no option 'eps_hihg', did you mean",
     "--use_vllm true --lag 4": "lag is 4",
     "--train_size 0": "train_size is 0",
     "--task chain_summ": "task is 'chain_summ' (did you mean 'chain_sum'?)",
