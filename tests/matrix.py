@@ -14,6 +14,7 @@ environments are removed. CUDA builds of torch take about 5 GB each.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -68,7 +69,7 @@ def main() -> int:
     options = parser.parse_args()
 
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    wanted = [(python, packages) for python in options.python for packages in options.packages]
+    wanted = list(itertools.product(options.python, options.packages))
     for place, (python, packages) in enumerate([] if options.report else wanted, start=1):
         name = f"{python} {packages}"
         if results.get(name, {}).get("outcome") == "passed" and not options.again:
@@ -79,7 +80,7 @@ def main() -> int:
         RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
         print(f"    {results[name]['outcome']}", flush=True)
     PAGE.write_text(page(results))
-    return any(results[f"{python} {packages}"]["outcome"] != "passed" for python, packages in wanted)
+    return any(results.get(" ".join(cell), {}).get("outcome") != "passed" for cell in wanted)
 
 
 def run_cell(python: str, packages: str) -> Cell:
@@ -202,8 +203,8 @@ def page(results: dict[str, Cell]) -> str:
     head = ("Python", "packages", *SHOWN, "core tests", "`offcorr train`", "asynchronous trainer", "seconds")
     rows = [head, ("---",) * len(head)]
     problems = []
-    for name, cell in sorted(results.items(), key=lambda item: (PYTHONS.index(item[0].split()[0]), item[0])):
-        python, packages = name.split()
+    for python, packages in itertools.product(PYTHONS, PACKAGES):
+        cell = results.get(f"{python} {packages}", {"outcome": "not run"})
         found = {"python": python} | cell.get("versions", {})
         failures = {failure.partition(":")[0]: failure for failure in cell.get("failures", ())}
         problems += [f"- Python {python}, {packages} packages: {failure}" for failure in failures.values()]
@@ -224,7 +225,8 @@ oldest rows have the lowest versions of torch, TRL, transformers, accelerate and
 In each, `offcorr[recipes]` was installed from a wheel, every optional part was imported, `make test-core` was run, and
 the installed command `offcorr train` took two optimizer steps. `make test-matrix` writes this page.
 
-The other tests run with the versions in `constraints.txt`, the TRL tests also with the oldest TRL.
+The other tests run with the versions in `constraints.txt`, the TRL tests also with the oldest TRL. The seconds are of a
+machine that other programs used at the same time.
 
 {table}{failed}
 """
