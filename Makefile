@@ -14,7 +14,7 @@ TRITONS := 3.6.0 3.9.0
 # One thread a process: the tests run several processes, and small matrices gain nothing from more.
 export OMP_NUM_THREADS ?= 1
 # accelerate, torchrun and ninja are called by name.
-export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PATH := $(abspath $(BIN)):$(PATH)
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # DeepSpeed's compiled operators are not used here and need a CUDA compiler.
@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv .venv-trl-min demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min \
-        test-triton mutate lint format docs docs-site docs-serve clean
+        test-triton test-matrix mutate lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^# -+ /{sub(/^# -+ /, ""); print "\n" $$0} \
@@ -112,6 +112,9 @@ TRITON_SELECTION := rebinding or odd_sizes or error_budget or every_span or whic
 test-triton-%: .venv-triton-%/installed
 	.venv-triton-$*/bin/python -m pytest -q -n $(WORKERS) -m "not slow" \
 	    -k "$(TRITON_SELECTION)" tests/kernels
+
+test-matrix:  ## fresh environments: Python 3.10 to 3.13, newest and oldest packages; many GB, about an hour
+	$(PYTHON) tests/matrix.py
 
 # -------------------------------------------------------------------- upkeep
 

@@ -125,7 +125,7 @@ class Refusal(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = _parser()
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if given[:1] in (["train"], ["demo"]) and not {"-h", "--help"} & set(given[1:]):
         options = argparse.Namespace(run={"train": _train, "demo": _demo}[given[0]], flags=given[1:])
     else:

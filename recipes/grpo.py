@@ -11,8 +11,10 @@ to bottom; to adapt it to your own model, start at ``Arguments`` and ``load_task
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple
 
 import datasets
 import torch
+import yaml
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
@@ -29,6 +32,7 @@ from trl import TrlParser
 from offcorr import toy
 from offcorr.rollout import OffPolicy
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
+from offcorr.trl.config import choose_correction
 
 
 @dataclass
@@ -71,6 +75,63 @@ class Arguments(GRPOConfig):
     bf16: bool = field(default=False)
     dataloader_pin_memory: bool = field(default=torch.cuda.is_available())
     use_cpu: bool = field(default=not torch.cuda.is_available())
+
+    def __post_init__(self) -> None:
+        """What can be refused before data or models are loaded."""
+        super().__post_init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the trainer warns again
+            choose_correction(self)
+        for name in ("train_size", "eval_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more examples")
+        if self.use_vllm and (self.lag, self.precision) != (0, "fp32"):
+            raise ValueError(
+                f"lag is {self.lag} and precision is {self.precision!r}, but with use_vllm TRL's own sampler runs, "
+                "which has neither: leave both out"
+            )
+        if not self.use_vllm:
+            OffPolicy(lag=self.lag, precision=self.precision)
+        for name in ("model", "resume_from_checkpoint"):
+            path = getattr(self, name)
+            if path and (path.startswith((".", "/", "~")) or name != "model") and not Path(path).is_dir():
+                raise ValueError(f"{name} is {path!r}, which is not a folder")
+        if self.task.endswith(".jsonl"):
+            if not Path(self.task).is_file():
+                raise ValueError(f"task is {self.task!r}, which is not a file")
+        elif self.task != "toy" and "/" not in self.task:
+            from reasoning_gym.factory import DATASETS
+
+            if self.task not in DATASETS:
+                raise ValueError(
+                    f"task is {self.task!r}{nearest(self.task, DATASETS)}, expected toy, a .jsonl file, a hub data "
+                    "set (owner/name), or a name of reasoning-gym"
+                )
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def parse(arguments: type[Any]) -> Any:
+    """The flags and the YAML file of ``--config``; a mistake ends the program with one line that names the flag."""
+    parser = TrlParser(arguments, usage="%(prog)s [--config FILE.yaml] [flags]     (--help lists the flags)")
+    try:
+        if "--config" in sys.argv[1:-1]:
+            file = Path(sys.argv[sys.argv.index("--config") + 1])
+            document = yaml.compose(file.read_text())
+            keys = [key.value for key, _ in document.value] if isinstance(document, yaml.MappingNode) else []
+            if twice := {key for key in keys if keys.count(key) > 1}:
+                raise ValueError(f"{file} has the key {min(twice)!r} twice")
+        args, unknown = parser.parse_args_and_config(return_remaining_strings=True)
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        parser.error(str(error))
+    if unknown:
+        name = unknown[0].partition("=")[0].removeprefix("--")
+        known = [action.dest for action in parser._actions]
+        parser.error(f"unknown flag, or key of the YAML file, {name!r}{nearest(name, known)}")
+    return args
 
 
 # -- the task ------------------------------------------------------------------------------------------------
@@ -163,7 +224,7 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    (args,) = TrlParser(arguments).parse_args_and_config()
+    args = parse(arguments)
     path = toy.model_path(seed=args.seed) if args.model == "toy" else args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)

@@ -50,6 +50,18 @@ def test_a_stale_table_is_noticed_and_repaired(tmp_path):
     assert (tmp_path / "docs/methods.md").read_text() == (ROOT / "docs/methods.md").read_text()
 
 
+def test_the_page_of_tested_versions_is_that_of_its_results():
+    pytest.importorskip("tomllib")
+    from tests import matrix
+
+    results = json.loads(matrix.RESULTS.read_text())
+    assert matrix.PAGE.read_text() == matrix.page(results), "run `python tests/matrix.py --report`"
+    failed = {"outcome": "failed", "failures": ["install: no matching distribution"], "seconds": {"install": 3}}
+    page = matrix.page({"3.10 oldest": failed})
+    assert "| 3.10 | oldest |" in page and "- Python 3.10, oldest packages: install: no matching distribution" in page
+    assert page.count("| not run |") == len(matrix.PYTHONS) * len(matrix.PACKAGES) - 1
+
+
 def test_every_generated_table_is_on_a_page():
     text = "".join((ROOT / name).read_text() for name in cli.GENERATED)
     assert set(re.findall(r"<!-- table (\w+) -->", text)) == set(cli.TABLES)

@@ -3,7 +3,8 @@
 TRL's asynchronous trainer has one loss, a clipped ratio against the engine's log-probs, and drops samples older than
 ``max_staleness``.  Here any correction can take its place: the loss terms of a packed row become a packed ``Batch``,
 and the columns that TRL drops between queue and loss (rewards, groups, versions, the sampler's ``old_logp``) are kept.
-Without a GPU, ``dense_tree_attention`` replaces FlashAttention 3.
+Without a GPU, ``dense_tree_attention`` replaces FlashAttention 3.  Packed rows came with TRL 1.16, which needs Python
+3.11.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import AttentionInterface
-from trl.experimental import async_grpo as trl_async
-from trl.experimental.async_grpo import async_grpo_trainer as trl_module
-from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
 import offcorr
+from offcorr.optional import require
 from offcorr.rollout.off_policy import in_mixed_precision
 from offcorr.training.anchors import Anchor
 from offcorr.training.replica import base_of
@@ -33,6 +32,12 @@ from offcorr.training.schedules import Annealed
 from offcorr.trl.config import CORRECTIONS_HELP, PREFIX, TRL_LOSSES, CorrectionOptions, given, named
 from offcorr.trl.patch import patched
 from offcorr.trl.step import StepCallback, log_metrics, make_step, report_anchor, share_done
+
+require("offcorr.trl.async_grpo", ["trl>=1.16"], extra="trl")
+
+from trl.experimental import async_grpo as trl_async  # noqa: E402
+from trl.experimental.async_grpo import async_grpo_trainer as trl_module  # noqa: E402
+from trl.experimental.async_grpo.packing import TREE_ATTENTION  # noqa: E402
 
 __all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer"]
 

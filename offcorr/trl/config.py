@@ -283,11 +283,17 @@ def named(name: str, args: Any) -> Annealed:
             f"loss_type is {name!r}, expected the name of a loss: one of TRL's, {list(TRL_LOSSES)}, or of "
             "offcorr.available(), such as 'minpro' or 'offcorr:dapo'"
         )
-    found = find(name)
+    try:
+        found = find(name)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"loss_type: {error}") from error
     own = found.schedules if isinstance(found, Method) else {}
 
     options = getattr(args, "loss_kwargs", None) or {}
-    return Annealed(lambda **in_force: _with_length(offcorr.resolve(name, **in_force), args), {**own, **options})
+    try:
+        return Annealed(lambda **in_force: _with_length(offcorr.resolve(name, **in_force), args), {**own, **options})
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"loss_kwargs: {error}" if options else str(error)) from error
 
 
 def _with_length(correction: offcorr.Correction, args: Any) -> offcorr.Correction:

@@ -4,14 +4,15 @@ import copy
 import dataclasses
 import queue
 from collections import defaultdict
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import trl
+from packaging.version import Version
 
-if not find_spec("trl.experimental.async_grpo.packing"):
+if Version(trl.__version__) < Version("1.16"):
     pytest.skip("this TRL has no asynchronous trainer on packed rows", allow_module_level=True)
 
 from transformers import AttentionInterface, AutoModelForCausalLM, HfArgumentParser, TrainerCallback
