@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import NamedTuple
 
 from offcorr.stages.checks import one_of
@@ -78,7 +79,13 @@ def logged(computed: Mapping[str, float], choice: str, train: bool = True) -> di
 
 
 def _in_short(name: str, value: float) -> bool:
-    return any(fnmatchcase(name, answer.name) and (value or answer.logged != "not 0") for answer in SHORT)
+    answer = _answer(name)
+    return answer is not None and (value != 0 or answer.logged != "not 0")
+
+
+@cache
+def _answer(name: str) -> Answer | None:
+    return next((answer for answer in SHORT if fnmatchcase(name, answer.name)), None)
 
 
 def _of_evaluation(computed: Mapping[str, float]) -> Iterator[tuple[str, float]]:
