@@ -162,11 +162,7 @@ def llava() -> tuple[nn.Module, Any]:
 
 
 class Hub:
-    """A folder of the layout of the hub's cache; ``HF_HUB_CACHE`` has to name it, and ``HF_HUB_OFFLINE`` be 1.
-
-    >>> hub = Hub(folder)                                           # doctest: +SKIP
-    >>> hub.add("Qwen/Qwen3-0.6B", causal("Qwen3"), tokenizer())    # doctest: +SKIP
-    """
+    """A folder of the layout of the hub's cache; ``HF_HUB_CACHE`` has to name it, and ``HF_HUB_OFFLINE`` be 1."""
 
     REVISION = "0" * 40
 
