@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
     import offcorr.trl
     from offcorr.trl import async_grpo as ours
 
-    @dataclass
-    class CorrectedConfig(offcorr.trl.GRPOConfig):
-        loss_type: str = "offcorr:dapo"
-
-    @dataclass
-    class CorrectedAsyncConfig(ours.AsyncGRPOConfig):
-        loss_type: str | None = "dapo"
-
-    corrected = TRAINER == "corrected"
-    trl.GRPOTrainer = offcorr.trl.GRPOTrainer
-    trl.GRPOConfig = CorrectedConfig if corrected else offcorr.trl.GRPOConfig
-    async_grpo.AsyncGRPOTrainer = ours.AsyncGRPOTrainer
-    async_grpo.AsyncGRPOConfig = CorrectedAsyncConfig if corrected else ours.AsyncGRPOConfig
+    configs = ours
+    if TRAINER == "corrected":
+        import corrected as configs
+    trl.GRPOTrainer, async_grpo.AsyncGRPOTrainer = offcorr.trl.GRPOTrainer, ours.AsyncGRPOTrainer
+    trl.GRPOConfig = configs.GRPOConfig if TRAINER == "corrected" else offcorr.trl.GRPOConfig
+    async_grpo.AsyncGRPOConfig = configs.AsyncGRPOConfig
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
