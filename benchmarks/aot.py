@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import flags
 import torch
 import triton
 from aot_common import DIVISIBLE_BY_16, arguments, report, resources
@@ -143,14 +144,14 @@ def measure(targets: list[str], names: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--methods", nargs="+", default=[m.name for m in registry.catalogue()])
+    parser.add_argument("--methods", nargs="+", type=flags.method, default=[m.name for m in registry.catalogue()])
     options = parser.parse_args()
     rows = measure(options.targets, options.methods)
     head = (
         "Registers a thread / bytes spilled / bytes of shared memory; float32 unless said.\n"
         f"Block {launch.BLOCK}, {launch.WARPS} warps, on NVIDIA GPUs at most {launch.REGISTERS} registers for up to "
-        f"{launch.CROWDED} stages, triton {triton.__version__}.  Compiled ahead of time by "
-        "`python benchmarks/aot.py`; nothing has run."
+        f"{launch.CROWDED} stages without turns or running spans, triton {triton.__version__}.  "
+        "Compiled ahead of time by `python benchmarks/aot.py`; nothing has run."
     )
     report(rows, head, ("methods", "layout"), options.output, block=launch.BLOCK, warps=launch.WARPS)
 

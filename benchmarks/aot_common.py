@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import flags
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -64,7 +65,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     """The flags of every such script."""
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter compiles nothing"
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="without a suffix; writes .md and .json")
+    parser.add_argument("--output", type=flags.output, help="without a suffix; writes .md and .json")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     return parser
 

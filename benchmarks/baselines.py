@@ -5,7 +5,7 @@
 Every run is recipes/accelerate_loop.py with VCPO's sequence weight and ESS learning rate, at lag 16 with an int8
 sampler, padded rows, one thread and four updates per generation; only the baseline differs.  ``group`` also divides by
 the group's standard deviation, as GRPO does; the other two do not.  Seconds are wall-clock seconds of the whole run,
-with sampling, evaluation and other load on the machine.
+with sampling, evaluation and other load on the machine.  Without --output the report goes to the folder of the runs.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from methods import plot, report, row_of, table_of  # noqa: E402
+import flags  # noqa: E402
+from methods import report, row_of, write  # noqa: E402
 
 from offcorr import toy  # noqa: E402
 
+BASELINES = ("group", "token", "opob")
 SETTING = {"loss": "vcpo", "ess_lr": "sqrt", "lag": 16, "precision": "int8", "packed": False, "updates": 4}
 
 
 def run(baseline: str, seed: int, generations: int, folder: Path) -> dict[str, Any]:
     """Returns the held-out accuracy over the run, and its wall-clock seconds."""
-    flags = SETTING | {"baseline": baseline, "seed": seed, "generations": generations, "eval_every": 4}
-    arguments = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    settings = SETTING | {"baseline": baseline, "seed": seed, "generations": generations, "eval_every": 4}
+    arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     script = HERE.parent / "recipes" / "accelerate_loop.py"
     began = time.perf_counter()
     done = subprocess.run(
@@ -53,12 +54,13 @@ def run(baseline: str, seed: int, generations: int, folder: Path) -> dict[str, A
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--baselines", nargs="+", default=("group", "token", "opob"))
+    parser.add_argument("--baselines", nargs="+", default=BASELINES, choices=BASELINES)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--generations", type=int, default=40)
     parser.add_argument("--runs", type=Path, default=Path("runs/baselines"))
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/baselines.json"))
+    parser.add_argument("--output", type=flags.output, help="by default report.json in the folder of the runs")
     args = parser.parse_args()
+    file = args.output or flags.output(args.runs / "report.json")
     for seed in args.seeds:
         toy.model_path(seed=seed)
     chosen = list(product(args.seeds, args.baselines))
@@ -67,9 +69,7 @@ def main() -> int:
         rows = list(track(started, total=len(chosen), description="runs"))
     command = f"python benchmarks/baselines.py --baselines {' '.join(args.baselines)}"
     command += f" --seeds {' '.join(map(str, args.seeds))} --generations {args.generations}"
-    args.output.write_text(json.dumps(report(rows, command, SETTING), indent=1) + "\n")
-    Console().print(table_of(rows))
-    print(f"numbers: {args.output}\npicture: {plot(rows, args.output.with_suffix('.png'))}")
+    write(rows, report(rows, command, SETTING), file)
     return 0
 
 

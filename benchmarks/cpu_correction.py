@@ -25,6 +25,7 @@ import torch
 import offcorr
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import flags  # noqa: E402
 from cpu import machine  # noqa: E402
 
 METHODS = ("ppo", "dapo", "minpro", "gspo", "seq_tis")
@@ -102,7 +103,7 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="path without a suffix; .json and .md are written")
+    parser.add_argument("--output", type=flags.output, help="path without a suffix; .json and .md are written")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

@@ -28,6 +28,7 @@ from typing import Any
 from gpu_common import Row, Run, arguments, said, target, targets_table
 
 # isort: split
+import flags
 import gpu_others as theirs
 import torch
 from torch import Tensor
@@ -485,7 +486,7 @@ SECTIONS: dict[str, Callable[[Run], None]] = {
 
 def main() -> None:
     parser = arguments(__doc__, "gpu", list(SECTIONS))
-    parser.add_argument("--methods", nargs="+", help="all by default")
+    parser.add_argument("--methods", nargs="+", type=flags.method, help="all by default")
     options: argparse.Namespace = parser.parse_args()
     every = [method.name for method in catalogue()]
     options.methods = options.methods or (list(COMPARED[:3]) if options.smoke else every)

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if "--smoke" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # triton reads it once, when it is imported
 
+import flags
 import torch
 
 Row = dict[str, Any]
@@ -32,7 +33,7 @@ Row = dict[str, Any]
 def arguments(description: str, name: str, sections: list[str]) -> argparse.ArgumentParser:
     """The flags of every such script; ``name`` is the report's."""
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")) / f"{name}.json")
+    parser.add_argument("--output", type=flags.output, default=Path(os.environ.get("OUT", ".")) / f"{name}.json")
     parser.add_argument("--budget", type=float, default=270, help="seconds after which nothing further is begun")
     parser.add_argument("--sections", nargs="+", default=sections, choices=sections)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes under the interpreter, on a CPU")

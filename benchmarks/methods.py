@@ -5,7 +5,7 @@
 Every run is recipes/grpo.py at lag 16 with an int8 sampler, as in the demo.  The report (JSON, a table and a PNG) has
 for each method the held-out sampled accuracy at start, peak and end, the largest fall from a peak, and the mean
 mismatch.  All methods use one learning rate and their own defaults, so the result compares defaults in one setting and
-does not rank the papers.
+does not rank the papers.  Without --output it goes to the folder of the runs; the committed results are not touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "recipes")]
+import flags  # noqa: E402
 from demo import LAG, PRECISION, Run, largest_fall, train_all  # noqa: E402
 from grpo import accuracy, means, series  # noqa: E402
 
@@ -47,12 +49,13 @@ METHODS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--methods", nargs="+", type=flags.method, default=METHODS)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0,))
     parser.add_argument("--updates", type=int, default=160)
     parser.add_argument("--runs", type=Path, default=Path("runs/methods"))
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/methods.json"))
+    parser.add_argument("--output", type=flags.output, help="by default report.json in the folder of the runs")
     args = parser.parse_args()
+    file = args.output or flags.output(args.runs / "report.json")
 
     rows: list[dict[str, Any]] = []
     for seed in args.seeds:
@@ -63,13 +66,17 @@ def main() -> int:
         }
         logs = train_all(runs, args.runs / str(seed), args.updates, seed)
         rows += [row_of(name, seed, entries) for name, entries in logs.items()]
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     chosen = f"--methods {' '.join(args.methods)} --seeds {' '.join(map(str, args.seeds))} --updates {args.updates}"
     setting = {"lag": LAG, "precision": PRECISION, "learning_rate": 5e-4, "anchor": "snapshot"}
-    args.output.write_text(json.dumps(report(rows, f"python benchmarks/methods.py {chosen}", setting), indent=1) + "\n")
-    Console().print(table_of(rows))
-    print(f"numbers: {args.output}\npicture: {plot(rows, args.output.with_suffix('.png'))}")
+    write(rows, report(rows, f"python benchmarks/methods.py {chosen}", setting), file)
     return 0
+
+
+def write(rows: list[dict[str, Any]], report: dict[str, Any], file: Path) -> None:
+    """Writes the report and its picture, and prints the table: whole where it goes to a file or a pipe."""
+    file.write_text(json.dumps(report, indent=1) + "\n")
+    Console(width=None if sys.stdout.isatty() else 1000).print(table_of(rows))
+    print(f"numbers: {file}\npicture: {plot(rows, file.with_suffix('.png'))}")
 
 
 def row_of(method: str, seed: int, logs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,7 +113,7 @@ def by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def table_of(rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"held-out sampled accuracy at lag {LAG}, {PRECISION} sampler; means over the seeds")
     for name in ("method", "start", "peak", "end", "end per seed", "largest fall", "staleness |d|"):
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for method, runs in by_method(rows).items():
         start, peak, end, fall, moved = (
             f"{mean(run[name] for run in runs):.3f}"

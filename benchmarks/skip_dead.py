@@ -22,12 +22,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import flags
 import torch
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="learning rate of the run that trains")
     parser.add_argument("--steps", type=int, default=16, help="steps per round, a multiple of 4; the last is not timed")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=flags.output, help="write the result as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -22,6 +22,7 @@ from pathlib import Path
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import flags
 import torch
 import transformers
 import trl
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="longest completion")
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--logging-steps", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    parser.add_argument("--output", type=flags.output, help="write the result as JSON")
     options = parser.parse_args()
     result = measure(options)
     print(f"{'':14}{'ms a step':>12}")

@@ -378,6 +378,7 @@ def _reference(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> 
     loss, coefficient = torch.where(finite, loss, 0), torch.where(finite, coefficient, 0)
     data = measures.mismatch(tokens) | measures.loss_metrics(
         tokens,
+        derivative=gate.derivative,
         held_back=gate.held_back,
         weight=weight,
         kept=did.kept,

@@ -17,11 +17,11 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch, Tokens
+from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.shapes import PerToken, TokenMask
 from offcorr.stages import pointwise
 
-__all__ = ["Accumulator", "Count", "Gather", "Histogram", "LogSumExp", "Max", "Mean", "Metrics", "measure"]
+__all__ = ["Accumulator", "Count", "Gather", "Histogram", "LogSumExp", "Max", "Mean", "Metrics", "Moments", "measure"]
 
 Gather = Callable[[Tensor], Tensor]
 """[K] of this rank to [ranks, K]: ``lambda vector: accelerator.gather(vector[None])``."""
@@ -87,6 +87,20 @@ class Mean(Accumulator):
     def values(numbers: list[float]) -> tuple[float, ...] | None:
         """Their mean."""
         return (numbers[0] / numbers[1],) if numbers[1] else None
+
+
+class Moments(Accumulator):
+    """(sum, sum of squares, number of values) of values >= 0."""
+
+    size = 3
+
+    @staticmethod
+    def values(numbers: list[float]) -> tuple[float, ...] | None:
+        """(their mean, their effective sample size over n, which is 0 where they are all 0)."""
+        total, squares, n = numbers
+        if not n:
+            return None
+        return total / n, total / n * total / squares if squares else 0.0
 
 
 class Max(Accumulator):
@@ -243,10 +257,19 @@ LOSS = (
     Metric("kept", "share of valid tokens that no weight or rejection dropped", Mean),
     Metric("weight_mean", "mean applied weight over valid tokens, 0 where dropped", Mean),
     Metric("coefficient_zero", "share of valid tokens with dL/dlogp = 0", Mean),
+    Metric("no_advantage", "share of valid tokens whose advantage is 0", Mean),
+    Metric("dropped", "share of tokens with an advantage and c = 0", Mean),
+    Metric("damped", "share of tokens with an advantage and 0 < |c| < .99 r", Mean),
+    Metric("amplified", "share of tokens with an advantage and |c| > 1.01 r", Mean),
+    Metric("after", "of |c| over tokens with an advantage: mean, ESS / n", Moments, ("multiplier", "ess_after")),
+    Metric("before", "of r over tokens with an advantage: mean, ESS / n", Moments, ("ratio", "ess_before")),
+    Metric("multiplier_vs_ratio", "sum |c| / sum r over tokens with an advantage", Mean),
     Metric("unscored", "number of valid tokens the engine could not score", Count),
     Metric("nonfinite", "number of valid tokens that gave no finite number to train on", Count),
     Metric("skipped", "share of sequences left out of the forward pass", Mean),
 )
+"""c is the factor on a token's advantage A in the gradient, weight included: dL/dlogp = -c A / Z, but for the
+weight of the row.  r = e^(logp - old_logp), limited to e^(+-20), is what c is in the uncorrected update."""
 
 CONTROL = "offcorr/control/"
 """Prefix of the numbers of resolved controllers, which are named by ``Controller.logged``."""
@@ -407,6 +430,7 @@ def _mismatch_vectors(d: Tensor, seen: Tensor, first: TokenMask) -> dict[str, Te
 def loss_metrics(
     tokens: Tokens,
     *,
+    derivative: PerToken,
     held_back: PerToken,
     weight: PerToken,
     kept: TokenMask,
@@ -433,7 +457,26 @@ def loss_metrics(
         "weight_mean": sums[1],
         "coefficient_zero": counts[3],
     }
-    vectors = {name: torch.stack([total, n]) for name, total in shares.items()}
-    vectors |= {"unscored": unscored.reshape(1), "nonfinite": counts[4].reshape(1)}
-    vectors["skipped"] = torch.stack([torch.zeros_like(n), n.new_full((), len(mask))])
+
+    # What the correction made of the plain ratio, over the tokens that have an advantage.
+    advantaged = tokens.advantages != 0
+    derivative = torch.where(advantaged & ~nonfinite, weight * derivative, 0)
+    staleness = (tokens.logp.detach() - tokens.old_logp).clamp(-LOG_LIMIT, LOG_LIMIT)
+    r = torch.where(advantaged, staleness.exp(), 0)
+    c, damped, amplified = pointwise.changed(derivative, tokens.advantages, r)
+    changes = (advantaged, advantaged & (c == 0), damped, amplified, c, c * c, r, r * r)
+    number, dropped, damped, amplified, cs, squared_cs, rs, squared_rs = (x.sum(dtype=torch.float64) for x in changes)
+
+    vectors = {name: torch.stack([total, n]) for name, total in (shares | {"no_advantage": n - number}).items()}
+    vectors |= {
+        "dropped": torch.stack([dropped, number]),
+        "damped": torch.stack([damped, number]),
+        "amplified": torch.stack([amplified, number]),
+        "after": torch.stack([cs, squared_cs, number]),
+        "before": torch.stack([rs, squared_rs, number]),
+        "multiplier_vs_ratio": torch.stack([cs, rs]),
+        "unscored": unscored.reshape(1),
+        "nonfinite": counts[4].reshape(1),
+        "skipped": torch.stack([torch.zeros_like(n), n.new_full((), len(mask))]),
+    }
     return {f"offcorr/loss/{metric.name}": metric.kind(vectors[metric.name], metric.outputs) for metric in LOSS}

@@ -77,6 +77,38 @@ def test_the_readme_examples_without_trl_run():
     torch.testing.assert_close(names["logp"].grad, names["out"].coefficient)
 
 
+# --------------------------------------------------------------------------------------------- methods by paper
+
+
+def sections_by_paper() -> dict[str, str]:
+    """The headings of docs/papers.md that are about methods, each with its text."""
+    sections = (ROOT / "docs" / "papers.md").read_text().split("\n## ")[2:]
+    return {section.partition("\n")[0]: section for section in sections}
+
+
+def test_every_name_has_one_heading_in_the_papers():
+    named = [name for text in sections_by_paper().values() for name in re.findall(r"`(\w+)`", text.splitlines()[2])]
+    assert sorted(named) == sorted(offcorr.available())
+
+
+def test_a_heading_cites_what_the_registry_cites():
+    methods = {name: method for method in catalogue() for name in (method.name, *method.aliases)}
+    for title, text in sections_by_paper().items():
+        names, _, cited = text.splitlines()[2].partition(" \u00b7 ")
+        sources = {methods[name].paper for name in re.findall(r"`(\w+)`", names)}
+        ids = {number for source in sources for number in re.findall(r"\d{4}\.\d{5}", source)}
+        links = re.findall(r"\[([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)", cited)
+        assert all(shown == target for shown, target in links), title
+        assert {shown for shown, _ in links} == ids if ids else sources == {cited}, title
+
+
+def test_a_heading_has_a_text_a_formula_and_one_configuration():
+    for title, text in sections_by_paper().items():
+        assert text.count("\n$$") == 1 and text.count("```python\n") == 1, title
+        words = text.split("\n\n")[2]
+        assert len(re.findall(r"[.?](?: |$)", words)) >= 3, f"{title}: what it does, why, how it differs"
+
+
 # --------------------------------------------------------------------------------------------- the command line
 
 
@@ -212,6 +244,19 @@ def test_docstrings_are_prepared_for_the_api_page():
     assert ran.attempted and not ran.failed
 
 
+def test_formulas_keep_their_bars_and_spaces(hooks):
+    pytest.importorskip("latex2mathml")
+    bars = hooks.mathml(r"\lvert g\rvert^2")
+    assert bars == hooks.mathml(r"\left\lvert g\right\rvert^2") and 'form="prefix"' in bars
+    assert hooks.mathml(r"d\log r").count("<mspace") == 2
+    assert not any("<mspace" in hooks.mathml(bare) for bare in (r"\log(r)", r"\log^2 r", r"\min_t r"))
+
+
+def test_code_in_tables_breaks_behind_punctuation(hooks):
+    page = hooks.on_page_content("<code>eps_low</code><table><code>clip_max=0.5 a.py b.c</code></table>")
+    assert page == "<code>eps_low</code><table><code>clip_<wbr>max=<wbr>0.5 <wbr>a.py <wbr>b.<wbr>c</code></table>"
+
+
 @pytest.mark.slow
 def test_the_site_builds_strictly(tmp_path):
     pytest.importorskip("mkdocs")
@@ -225,6 +270,7 @@ def test_the_site_builds_strictly(tmp_path):
     page = (tmp_path / "site" / "math" / "index.html").read_text()
     assert page.count("<math") > 50 and "arithmatex" not in page
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css)"', page), "a page that loads scripts from elsewhere"
+    assert 'data-md-component="source"' not in page, "a page that asks GitHub for the repository's stars"
 
 
 # ------------------------------------------------------------------------------------------------ the Makefile

@@ -1,6 +1,7 @@
 """Tests of the metrics against their formulas in numpy, and of merging and packing."""
 
 import ast
+import dataclasses
 import math
 import pickle
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import offcorr
-from offcorr import Batch, Metrics, gates, ratios, rejections, testing, weights
+from offcorr import Batch, Correction, Metrics, gates, ratios, rejections, testing, weights
 from offcorr.metrics import LOSS, MISMATCH, Count, Histogram, LogSumExp, Mean
 
 
@@ -87,6 +88,48 @@ def test_soft_gates_report_how_much_they_held_back():
     ratio, p = math.e, 1 / (1 + math.exp(-(math.e - 1)))
     held = offcorr.get("sapo")(batch).metrics.compute()["offcorr/loss/clipped"]
     assert held == pytest.approx(1 - 4 * p * (1 - p) * ratio / ratio)
+
+
+@pytest.mark.parametrize("name", ["minpro", "tis", "sapo?aggregate=token-mean", "icepop", "prefix_is", "reinforce"])
+def test_how_the_update_differs_from_the_uncorrected_one(name):
+    """c is read off the gradient, and compared with the plain token ratio where there is an advantage."""
+    batch = dataclasses.replace(testing.example(seed=5), advantages=torch.tensor([1.5, 0.0, -0.7, 2.0, 0.0, -1.0, 0.5]))
+    out = offcorr.resolve(name)(batch)
+    valid = int(batch.mask.sum())
+    d = (batch.logp - batch.old_logp).detach().numpy()
+    a = np.broadcast_to(batch.advantages.numpy()[:, None], d.shape)
+    counts = batch.mask.numpy() & (a != 0)
+    c = np.abs(out.coefficient.numpy()[counts] / a[counts]) * valid  # token-mean divides by the valid tokens
+    r = np.exp(np.clip(d[counts], -20, 20))
+    wanted = {
+        "no_advantage": 1 - counts.sum() / valid,
+        "dropped": (c == 0).mean(),
+        "damped": ((c > 0) & (c < 0.99 * r)).mean(),
+        "amplified": (c > 1.01 * r).mean(),
+        "multiplier": c.mean(),
+        "ratio": r.mean(),
+        "multiplier_vs_ratio": c.sum() / r.sum(),
+        "ess_after": c.sum() ** 2 / (len(c) * (c**2).sum()),
+        "ess_before": r.sum() ** 2 / (len(r) * (r**2).sum()),
+    }
+    got = out.metrics.compute()
+    assert {name: got[f"offcorr/loss/{name}"] for name in wanted} == pytest.approx(wanted)
+    assert wanted["damped"] + wanted["amplified"] + wanted["dropped"] > 0
+
+
+def test_an_update_without_a_correction_changes_nothing():
+    batch = testing.example(seed=5)
+    got = Correction(gate=gates.Unclipped())(batch).metrics.compute()
+    same = {"multiplier_vs_ratio": 1, "dropped": 0, "damped": 0, "amplified": 0, "no_advantage": 0}
+    assert {name: got[f"offcorr/loss/{name}"] for name in same} == pytest.approx(same)
+    assert got["offcorr/loss/ess_after"] == pytest.approx(got["offcorr/loss/ess_before"])
+
+
+def test_a_batch_without_any_advantage_has_no_multiplier():
+    batch = testing.example(seed=5)
+    got = offcorr.get("dapo")(dataclasses.replace(batch, advantages=torch.zeros(len(batch.logp)))).metrics.compute()
+    assert got["offcorr/loss/no_advantage"] == 1
+    assert not {"offcorr/loss/multiplier", "offcorr/loss/dropped", "offcorr/loss/ess_after"} & got.keys()
 
 
 def test_pack_and_ranks():

@@ -158,6 +158,7 @@ def test_inheritance_is_at_most_two_deep_under_stages() -> None:
     [
         r"type: ignore\[[^\]]*\boverride\b",
         r"except\b[^:\n]*\bAttributeError\b",
+        r"\bcan_reorder\b",  # deprecated in triton 3.9, gone in 3.10
     ],
 )
 def test_the_library_does_without(pattern: str) -> None:

@@ -32,6 +32,7 @@ finite = for_triton(pointwise.finite)
 dropped_to_zero = for_triton(pointwise.dropped_to_zero)
 truncated_by = for_triton(pointwise.truncated)
 held_back_by = for_triton(pointwise.held_back)
+changed_by = for_triton(pointwise.changed)
 row_weight_of = for_triton(pointwise.row_weight)
 
 
@@ -61,7 +62,7 @@ class Buffers(NamedTuple):
     tickets: Any  # see ``metrics.merge``
     edges: Any  # of the histogram's bins
     places: Any  # see ``launch.Layout``
-    summary: Any  # [PLAN.summary_size, entries]
+    summary: Any  # float64 [PLAN.summary_size, entries]
     run_ids: Any  # [tokens], see ``spans.turn_means``
     run_counts: Any  # [tokens]
     run_totals: Any  # [tokens] for each stage that looks at turns
@@ -225,6 +226,7 @@ def carried(STAGE: tl.constexpr, block, position, of_row, carry, buffers, place,
         value = measure(STAGE, block, position, numbers)
     if STAGE.kind == "running":
         value, carry = STAGE.twin.step(value, block.mask, position, carry, named(STAGE, numbers))
+        value, carry = value.to(tl.float32), carry.to(tl.float64)
     if STAGE.limited:
         value = ops.clamp(value, -STAGE.limit, STAGE.limit)
     return value, carry
@@ -245,9 +247,10 @@ def log_ratio_of(block, PLAN: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def empty_state(STAGE: tl.constexpr, BLOCK: tl.constexpr):
+    DTYPE: tl.constexpr = tl.float64 if STAGE.reduction.wide else tl.float32
     state = ()
     for k in tl.static_range(len(STAGE.reduction.first)):
-        state = state + (tl.full([BLOCK], STAGE.reduction.first[k], tl.float32),)
+        state = state + (tl.full([BLOCK], STAGE.reduction.first[k], DTYPE),)
     return state
 
 
@@ -335,7 +338,7 @@ def summary(
 ):
     """The launch before ``correction`` where rows are split: the first pass of every part of a row.
 
-    Leaves [PLAN.summary_size, entries] numbers: the count, every stage's folded numbers, runs and turns.
+    Leaves [PLAN.summary_size, entries] numbers in float64: the count, every stage's folded numbers, runs and turns.
     """
     entry = tl.program_id(0)
     stride = (rows * parts).to(tl.int64)
@@ -348,18 +351,19 @@ def summary(
         for j in tl.static_range(len(PLAN.stages[k].reduction.first)):
             tl.store(own_ptr + (PLAN.stages[k].slot + j) * stride, folded[k][j])
     if PLAN.has_turns:
-        tl.store(own_ptr + PLAN.runs_slot * stride, runs.to(tl.float32))
-        tl.store(own_ptr + (PLAN.runs_slot + 1) * stride, turns.to(tl.float32))
+        tl.store(own_ptr + PLAN.runs_slot * stride, runs.to(tl.float64))
+        tl.store(own_ptr + (PLAN.runs_slot + 1) * stride, turns.to(tl.float64))
 
 
 @triton.jit
 def load_state(STAGE: tl.constexpr, parts_ptr, stride, there, earlier):
     """The numbers of a row's parts, as the lanes of a state: all parts, for a carry the earlier ones."""
+    DTYPE: tl.constexpr = tl.float64 if STAGE.reduction.wide else tl.float32
     which = earlier if STAGE.kind == "running" else there
     state = ()
     for k in tl.static_range(len(STAGE.reduction.first)):
         at = parts_ptr + (STAGE.slot + k) * stride
-        state = state + (tl.load(at, mask=which, other=STAGE.reduction.first[k]),)
+        state = state + (tl.load(at, mask=which, other=STAGE.reduction.first[k]).to(DTYPE),)
     return state
 
 
@@ -381,7 +385,7 @@ def rest_of_row(fields, buffers, row, entry, entries, parts, numbers, PLAN: tl.c
         there = lanes < parts
         earlier = lanes < entry % parts
         parts_ptr = buffers.summary + (entry - entry % parts) + lanes
-        counts = tl.load(parts_ptr, mask=there, other=0.0)
+        counts = tl.load(parts_ptr, mask=there, other=0.0).to(tl.float32)
         count = tl.sum(counts, 0)
         count_before = tl.sum(tl.where(earlier, counts, 0.0), 0)
         for k in tl.static_range(len(PLAN.stages)):
@@ -396,12 +400,13 @@ def rest_of_row(fields, buffers, row, entry, entries, parts, numbers, PLAN: tl.c
     values = ()
     carries = ()
     for k in tl.static_range(len(PLAN.stages)):
-        carry = tl.full([], PLAN.stages[k].first_carry, tl.float32)
-        value = carry
+        carry = tl.full([], PLAN.stages[k].first_carry, tl.float64)
+        value = tl.full([], 0.0, tl.float32)
         if PLAN.stages[k].kind == "reduction":
-            value = PLAN.stages[k].reduction.end(folded[k], count, named(PLAN.stages[k], numbers[k]))
+            end = PLAN.stages[k].reduction.end(folded[k], count, named(PLAN.stages[k], numbers[k]))
+            value = end.to(tl.float32)
         if PLAN.split and PLAN.stages[k].kind == "running":
-            carry = folded[k][0]
+            carry = folded[k][0].to(tl.float64)
         values = values + (value,)
         carries = carries + (carry,)
     return count, count_before, values, carries, runs, turns_before
@@ -530,15 +535,32 @@ def correction(
 
         # The metrics.
         before_end = metrics.later(before_end, tl.where(block.mask, row.length - block.index, 0))
-        for k in tl.static_range(len(PLAN.series)):
-            d, compared = log_ratio_of(block, PLAN, k)
-            metered = put(metered, k, metrics.mismatch_step(metered[k], d, compared, buffers.edges))
         unscored = block.index < 0
         if fields.rollout_logp is not None:
             unscored = block.trainable & ~block.scored
+        advantaged = block.advantage != 0
+        staleness = ops.clamp(block.policies[0] - block.policies[1], -LOG_LIMIT, LOG_LIMIT)
+        plain_ratio = tl.where(advantaged, tl.exp(staleness), 0.0)
+        derivative = tl.where(advantaged & good, weight * derivative, 0.0)
+        change = changed_by(derivative, block.advantage, plain_ratio) + (plain_ratio,)
         tally = metrics.loss_step(
-            tally, block.mask, loss, held_back, truncated, kept, vetoed, weight, coefficient, unscored, ~good
+            tally,
+            block.mask,
+            loss,
+            held_back,
+            truncated,
+            kept,
+            vetoed,
+            weight,
+            coefficient,
+            unscored,
+            ~good,
+            advantaged,
+            change,
         )
+        for k in tl.static_range(len(PLAN.series)):
+            d, compared = log_ratio_of(block, PLAN, k)
+            metered = put(metered, k, metrics.mismatch_step(metered[k], d, compared, buffers.edges))
 
     entry_ptr = buffers.partials + entry.to(tl.int64) * PLAN.entry_size
     metrics.loss_store(tally, entry_ptr, PLAN.divides_by == "kept" and not PLAN.split)

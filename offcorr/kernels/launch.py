@@ -24,14 +24,14 @@ from offcorr.kernels import metrics
 from offcorr.kernels.composition import Composition, composition
 from offcorr.kernels.dispatch import Fused
 from offcorr.kernels.rebind import NotFused
-from offcorr.metrics import LOSS, MISMATCH, Histogram, Metric
+from offcorr.metrics import LOSS, MISMATCH, Histogram, Mean, Metric
 from offcorr.stages.aggregate import AGGREGATIONS, row_constant
 from offcorr.stages.base import Plan
 
 BLOCK, WARPS = 512, 4
 """Tokens a program looks at together (fewer where the rows are shorter), and the warps that do."""
 REGISTERS, CROWDED = 168, 4
-"""Registers per thread; without a limit ptxas spills.  With more stages than CROWDED there is none."""
+"""Registers per thread; without a limit ptxas spills.  All 255 with turns, a running span or over CROWDED stages."""
 FILL, PART = 512, 4096
 """Rows of more than two parts are split, a part is PART tokens or more, until there are FILL programs."""
 ALONE = 256
@@ -48,7 +48,10 @@ def prepare(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Lau
         raise NotFused(f"{plan.aggregate} over kept tokens with a given denominator is not in the kernel")
     z = _denominator(plan, batch, denominator)
     composed = composition(plan, batch, _parts(batch) > 1)
-    return Launch(plan, batch, composed, z)
+    call = Launch(plan, batch, composed, z)
+    if call.part_length > metrics.LONGEST:
+        raise NotFused(f"rows of up to {call.part_length} tokens for one program, expected at most {metrics.LONGEST}")
+    return call
 
 
 def _parts(batch: Batch) -> int:
@@ -163,7 +166,9 @@ class Launch:
     @property
     def options(self) -> dict[str, int]:
         """For the compiler."""
-        registers = REGISTERS if len(self.composition.stages) <= CROWDED else 255
+        stages = self.composition.stages
+        crowded = len(stages) > CROWDED or any(stage.kind in ("turn", "running") for stage in stages)
+        registers = 255 if crowded else REGISTERS
         return {"num_warps": WARPS} | ({} if torch.version.hip else {"maxnreg": registers})  # ROCm has no such option
 
     def buffers(self) -> kernels.Buffers:
@@ -181,7 +186,7 @@ class Launch:
             _tickets_on(device, 1 + groups),
             self.layout.edges,
             self.layout.places,
-            floats(composed.summary_size, entries) if composed.split else None,
+            floats(composed.summary_size, entries, dtype=torch.float64) if composed.split else None,
             torch.empty(tokens, dtype=torch.int64, device=device) if joins else None,
             floats(tokens) if joins else None,
             tuple([floats(tokens) for _ in turns]) if joins else None,
@@ -276,7 +281,17 @@ def _layout(series: tuple[tuple[int, int], ...], device: torch.device) -> Layout
     loss = {metric.name: at[f"offcorr/loss/{metric.name}"] for metric in LOSS}
     places = {name: [loss[name]] for name in metrics.LOSS_COLUMNS if name in loss}
     places |= {"weight": [loss["weight_mean"]], "zero": [loss["coefficient_zero"]]}
-    places["valid"] = [loss[m.name] + 1 for m in LOSS if m.kind.size == 2 and m.name != "skipped"]
+    changed, after, before = ("dropped", "damped", "amplified"), loss["after"], loss["before"]
+    against = loss["multiplier_vs_ratio"]
+    places |= {
+        "advantaged": [*(loss[name] + 1 for name in changed), after + 2, before + 2],
+        "c": [after, against],
+        "c_squared": [after + 1],
+        "ratio": [before, against + 1],
+        "ratio_squared": [before + 1],
+    }
+    over_valid = [m.name for m in LOSS if m.kind is Mean and m.name not in (*changed, "multiplier_vs_ratio", "skipped")]
+    places["valid"] = [loss[name] + 1 for name in over_valid]
     places |= {"none": [loss["skipped"]], "all": [loss["skipped"] + 1]}
     tables = [table((*metrics.LOSS_COLUMNS, "none", "all"), places)]
     for prefix in prefixes:

@@ -15,18 +15,13 @@ from offcorr.stages import pointwise
 nonnegative_kl = for_triton(pointwise.nonnegative_kl)
 
 LOSS_COLUMNS = (
-    "loss",
-    "clipped",
-    "truncated",
-    "kept",
-    "rejected",
-    "vetoed",
-    "weight",
-    "zero",
-    "unscored",
-    "nonfinite",
-    "valid",
-    "rows",  # that count where only what is kept does
+    # sums; c and ratio of the tokens with an advantage
+    *("loss", "clipped", "weight", "c", "c_squared", "ratio", "ratio_squared"),
+    # numbers of tokens; the last three of those with an advantage
+    *("kept", "truncated", "vetoed", "zero", "unscored", "nonfinite", "valid", "advantaged"),
+    *("dropped", "damped", "amplified"),
+    # what follows from them; "rows": those that count where only what is kept does
+    *("rejected", "no_advantage", "rows"),
 )
 MISMATCH_COLUMNS = (
     # added up
@@ -41,10 +36,12 @@ MISMATCH_COLUMNS = (
     "histogram",  # 64 columns, added up
 )
 BINS: tl.constexpr = tl.constexpr(64)
-WIDE: tl.constexpr = tl.constexpr(16)
-"""Columns of the loss, and of a series before its bins."""
+WIDE: tl.constexpr = tl.constexpr(32)
+"""Columns of the loss, and rows of every table of ``launch.Layout.places``."""
+SERIES_WIDE: tl.constexpr = tl.constexpr(16)
+"""Columns of a series before its bins."""
 LOSS_SIZE: tl.constexpr = tl.constexpr(len(LOSS_COLUMNS))
-SERIES_SIZE: tl.constexpr = tl.constexpr(16 + 64)
+SERIES_SIZE: tl.constexpr = tl.constexpr(int(SERIES_WIDE) + int(BINS))
 
 
 def entry_size(series: int) -> int:
@@ -52,8 +49,9 @@ def entry_size(series: int) -> int:
     return int(WIDE) + series * int(SERIES_SIZE)
 
 
-LOSS, CLIPPED, TRUNCATED, KEPT, REJECTED, VETOED, WEIGHT, ZERO, UNSCORED, NONFINITE, VALID, ROWS = map(
-    tl.constexpr, range(len(LOSS_COLUMNS))
+LOSS, KEPT, VALID, ADVANTAGED, REJECTED, NO_ADVANTAGE, ROWS = (
+    tl.constexpr(LOSS_COLUMNS.index(name))
+    for name in ("loss", "kept", "valid", "advantaged", "rejected", "no_advantage", "rows")
 )
 ABS, SEEN, K1, K3, FIRST_TOKEN, FIRST_SEEN, PRESENT, MAX, TOP, _, _, SEQ, _, _, PPL, _, _ = map(
     tl.constexpr, range(len(MISMATCH_COLUMNS))
@@ -66,20 +64,25 @@ PLACES: tl.constexpr = tl.constexpr(8)
 """Most places that one merged number goes to."""
 
 FOLD: tl.constexpr = tl.constexpr(4)
-"""Neighbouring tokens that share one lane of an accumulator: a thread's own, so that it costs one register."""
+"""Tokens that share one lane of an accumulator, BLOCK / FOLD apart: in the compiler's layout of a block they are one
+thread's, so that adding them up moves nothing between threads and an accumulator costs one register.  (Neighbours are
+not: ptxas spills then.)"""
+
+LONGEST = 65535 * 128
+"""Tokens that one program may look at: a count has 16 bits, and there are 128 lanes where a row is longer than 512."""
 
 _NOTHING: tl.constexpr = tl.constexpr(-1e30)  # below every log-ratio; e^(_NOTHING - x) is 0
 
 
 @triton.jit
 def _folded(x):
-    """[BLOCK] to [BLOCK / FOLD] sums, of whichever numbers lie together in a thread."""
-    return tl.sum(tl.reshape(x, [x.shape[0] // FOLD, FOLD], can_reorder=True), 1)
+    """[BLOCK] to [BLOCK / FOLD] sums."""
+    return tl.sum(tl.reshape(x, [FOLD, x.shape[0] // FOLD]), 0)
 
 
 @triton.jit
 def _folded_max(x):
-    return tl.max(tl.reshape(x, [x.shape[0] // FOLD, FOLD], can_reorder=True), 1)
+    return tl.max(tl.reshape(x, [FOLD, x.shape[0] // FOLD]), 0)
 
 
 @triton.jit
@@ -136,7 +139,7 @@ def mismatch_store(state, first, series_ptr):
     size_sum, seen, largest, minus_d, k3, moment, second = tl.reduce(
         (size_sum, count, largest, k1, k3, moment, second), 0, _added_but_the_third
     )
-    column = tl.arange(0, WIDE)
+    column = tl.arange(0, SERIES_WIDE)
     numbers = tl.where(column == ABS, size_sum, 0.0)
     numbers = tl.where(column == SEEN, seen, numbers)
     numbers = tl.where(column == K1, minus_d, numbers)
@@ -150,13 +153,13 @@ def mismatch_store(state, first, series_ptr):
     numbers = _of_a_row(numbers, minus_d, seen)
     tl.store(series_ptr + column, numbers)
     number = tl.arange(0, 128)
-    tl.store(series_ptr + WIDE + number, bins.to(tl.float32), mask=number < BINS)
+    tl.store(series_ptr + SERIES_WIDE + number, bins.to(tl.float32), mask=number < BINS)
 
 
 @triton.jit
 def _of_a_row(numbers, minus_d, seen):
-    """[WIDE] with the columns that hold something of whole rows: one row, of which all is known."""
-    column = tl.arange(0, WIDE)
+    """[SERIES_WIDE] with the columns that hold something of whole rows: one row, of which all is known."""
+    column = tl.arange(0, SERIES_WIDE)
     present = tl.where(seen > 0, 1.0, 0.0)
     numbers = tl.where(column == PRESENT, present, numbers)
     numbers = tl.where(column == SEQ, tl.where(seen > 0, -minus_d, _NOTHING), numbers)
@@ -171,54 +174,67 @@ def _of_a_row(numbers, minus_d, seen):
 def loss_start(BLOCK: tl.constexpr):
     zeros = tl.zeros([BLOCK // FOLD], tl.float32)
     none = tl.zeros([BLOCK // FOLD], tl.int32)
-    return zeros, zeros, zeros, none, none, none, none, none, none, none
+    return zeros, zeros, zeros, zeros, zeros, zeros, zeros, none, none, none, none, none, none
 
 
 @triton.jit
-def _count(mask, where):
-    return _folded(tl.where(mask & where, 1, 0))
+def _pair(first, second):
+    """Two counts in one register, 16 bits each; see ``LONGEST``."""
+    return _folded(tl.where(first, 1, 0) + tl.where(second, 65536, 0))
 
 
 @triton.jit
-def loss_step(state, mask, loss, held_back, truncated, kept, vetoed, weight, coefficient, unscored, nonfinite):
-    total, clipped, weights, bounded, keeps, vetoes, zeros, blind, bad, valid = state
+def loss_step(
+    state, mask, loss, held_back, truncated, kept, vetoed, weight, coefficient, unscored, nonfinite, advantaged, change
+):
+    """One block of tokens; ``change``: (c, damped, amplified, plain ratio), 0 where there is no advantage."""
+    total, clipped, weights, cs, squared_cs, ratios, squared_ratios, keeps, vetoes, blind, valid, drops, rises = state
+    c, damped, amplified, ratio = change
     return (
         total + _folded(loss),
         clipped + _folded(tl.where(mask & (held_back == held_back), held_back, 0.0)),  # NaN is not itself
         weights + _folded(tl.where(mask & (weight == weight), weight, 0.0)),
-        bounded + _count(mask, truncated),
-        keeps + _count(mask, kept),
-        vetoes + _count(mask, vetoed),
-        zeros + _count(mask, coefficient == 0),
-        blind + _count(mask, unscored),
-        bad + _count(mask, nonfinite),
-        valid + _folded(tl.where(mask, 1, 0)),
+        cs + _folded(c),
+        squared_cs + _folded(c * c),
+        ratios + _folded(ratio),
+        squared_ratios + _folded(ratio * ratio),
+        keeps + _pair(mask & kept, mask & truncated),
+        vetoes + _pair(mask & vetoed, mask & (coefficient == 0)),
+        blind + _pair(mask & unscored, mask & nonfinite),
+        valid + _pair(mask, advantaged),
+        drops + _pair(advantaged & (c == 0), damped),
+        rises + _pair(amplified, amplified),
     )
 
 
+# fmt: off
 @triton.jit
-def _all_added(a, b, c, d, e, f, g, h, i, j, a2, b2, c2, d2, e2, f2, g2, h2, i2, j2):
-    return a + a2, b + b2, c + c2, d + d2, e + e2, f + f2, g + g2, h + h2, i + i2, j + j2
+def _all_added(
+    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q, r, s,
+    a2, b2, c2, d2, e2, f2, g2, h2, i2, j2, k2, m2, n2, o2, p2, q2, r2, s2,
+):
+    return (
+        a + a2, b + b2, c + c2, d + d2, e + e2, f + f2, g + g2, h + h2, i + i2,
+        j + j2, k + k2, m + m2, n + n2, o + o2, p + p2, q + q2, r + r2, s + s2,
+    )
+# fmt: on
 
 
 @triton.jit
 def loss_store(state, entry_ptr, DIVIDES: tl.constexpr):
     """``DIVIDES``: the loss is divided by how many of its row's tokens were kept (see ``merge``)."""
-    # All of them together: a reduction by itself is as long a wait as one of ten.
-    total, clipped, weights, bounded, kept, vetoed, zero, blind, bad, valid = tl.reduce(state, 0, _all_added)
+    numbers_of = state[:7]
+    for k in tl.static_range(7, 13):
+        numbers_of = numbers_of + (state[k] & 65535, (state[k] >> 16) & 65535)
+    # All of them together: a reduction by itself is as long a wait as one of many.
+    sums = tl.reduce(numbers_of[:18], 0, _all_added)
     column = tl.arange(0, WIDE)
-    numbers = tl.where(column == LOSS, total, 0.0)
-    numbers = tl.where(column == CLIPPED, clipped, numbers)
-    numbers = tl.where(column == TRUNCATED, bounded.to(tl.float32), numbers)
-    numbers = tl.where(column == KEPT, kept.to(tl.float32), numbers)
-    numbers = tl.where(column == REJECTED, (valid - kept).to(tl.float32), numbers)
-    numbers = tl.where(column == VETOED, vetoed.to(tl.float32), numbers)
-    numbers = tl.where(column == WEIGHT, weights, numbers)
-    numbers = tl.where(column == ZERO, zero.to(tl.float32), numbers)
-    numbers = tl.where(column == UNSCORED, blind.to(tl.float32), numbers)
-    numbers = tl.where(column == NONFINITE, bad.to(tl.float32), numbers)
-    numbers = tl.where(column == VALID, valid.to(tl.float32), numbers)
-    numbers = _of_a_rows_loss(numbers, kept.to(tl.float32), valid.to(tl.float32), DIVIDES)
+    numbers = tl.zeros([WIDE], tl.float32)
+    for k in tl.static_range(18):
+        numbers = tl.where(column == k, sums[k].to(tl.float32), numbers)
+    numbers = tl.where(column == REJECTED, (sums[VALID] - sums[KEPT]).to(tl.float32), numbers)
+    numbers = tl.where(column == NO_ADVANTAGE, (sums[VALID] - sums[ADVANTAGED]).to(tl.float32), numbers)
+    numbers = _of_a_rows_loss(numbers, sums[KEPT].to(tl.float32), sums[VALID].to(tl.float32), DIVIDES)
     tl.store(entry_ptr + column, numbers)
 
 
@@ -250,8 +266,8 @@ def _arrive(ticket_ptr, members):
 
 @triton.jit
 def _one(numbers, AT: tl.constexpr):
-    """One of [WIDE]."""
-    return tl.sum(tl.where(tl.arange(0, WIDE) == AT, numbers, 0.0), 0)
+    """One of the columns."""
+    return tl.sum(tl.where(tl.arange(0, numbers.shape[0]) == AT, numbers, 0.0), 0)
 
 
 @triton.jit
@@ -268,23 +284,23 @@ def _merged_loss(entry_ptr, count, SIZE: tl.constexpr):
 
 @triton.jit
 def _merged_series(series_ptr, count, SIZE: tl.constexpr, ROW: tl.constexpr):
-    """A series over ``count`` entries: [WIDE] numbers and [BINS]; ``ROW``: they are the parts of one row.
+    """A series over ``count`` entries: [SERIES_WIDE] numbers and [BINS]; ``ROW``: they are the parts of one row.
 
     What is scaled has, before it, the column of the exponent that it is scaled by, and is scaled anew by the largest.
     """
-    lanes, column, number = tl.arange(0, LANES)[:, None], tl.arange(0, WIDE), tl.arange(0, BINS)[None, :]
+    lanes, column, number = tl.arange(0, LANES)[:, None], tl.arange(0, SERIES_WIDE), tl.arange(0, BINS)[None, :]
     scaled_by = tl.where(column >= PPL, PPL, tl.where(column >= SEQ, SEQ, tl.where(column >= TOP, TOP, column)))
     power = (column - scaled_by).to(tl.float32)
     scaled = column > scaled_by
-    top = tl.zeros([WIDE], tl.float32) + _NOTHING
-    total = tl.zeros([WIDE], tl.float64)
+    top = tl.zeros([SERIES_WIDE], tl.float32) + _NOTHING
+    total = tl.zeros([SERIES_WIDE], tl.float64)
     bins = tl.zeros([BINS], tl.float64)
     for first in range(0, count, LANES):
         inside = first + lanes < count
         # Everything is asked for before anything is waited for.
         numbers = tl.load(series_ptr + lanes * SIZE + column[None, :], mask=inside, other=0.0)
         tops = tl.load(series_ptr + lanes * SIZE + scaled_by[None, :], mask=inside, other=_NOTHING)
-        counts = tl.load(series_ptr + lanes * SIZE + WIDE + number, mask=inside, other=0.0)
+        counts = tl.load(series_ptr + lanes * SIZE + SERIES_WIDE + number, mask=inside, other=0.0)
         largest = tl.maximum(top, tl.max(tops, 0))
         numbers *= tl.where(scaled[None, :], tl.exp(power[None, :] * (tops - largest[None, :])), 1.0)
         total = total * tl.where(scaled, tl.exp(power * (top - largest)), 1.0) + tl.sum(numbers.to(tl.float64), 0)
@@ -332,19 +348,18 @@ def _merge_group(from_ptr, to_ptr, count, PLAN: tl.constexpr):
     tl.store(to_ptr + column, numbers.to(tl.float32))
     for series in range(len(PLAN.series)):
         skip = WIDE + series * SERIES_SIZE
-        numbers, bins = _merged_series(from_ptr + skip, count, SIZE, PLAN.split)
-        tl.store(to_ptr + skip + column, numbers.to(tl.float32))
-        tl.store(to_ptr + skip + WIDE + tl.arange(0, BINS), bins.to(tl.float32))
+        of_series, bins = _merged_series(from_ptr + skip, count, SIZE, PLAN.split)
+        tl.store(to_ptr + skip + tl.arange(0, SERIES_WIDE), of_series.to(tl.float32))
+        tl.store(to_ptr + skip + SERIES_WIDE + tl.arange(0, BINS), bins.to(tl.float32))
 
 
 @triton.jit
 def _publish(buffers, from_ptr, count, rows, PLAN: tl.constexpr):
     """Merge ``count`` entries into the vector of accumulators, float64, each number to its places."""
     SIZE: tl.constexpr = PLAN.entry_size
-    column = tl.arange(0, WIDE)
     numbers = _merged_loss(from_ptr, count, SIZE)
     # "skipped": the two columns after the last, none of all rows
-    _place(tl.where(column == LOSS_SIZE + 1, rows, numbers), buffers.places, buffers.merged)
+    _place(tl.where(tl.arange(0, WIDE) == LOSS_SIZE + 1, rows, numbers), buffers.places, buffers.merged)
     loss = _one(numbers, LOSS)
     if PLAN.unit is not None:
         z = tl.maximum(_one(numbers, KEPT if PLAN.unit == "tokens" else ROWS), 1.0)
@@ -352,22 +367,23 @@ def _publish(buffers, from_ptr, count, rows, PLAN: tl.constexpr):
         loss = loss / z
     tl.store(buffers.loss, loss.to(tl.float32))
     for series in range(len(PLAN.series)):
-        numbers, bins = _merged_series(from_ptr + WIDE + series * SERIES_SIZE, count, SIZE, False)
-        perplexity = _one(numbers, PPL + 1) * tl.exp(_one(numbers, PPL))
-        numbers = tl.where(column == PPL + 1, perplexity, numbers)
+        of_series, bins = _merged_series(from_ptr + WIDE + series * SERIES_SIZE, count, SIZE, False)
+        column = tl.arange(0, SERIES_WIDE)
+        perplexity = _one(of_series, PPL + 1) * tl.exp(_one(of_series, PPL))
+        of_series = tl.where(column == PPL + 1, perplexity, of_series)
         # as an empty accumulator has it
-        numbers = tl.where(((column == TOP) | (column == SEQ)) & (numbers <= _NOTHING), -1e300, numbers)
+        of_series = tl.where(((column == TOP) | (column == SEQ)) & (of_series <= _NOTHING), -1e300, of_series)
         places_of_ptr = buffers.places + (1 + series * 2) * WIDE * PLACES
-        _place(numbers, places_of_ptr, buffers.merged)
+        _place(of_series, places_of_ptr, buffers.merged)
         first_bin = tl.load(places_of_ptr + WIDE * PLACES)
         tl.store(buffers.merged + first_bin + tl.arange(0, BINS), bins)
 
 
 @triton.jit
 def _place(numbers, places_ptr, merged_ptr):
-    """[WIDE] numbers to the places that a table [WIDE, PLACES] has for each; -1: none."""
-    place = tl.load(places_ptr + tl.arange(0, WIDE)[:, None] * PLACES + tl.arange(0, PLACES)[None, :])
-    spread = tl.zeros([WIDE, PLACES], tl.float64) + numbers[:, None]
+    """Numbers to the places that a table [numbers, PLACES] has for each; -1: none."""
+    place = tl.load(places_ptr + tl.arange(0, numbers.shape[0])[:, None] * PLACES + tl.arange(0, PLACES)[None, :])
+    spread = tl.zeros([numbers.shape[0], PLACES], tl.float64) + numbers[:, None]
     tl.store(merged_ptr + place, spread, mask=place >= 0)
 
 

@@ -64,6 +64,9 @@ class Reduction(NamedTuple):
     """``(state, p) -> numbers``: one number for each vector of the state."""
     end: Any
     """``(numbers, count, p) -> value``; ``count`` is the row's number of valid tokens."""
+    wide: bool = False
+    """Whether the state is float64 rather than float32.  For a sum of numbers of both signs: in float32 one that goes
+    far and returns keeps the rounding of where it was."""
 
 
 @triton.jit
@@ -148,7 +151,8 @@ class Running(NamedTuple):
     """A span whose value depends on the tokens before, read in their order."""
 
     step: Any
-    """``(x, mask, position, carry, p) -> (values, carry)``, for each block; ``position`` counts valid tokens from 1."""
+    """``(x, mask, position, carry, p) -> (values, carry)``, for each block; ``position`` counts valid tokens from 1,
+    ``carry`` is a float64 scalar, and the values may be float64 too: see ``Reduction.wide``."""
     first: float = 0.0
     """The carry before the first token."""
     carry: str | None = None
@@ -160,12 +164,14 @@ class Running(NamedTuple):
 
 @triton.jit
 def prefix(x, mask, position, carry, p):
+    x = x.to(tl.float64)
     return carry + tl.cumsum(x, 0), carry + tl.sum(x, 0)
 
 
 @triton.jit
 def prefix_geometric(x, mask, position, carry, p):
-    return (carry + tl.cumsum(x, 0)) / tl.maximum(position, 1.0), carry + tl.sum(x, 0)
+    total, carry = prefix(x, mask, position, carry, p)
+    return total.to(tl.float32) / tl.maximum(position, 1.0), carry
 
 
 @triton.jit
@@ -178,6 +184,7 @@ def _smaller(before, through, next_before, next_through):
 def _minimum_before(x, mask, carry):
     """Smallest of the valid tokens before each one, 0 for the first; the carry is the smallest of the row so far."""
     seen = tl.where(mask, x, float("inf"))
+    carry = carry.to(tl.float32)
     before, _ = tl.associative_scan((tl.zeros_like(x) + float("inf"), seen), 0, _smaller)
     before = tl.minimum(before, carry)
     return tl.where(before == float("inf"), 0.0, before), tl.minimum(carry, tl.min(seen, 0))
@@ -267,8 +274,8 @@ _INFINITY = float("inf")
 _BUILT_IN: dict[str, Reduction | Running | str] = {
     "token": TOKEN,
     "turn": TURN,
-    "sequence": Reduction((0.0,), total_step, total_fold, total),
-    "geometric": Reduction((0.0,), total_step, total_fold, mean),
+    "sequence": Reduction((0.0,), total_step, total_fold, total, wide=True),
+    "geometric": Reduction((0.0,), total_step, total_fold, mean, wide=True),
     "sequence_max": Reduction((-_INFINITY,), largest_step, largest_fold, extreme),
     "sequence_min": Reduction((_INFINITY,), smallest_step, smallest_fold, extreme),
     "log_mean_exp": Reduction((0.0, 0.0, 0.0), log_mean_exp_step, log_mean_exp_fold, log_mean_exp),

@@ -39,6 +39,16 @@ def held_back(derivative: Any, log_ratio: Any, slope: Any, advantage: Any) -> An
     return ops.where(unclipped > 0, ops.clamp(1 - ops.abs(derivative) / unclipped, 0.0, 1.0), 0.0)
 
 
+def changed(weighted_derivative: Any, advantage: Any, ratio: Any) -> Any:
+    """The effect on tokens with an advantage: (|c|, damped, amplified).
+
+    c is the factor on the advantage in the gradient, weight included; damped and amplified: by more than 1 % smaller,
+    but not 0, or larger than the plain ratio.
+    """
+    c = ops.abs(weighted_derivative) / (ops.abs(advantage) + 1e-12)  # else 0 / 0
+    return c, (c > 0) & (c < 0.99 * ratio), c > 1.01 * ratio
+
+
 def row_weight(count: Any, constant: Any, divides_by_count: Any) -> Any:
     """The weight of a sequence's sum, for a sequence with ``count`` tokens; see ``Aggregation``."""
     if divides_by_count:

@@ -46,12 +46,22 @@ def token(x: PerToken, rows: Rows) -> PerToken:
 
 def sequence(x: PerToken, rows: Rows) -> PerToken:
     """Sum over the sequence: the logarithm of a product."""
-    return over_row(x.sum(1), rows)
+    return over_row(_total(x), rows)
 
 
 def geometric(x: PerToken, rows: Rows) -> PerToken:
     """Mean over the sequence: the logarithm of a product's T-th root."""
-    return over_row(x.sum(1) / rows.count.clamp(min=1), rows)
+    return over_row(_total(x) / rows.count.clamp(min=1), rows)
+
+
+def _total(x: PerToken) -> PerSequence:
+    """Sum over the row, in float64 on the way: in float32 a sum that goes far and returns keeps the rounding."""
+    return x.sum(1, dtype=torch.float64).to(x.dtype)
+
+
+def _running_total(x: PerToken) -> PerToken:
+    """Running sum, added up in float64, which torch does by itself on a CPU."""
+    return x.cumsum(1, dtype=torch.float64).to(x.dtype) if x.is_cuda else x.cumsum(1)
 
 
 def turn(x: PerToken, rows: Rows) -> PerToken:
@@ -65,12 +75,12 @@ def turn(x: PerToken, rows: Rows) -> PerToken:
 
 def prefix(x: PerToken, rows: Rows) -> PerToken:
     """Running sum, the token included."""
-    return x.cumsum(1)
+    return _running_total(x)
 
 
 def prefix_geometric(x: PerToken, rows: Rows) -> PerToken:
     """Running mean, the token included."""
-    return x.cumsum(1) / rows.position.clamp(min=1)
+    return _running_total(x) / rows.position.clamp(min=1)
 
 
 def min_prefix(x: PerToken, rows: Rows) -> PerToken:

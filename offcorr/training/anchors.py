@@ -75,9 +75,8 @@ class Anchor(ABC):
 
         Args:
             version: of the weights after the step, one higher each time.
-            active: share of the global batch's tokens whose gradient was not 0 in the step, for an anchor that
-                ``wants_active``: 1 - ``offcorr/loss/coefficient_zero`` of the merged metrics, best without the tokens
-                whose advantage was 0.
+            active: share of the global batch's tokens with an advantage whose gradient was not 0 in the step, for an
+                anchor that ``wants_active``: 1 - ``offcorr/loss/dropped`` of the merged metrics.
         """
 
     def check(self, correction: Correction) -> None:  # noqa: B027  (most have nothing to do)
@@ -241,8 +240,8 @@ class EWMA(Anchor):
         if self.reset_below is not None:
             if active is None:
                 raise ValueError(
-                    f"active is None, but {self!r} resets by it: pass 1 - offcorr/loss/coefficient_zero of the merged "
-                    "metrics, or reset_below=None"
+                    f"active is None, but {self!r} resets by it: pass 1 - offcorr/loss/dropped of the merged metrics, "
+                    "or reset_below=None"
                 )
             if active < self.reset_below:
                 self.resets += 1

@@ -255,6 +255,30 @@ def test_every_span_on_split_rows(span, split_rows):
         within_budget(loss_fn, batch)
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("span", ["sequence", "prefix"])
+def test_a_sum_that_goes_far_and_returns(span, split, request, monkeypatch):
+    """A sum that goes to -1500 nats and returns to 0."""
+    monkeypatch.setattr(launch, "BLOCK", 16)
+    if split:
+        request.getfixturevalue("split_rows")
+    draw = torch.Generator().manual_seed(0)
+    # 21 bits at most: every log-ratio is exact in float32, the sum of a lane or of the row is not
+    away = torch.randint(2**20, 2**21, (1, 256), generator=draw) / 2**18
+    back = away[:, torch.randperm(256, generator=draw)]
+    logp, old_logp = torch.cat([-away, 0 * away], 1), torch.cat([0 * away, -back], 1)
+    batch = Batch(logp=logp, old_logp=old_logp, advantages=torch.ones(1), mask=logp <= 0)
+    loss_fn = offcorr.Correction(_Spanned(over=span), gates.Unclipped())
+    assert is_split(loss_fn, batch) == split
+    exact, _ = run(loss_fn, cast(batch, torch.float64), "reference")
+    largest = exact.coefficient.abs().max()
+    assert largest > 0.9 / 512
+    for backend in ("reference", "triton"):
+        out, _ = run(loss_fn, batch, backend)
+        assert (out.coefficient - exact.coefficient).abs().max() <= 5e-7 * largest, backend
+        assert abs(out.loss - exact.loss) <= 5e-7 * abs(exact.loss), backend
+
+
 def test_split_rows_and_their_options(split_rows):
     batch = padded(rows=2, width=100, spread=0.1)
     kept_only = offcorr.get("ctpo", reject=rejections.K3(0.005), aggregate="seq-mean-token-mean", count_rejected=False)

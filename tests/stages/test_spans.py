@@ -83,3 +83,13 @@ def test_a_span_that_changes_the_shape():
             offcorr.Correction(ratio=stage)(testing.example())
     finally:
         spans.unregister("test_summed")
+
+
+def test_a_sum_that_goes_far_and_returns_loses_no_digits():
+    """A sum that goes to -6000 nats and returns to 0, in float32."""
+    draw = torch.Generator().manual_seed(0)
+    away = torch.rand((1, 20000), generator=draw) * 0.6
+    x = torch.cat([-away, away[:, torch.randperm(20000, generator=draw)]], 1)
+    rows = offcorr.Batch(logp=-x.abs(), advantages=torch.ones(1), mask=x == x).tokens.rows
+    got, exact = (spans.sequence(one, rows) for one in (x, x.double()))
+    assert got.dtype == torch.float32 and (got - exact).abs().max() <= 1e-6
