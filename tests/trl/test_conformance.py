@@ -55,8 +55,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def test_a():
-    assert (GRPOTrainer.__module__, GRPOConfig("out", use_cpu=True, bf16=False).loss_type) == \\
-        ("trl.trainer.grpo_trainer", "dapo")
+    got = (GRPOTrainer.__module__, GRPOConfig("out", use_cpu=True, bf16=False).loss_type)
+    if got != ("trl.trainer.grpo_trainer", "dapo"):
+        raise AssertionError(f"{got}")
 
 
 def test_b():
