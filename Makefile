@@ -24,11 +24,11 @@ PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv .venv-trl-min demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min \
-        test-triton test-matrix mutate lint format docs docs-site docs-serve clean
+        test-triton test-matrix test-conformance mutate lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^# -+ /{sub(/^# -+ /, ""); print "\n" $$0} \
-	    /^[a-z.-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	    /^[a-z.-]+:.*## /{printf "  %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # ---------------------------------------------------------------- environments
 
@@ -94,6 +94,12 @@ test-kernels: .venv  ## the kernels alone: on the GPU that there is, else under 
 
 test-fast: .venv  ## every test but the slow ones
 	$(ALL_TESTS) -m "not slow"
+
+# TRL's source, fetched by the command that the target prints; CONFORMANCE=--offline where no model hub is reachable.
+TRL_SOURCE ?= .trl-source
+
+test-conformance: .venv  ## TRL's own GRPO tests with this library's trainer, compared with TRL's (fetch TRL's source first)
+	$(BIN)/python tests/trl/conformance/run.py $(TRL_SOURCE) $(CONFORMANCE)
 
 test-all: test-doc test-trl-min test-triton mutate  ## everything: the slow tests, the oldest TRL, other versions of triton
 	$(ALL_TESTS)

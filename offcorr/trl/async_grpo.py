@@ -47,6 +47,9 @@ COLUMNS = {"rewards": torch.float32, "group_ids": torch.long, "rollout_version":
 KEY = "offcorr"
 """The key of a sample's ``metrics`` under which its ``COLUMNS`` travel from the queue to the collator."""
 
+UNSCORED_WORKERS = (trl_module.AsyncRolloutWorker, type(None))
+"""The rollout workers that are known to supply no ``old_logp``: TRL's own, which None stands for."""
+
 
 ASYNC_HELP = CORRECTIONS_HELP.replace(PREFIX, "")  # TRL's loss has no name here, so every name is this library's
 
@@ -88,6 +91,13 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         self, model: str, *rest: Any, args: Any = None, loss: offcorr.Correction | None = None, **kwargs: Any
     ) -> None:
         annealed = choose_async_correction(args, loss)
+        worker = kwargs.get("rollout_worker")
+        if getattr(args, "anchor", None) == "snapshot" and isinstance(worker, UNSCORED_WORKERS):
+            raise ValueError(
+                f"anchor='snapshot' needs old_logp of every sample, and {UNSCORED_WORKERS[0].__name__}, TRL's own "
+                "rollout_worker, has none: pass a worker that puts CorrectedSample with old_logp on its buffer, for "
+                "instance offcorr.trl.local_worker.LocalWorker, or take another anchor"
+            )
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
         self._reported = False

@@ -16,7 +16,12 @@ if Version(trl.__version__) < Version("1.16"):
     pytest.skip("this TRL has no asynchronous trainer on packed rows", allow_module_level=True)
 
 from transformers import AttentionInterface, AutoModelForCausalLM, HfArgumentParser, TrainerCallback
-from trl.experimental.async_grpo.async_grpo_trainer import FixedCountBatcher, RolloutQueueDataset, RolloutSample
+from trl.experimental.async_grpo.async_grpo_trainer import (
+    AsyncRolloutWorker,
+    FixedCountBatcher,
+    RolloutQueueDataset,
+    RolloutSample,
+)
 from trl.experimental.async_grpo.packing import TREE_ATTENTION, register_tree_attention
 
 import offcorr
@@ -384,6 +389,10 @@ def test_refused_before_the_model_is_loaded(tmp_path):
         AsyncGRPOTrainer(nowhere, args=config(loss_type="tis", loss_kwargs={"cap": {"start": 2.0, "end": -1.0}}))
     with pytest.raises(TypeError, match="loss is a str, expected an offcorr.Correction"):
         AsyncGRPOTrainer(nowhere, args=config(), loss="ppo")
+    theirs = object.__new__(AsyncRolloutWorker)
+    for worker in ({}, {"rollout_worker": theirs}):
+        with pytest.raises(ValueError, match="AsyncRolloutWorker, TRL's own rollout_worker, has none: pass a worker"):
+            AsyncGRPOTrainer(nowhere, args=config(loss_type="ppo", anchor="snapshot"), **worker)
 
 
 def test_the_command_line(tmp_path):
