@@ -286,14 +286,19 @@ def named(name: str, args: Any) -> Annealed:
     try:
         found = find(name)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"loss_type: {error}") from error
+        raise _of_option("loss_type", error) from error
     own = found.schedules if isinstance(found, Method) else {}
 
     options = getattr(args, "loss_kwargs", None) or {}
     try:
         return Annealed(lambda **in_force: _with_length(offcorr.resolve(name, **in_force), args), {**own, **options})
     except (TypeError, ValueError) as error:
-        raise type(error)(f"loss_kwargs: {error}" if options else str(error)) from error
+        raise _of_option("loss_kwargs" if options else "loss_type", error) from error
+
+
+def _of_option(name: str, error: Exception) -> Exception:
+    """The error of a correction, with the option that asked for it."""
+    return (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}")
 
 
 def _with_length(correction: offcorr.Correction, args: Any) -> offcorr.Correction:
