@@ -61,7 +61,7 @@ def pages(tmp_path_factory) -> dict[str, dict]:
     (site / "reader.html").write_text(script)
     flags = [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}", "--window-size=1600,1000"]
     shown = subprocess.run(
-        [CHROMIUM, *flags, "--dump-dom", f"file://{site}/reader.html"],
+        [CHROMIUM, *flags, "--dump-dom", (site / "reader.html").as_uri()],
         capture_output=True,
         text=True,
         check=True,
@@ -72,7 +72,7 @@ def pages(tmp_path_factory) -> dict[str, dict]:
     pages = json.loads(html.unescape(found[1]))
     assert len(pages) == len(names) * len(WIDTHS)
     for page in pages.values():
-        page["links"] = [link.removeprefix(f"file://{site}/") for link in page["links"]]
+        page["links"] = [link.removeprefix(site.as_uri() + "/") for link in page["links"]]
     return pages
 
 
