@@ -1,4 +1,4 @@
-"""Parts of a training loop, with torch alone: the step, anchors, snapshots, schedules, the ESS rate, baselines."""
+"""Parts of a training loop, with torch alone: step, anchors, snapshots, schedules, the ESS rate, baselines, checks."""
 
 from offcorr.training.anchors import (
     ANCHORS,
@@ -16,6 +16,7 @@ from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.precision import PRECISIONS, Precision
 from offcorr.training.replica import Replica
 from offcorr.training.schedules import Annealed, Linear, share_done
+from offcorr.training.semantics import Estimate, Semantics, logprob_semantics
 from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights
 from offcorr.training.step import Step
 
@@ -27,6 +28,7 @@ __all__ = [
     "Anchor",
     "Annealed",
     "ESSLearningRate",
+    "Estimate",
     "Linear",
     "LogLinear",
     "MissingVersion",
@@ -34,11 +36,13 @@ __all__ = [
     "Recomputed",
     "Replica",
     "Rollout",
+    "Semantics",
     "SnapshotRing",
     "Snapshots",
     "Step",
     "Supplied",
     "changing_weights",
+    "logprob_semantics",
     "make_anchor",
     "share_done",
     "token_baseline",

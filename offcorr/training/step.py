@@ -15,11 +15,12 @@ from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.metrics import Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.training.anchors import Anchor, Rollout, Score, default_anchor
+from offcorr.training.anchors import Anchor, Rollout, Score, Snapshots, Supplied, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import FIELD, field_metrics
 from offcorr.training.logged import logged
 from offcorr.training.schedules import Annealed
+from offcorr.training.semantics import Semantics, logprob_semantics
 
 ENGINE = "offcorr/engine/"
 
@@ -140,6 +141,37 @@ class Step:
         loss = "elsewhere" if self._correction is None else repr(self._correction.method)
         engine = "no" if batch.rollout_logp is None else "yes"
         return f"loss {loss}; old_logp: {old_logp} ({self._named_anchor()}); engine log-probs: {engine}"
+
+    def semantics(self, batch: Batch, temperature: float = 1.0) -> Semantics | None:
+        """Whether the engine's log-probs of a placed batch are the sampler's probabilities; None without them.
+
+        It copies the batch to the host, so it is for a run's first batch.
+
+        Args:
+            temperature: the trainer's.
+
+        >>> import offcorr
+        >>> step = Step(offcorr.get("tis"))
+        >>> step.semantics(step.place(offcorr.testing.example(spread=0.0))).sentence
+        "the engine's log-probs agree with the trainer's (mean |d| 0 over 48 tokens)"
+        """
+        padded = batch.tokens.batch
+        if padded.rollout_logp is None:
+            return None
+        logp, entropy, same_weights = padded.logp.detach(), padded.entropy, True
+        if isinstance(self._placed, Supplied | Snapshots) and padded.old_logp is not None:
+            moved = (logp - padded.old_logp)[padded.mask.bool()].nan_to_num().abs().mean()
+            logp, entropy = padded.old_logp, entropy if moved < 0.01 else None
+        elif padded.rollout_version is not None and padded.trainer_version is not None:
+            same_weights = bool((padded.rollout_version == padded.trainer_version)[padded.mask.bool()].all())
+        return logprob_semantics(
+            logp,
+            padded.rollout_logp,
+            padded.mask,
+            entropy=entropy,
+            temperature=temperature,
+            same_weights=same_weights,
+        )
 
     def _named_anchor(self) -> str:
         chosen = self._make_anchor is not None or self._anchor is not None

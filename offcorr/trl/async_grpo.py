@@ -31,7 +31,7 @@ from offcorr.training.replica import base_of
 from offcorr.training.schedules import Annealed
 from offcorr.trl.config import CORRECTIONS_HELP, PREFIX, TRL_LOSSES, CorrectionOptions, given, named
 from offcorr.trl.patch import patched
-from offcorr.trl.step import StepCallback, log_metrics, make_step, report_anchor, share_done
+from offcorr.trl.step import StepCallback, log_metrics, make_step, report_first_batch, share_done
 
 require("offcorr.trl.async_grpo", ["trl>=1.16"], extra="trl")
 
@@ -210,9 +210,9 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         if batch.old_logp is not None and not batch.old_logp.isfinite().all():  # the worker supplied none
             batch = dataclasses.replace(batch, old_logp=None)
         batch = self.correction_step.place(batch, partial(self._score, inputs))
-        if self._corrects and not self._reported:
+        if not self._reported:
             self._reported = True
-            report_anchor(self, batch, type(self.rollout_worker).__name__)
+            report_first_batch(self, batch, type(self.rollout_worker).__name__)
         return batch
 
     def _score(self, inputs: dict[str, Any], module: Any) -> Tensor:

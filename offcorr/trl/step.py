@@ -87,13 +87,22 @@ def log_metrics(trainer: Any) -> None:
             trainer._metrics[mode][name] = [value]
 
 
-def report_anchor(trainer: Any, batch: offcorr.Batch, sampler: str) -> None:
+def report_first_batch(trainer: Any, batch: offcorr.Batch, sampler: str) -> None:
     """Log one line at a run's first batch, on the main process: loss, anchor and the engine's log-probs.
 
     It goes to the logger "offcorr" at the level of warnings, the lowest that is shown where nothing is configured.
+    TRL's own loss has no such line.  Engine log-probs that are not the sampler's probabilities are a warning that names
+    what to change, under any loss.
     """
-    if trainer.accelerator.is_main_process:
-        logger.warning("offcorr: %s; sampled by %s", trainer.correction_step.describe(batch), sampler)
+    if not trainer.accelerator.is_main_process:
+        return
+    step = trainer.correction_step
+    found = step.semantics(batch, trainer.temperature)
+    if trainer.correction is not None:
+        agreement = "" if found is None or found.wrong else f"; {found.sentence}"
+        logger.warning("offcorr: %s; sampled by %s%s", step.describe(batch), sampler, agreement)
+    if found is not None and found.wrong:
+        warnings.warn(f"in the first batch {found.sentence}: {found.mend}", stacklevel=outside())
 
 
 def warn_on_main(trainer: Any, message: str) -> None:

@@ -28,7 +28,7 @@ from offcorr.trl.config import choose_correction
 from offcorr.trl.lm_head import lm_head
 from offcorr.trl.patch import patched
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
-from offcorr.trl.step import StepCallback, log_metrics, make_step, report_anchor, share_done, warn_on_main
+from offcorr.trl.step import StepCallback, log_metrics, make_step, report_first_batch, share_done, warn_on_main
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
 """The keys that a ``rollout_func`` may return beside TRL's; they travel with the batch to the loss."""
@@ -217,9 +217,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         recomputed = inputs.get("old_per_token_logps")
         batch = self.correction_step.place(batch, partial(self._score, inputs), recomputed)
-        if self._corrects and self._mode == "train" and not self._reported:
+        if self._mode == "train" and not self._reported:
             self._reported = True
-            report_anchor(self, batch, self._sampler_name)
+            report_first_batch(self, batch, self._sampler_name)
         if batch.old_logp is None:
             self._warn_if_idle()
         return batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import warnings
 
@@ -14,6 +15,7 @@ import trl
 
 import offcorr
 from offcorr.rollout import OffPolicy
+from offcorr.training import Step
 from offcorr.training.field_metrics import ALIASES
 from offcorr.training.logged import CHOICES
 from offcorr.trl import GRPOConfig, GRPOTrainer
@@ -241,8 +243,78 @@ def test_the_anchor_in_force_is_said_once(make_trainer, replay, caplog, keys, se
     trainer = make_trainer(rollout_func=None if keys is None else replay(*keys), max_steps=2, **settings)
     trainer.train()
     said = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
+    if keys is not None:
+        few = "; too few uncertain tokens to compare the engine's log-probs with the trainer's (mean |d| 0.044 over 27"
+        line = line and f"{line}{few} tokens)"
     assert said == ([] if line is None else [f"offcorr: {line}"])
     assert repr(trainer.anchor) == anchor and f"anchor={anchor}" in repr(trainer.correction_step)
+
+
+def at_temperature(sampler, temperature):
+    """``sampler``, which reports its log-probs at this temperature, whatever it samples at."""
+
+    def rollout_func(prompts, trainer):
+        output = sampler(prompts, trainer)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        output["logprobs"] = []
+        for prompt, ids in zip(output["prompt_ids"], output["completion_ids"], strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+            scores = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
+            output["logprobs"].append(scores[:, 0].tolist())
+        return output
+
+    return rollout_func
+
+
+@pytest.mark.parametrize("loss_type", ["tis", "dapo"])
+@pytest.mark.parametrize(
+    ("sampler", "settings", "sentence"),
+    [
+        (OffPolicy(temperature=0.5), {}, r"carry a temperature of about 0\.5\d, the trainer's 1.00.*set the same temp"),
+        (OffPolicy(top_p=0.9), {}, r"the tokens that top-p.*, 0\.9\d+ \+- .*sample without truncation \(top_p=1.0"),
+        (
+            at_temperature(OffPolicy(), 1.0),
+            {"temperature": 0.5},
+            r"temperature of about 1\.0\d, the trainer's 0.50: it sampled at the trainer's.*"
+            r"logprobs_mode='processed_logprobs'",
+        ),
+    ],
+    ids=["temperature", "top_p", "raw"],
+)
+def test_log_probs_that_are_not_the_samplers_are_a_warning(
+    make_trainer, caplog, sampler, settings, sentence, loss_type
+):
+    """Under a correction and under TRL's own loss, once in a run."""
+    settings = {"per_device_train_batch_size": 32, "max_completion_length": 16, "learning_rate": 0.0} | settings
+    trainer = make_trainer(rollout_func=sampler, loss_type=loss_type, max_steps=2, **settings)
+    with pytest.warns(UserWarning, match=f"in the first batch the engine's log-probs.*{sentence}") as caught:
+        trainer.train()
+    assert sum("in the first batch" in str(one.message) for one in caught) == 1
+    said = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
+    assert len(said) == (loss_type == "tis") and all("mean |d|" not in line for line in said)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"anchor": "rollout"}, {"anchor": "recomputed"}])
+def test_log_probs_that_agree_are_half_a_sentence(make_trainer, caplog, settings):
+    settings = {"loss_type": "minpro", "per_device_train_batch_size": 32, "max_completion_length": 16} | settings
+    trainer = make_trainer(rollout_func=OffPolicy(precision="bf16"), max_steps=2, **settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="in the first batch")
+        trainer.train()
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
+    assert re.search(
+        r"OffPolicy; the engine's log-probs agree with the trainer's \(mean \|d\| 0\.\d+ over \d{3} tokens", said
+    )
+
+
+def test_log_probs_are_compared_in_the_first_batch_alone(make_trainer, monkeypatch):
+    """Later steps have no copy to the host for it."""
+    seen = []
+    monkeypatch.setattr(Step, "semantics", lambda step, *args: seen.append(args))
+    trainer = make_trainer(rollout_func=OffPolicy(), loss_type="tis", max_steps=3)
+    trainer.train()
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("anchor", ["snapshot", "rollout", "recomputed"])

@@ -1,0 +1,283 @@
+"""Whether the engine's log-probs are those of the distribution that it sampled from, found out from logged data.
+
+d = logp - rollout_logp (nats) of the sampled tokens.  The formulas are explained in docs/metrics.md, "Are these the
+sampler's probabilities?".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+Kind = Literal["agrees", "temperature", "raw", "kept_mass", "unnormalised", "unlogged", "shifted", "differs", "unknown"]
+
+UNCERTAIN, CERTAIN = 32, -0.05
+"""Number of tokens with a log-prob below the second that are needed: the others look alike at every temperature."""
+
+LARGE = 0.1
+"""Mean |d| (nats) above which two log-probs of the same weights are not the same; an fp8 KV cache gives .03."""
+
+SIGNIFICANT = 5.0
+"""Standard errors that an effect is away from 0 before it is reported; a run makes one such test."""
+
+PROCESSED = "let the engine report what it samples from (vLLM: logprobs_mode='processed_logprobs')"
+
+MENDS: dict[Kind, str] = {
+    "agrees": "",
+    "unknown": "",
+    "temperature": f"set the same temperature= for the sampler and the trainer, and {PROCESSED}",
+    "raw": PROCESSED,
+    "kept_mass": "sample without truncation (top_p=1.0, top_k=0, min_p=0.0), or renormalise the trainer's log-probs "
+    "over the tokens that the engine kept",
+    "unnormalised": f"divide the logits by the temperature before log_softmax, not the log-probs after it: {PROCESSED}",
+    "unlogged": "set the sampler's temperature= for the trainer, too, sample with top_p=1.0, top_k=0, min_p=0.0, and "
+    + PROCESSED,
+    "shifted": "the log-prob at index t must be that of the token at index t: move one of the two by one token",
+    "differs": "score the same tokens with the same weights on both sides: look for a weight sync that missed "
+    "parameters, another chat template, placeholders among the log-probs",
+}
+"""For each kind what to change, with TRL's and vLLM's option names."""
+
+
+class Estimate(NamedTuple):
+    """An estimated number and its standard error."""
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """Result of ``logprob_semantics``.
+
+    Args:
+        kind: one of
+
+            - "agrees": the two are the same log-probs, up to noise;
+            - "temperature": the engine sampled at another temperature than the trainer scores at;
+            - "raw": the engine sampled from the trainer's distribution, and reported log-probs at another temperature;
+            - "kept_mass": the engine renormalised over the tokens that top-p, top-k or min-p kept, the trainer did not;
+            - "unnormalised": the engine's probabilities do not sum to 1, as where a log-prob was divided by T;
+            - "unlogged": the two agree, but the tokens were drawn from another distribution;
+            - "shifted": the engine's log-probs belong to the next or the previous token;
+            - "differs": they differ in none of these ways;
+            - "unknown": the data cannot tell.
+        tokens: number of tokens that both sides scored.
+        gap: mean |d|.
+        ratio: mean e^d; for "kept_mass" this is the mean kept mass.
+        temperature: for "temperature" and "raw", the one that the engine's log-probs carry; None without entropy.  The
+            error is that of sampling alone; that entropy stands for the whole context adds up to .02 at .7, .05 at .5.
+        surprise: mean of -logp - entropy; None without entropy.
+        sentence: the finding in words.
+        mend: what to change; empty where nothing is wrong.
+    """
+
+    kind: Kind
+    tokens: int
+    gap: float
+    ratio: Estimate
+    temperature: Estimate | None
+    surprise: Estimate | None
+    sentence: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"Semantics: kind is {self.kind!r}, expected one of {list(get_args(Kind))}")
+
+    @property
+    def mend(self) -> str:
+        return MENDS[self.kind]
+
+    @property
+    def wrong(self) -> bool:
+        """Whether something is to be mended."""
+        return bool(self.mend)
+
+
+@torch.no_grad()
+def logprob_semantics(
+    logp: Tensor,
+    rollout_logp: Tensor,
+    mask: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    temperature: float = 1.0,
+    same_weights: bool = True,
+) -> Semantics:
+    """Tells from logged data whether ``rollout_logp`` is of the distribution that the trainer scores with ``logp``.
+
+    Args:
+        logp: [B, T] the trainer's log-probs (nats) of the sampled tokens, under the weights that sampled (``old_logp``)
+            and at the trainer's temperature.
+        rollout_logp: [B, T] as the engine reported them; NaN: unscored.
+        mask: [B, T] the valid tokens.
+        entropy: [B, T] of the distributions of ``logp``, in nats.  Without it a temperature has a direction and no
+            value, and "unlogged" is not found.
+        temperature: the trainer's.
+        same_weights: False: ``logp`` is of later weights than those that sampled.  Their distance is then no error,
+            and a temperature may be their training.
+
+    It copies the tensors to the host, so it is for a run's first batch rather than for every step.
+
+    A sampler at temperature .7 beside a trainer at 1:
+
+    >>> import torch
+    >>> from offcorr.training import logprob_semantics
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> logits = 3 * torch.randn(16, 32, 50, generator=generator)
+    >>> trainer, engine = logits.log_softmax(-1), (logits / 0.7).log_softmax(-1)
+    >>> tokens = torch.multinomial(engine.exp().view(-1, 50), 1, generator=generator).view(16, 32, 1)
+    >>> found = logprob_semantics(trainer.gather(-1, tokens)[..., 0], engine.gather(-1, tokens)[..., 0],
+    ...                           torch.ones(16, 32).bool(), entropy=-(trainer.exp() * trainer).sum(-1))
+    >>> print(found.sentence)
+    the engine's log-probs carry a temperature of about 0.70, the trainer's 1.00: it sampled at its own
+    (mean |d| 0.27 over 512 tokens)
+
+    Raises:
+        ValueError: tensors of different shapes, or a temperature that is not above 0.
+    """
+    columns = {"logp": logp, "rollout_logp": rollout_logp, "mask": mask}
+    if entropy is not None:
+        columns["entropy"] = entropy
+    for name, column in columns.items():
+        if column.ndim != 2 or column.shape != logp.shape:
+            raise ValueError(f"{name} has shape {tuple(column.shape)}, expected [B, T], here {tuple(logp.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature!r}, expected a number > 0")
+    ours, theirs = logp.cpu().double(), rollout_logp.cpu().double()
+    entropies = None if entropy is None else entropy.cpu().double()
+    seen = mask.cpu().bool() & ours.isfinite() & theirs.isfinite()
+    if entropies is not None:
+        seen &= entropies.isfinite()
+    if not seen.any():
+        nan = Estimate(torch.nan, torch.nan)
+        return Semantics("unknown", 0, torch.nan, nan, None, None, "the engine reported no log-probs")
+    t, e = ours[seen], theirs[seen]
+    h = None if entropies is None else entropies[seen]
+    d = t - e
+    gap = d.abs().mean().item()
+    ratio = _mean(d.clamp(-50, 50).exp())
+    surprise = None if h is None else _surprise(t, h)
+    measured = f" (mean |d| {gap:.2g} over {len(d)} tokens)"
+
+    def result(kind: Kind, finding: str, carried: Estimate | None = None) -> Semantics:
+        return Semantics(kind, len(d), gap, ratio, carried, surprise, finding + measured)
+
+    if (torch.minimum(t, e) < CERTAIN).sum() < UNCERTAIN:
+        return result("unknown", "too few uncertain tokens to compare the engine's log-probs with the trainer's")
+    if (e == e[0]).all():
+        return result("differs", f"the engine reported the log-prob {e[0]:.3g} for every token")
+    if neighbour := _shift(ours, theirs, seen):
+        return result("shifted", f"the engine's log-probs are those of the {neighbour} token")
+
+    above, below = d.clamp(min=0).mean().item(), -d.clamp(max=0).mean().item()
+    proportional = _robust_fit(t[:, None], d)[1].abs().mean() < 0.1 * gap
+    if gap > 0.005 and (above > 20 * below or (below > 20 * above and proportional)):
+        return result("unnormalised", "the engine's probabilities do not sum to 1 if the trainer's do")
+
+    power, explained = _power(t, d, h)
+    evidence = d.sum().item()
+    # Without entropy, noise in logp looks like a temperature of the engine above the trainer's.
+    needed = 0.6 if h is not None else 0.25 if power.value > 1 or evidence > SIGNIFICANT else 0.5
+    if gap > 0.001 and explained > needed and power.value > 0 and below < 20 * above:
+        if abs(power.value - 1) > max(0.01, SIGNIFICANT * power.error):
+            return result(*_tempered(power, evidence, temperature, known=h is not None, same=same_weights))
+
+    lost, doubtful = 1 - ratio.value, SIGNIFICANT * ratio.error
+    if lost > max(0.002, doubtful) and below > 5 * above:
+        mass = f"{ratio.value:.3g} +- {ratio.error:.1g}"
+        return result(
+            "kept_mass",
+            f"the engine's log-probs are renormalised over the tokens that top-p, top-k or min-p kept, {mass} of the "
+            "probability on average, and the trainer's are not",
+        )
+    if gap > LARGE and (same_weights or abs(lost) > doubtful):
+        why = " nor by a temperature" if h is not None else "; entropy would show whether by a temperature"
+        return result("differs", f"the engine's log-probs differ from the trainer's, not by a kept mass{why}")
+    if gap > LARGE:
+        return result("agrees", "the engine's log-probs differ from the trainer's as those of other weights do")
+    if same_weights and surprise is not None and abs(surprise.value) > SIGNIFICANT * surprise.error:
+        sharper = "more" if surprise.value < 0 else "less"
+        return result(
+            "unlogged",
+            "the engine's log-probs agree with the trainer's, but the tokens were drawn from a distribution that is "
+            f"{sharper} certain: mean of -logp - entropy {surprise.value:.2g} +- {surprise.error:.1g} in place of 0",
+        )
+    return result("agrees", "the engine's log-probs agree with the trainer's")
+
+
+def _tempered(
+    power: Estimate, evidence: float, temperature: float, *, known: bool, same: bool
+) -> tuple[Kind, str, Estimate | None]:
+    """Kind, finding and carried temperature, from the power p in rollout_logp = p logp - f(context).
+
+    evidence: sum of d, the log-likelihood ratio of the sampled tokens under the trainer's and the engine's log-probs.
+    """
+    carried = Estimate(temperature / power.value, temperature * power.error / power.value**2)
+    if known:
+        said = f"carry a temperature of about {carried.value:.2f}, the trainer's {temperature:.2f}"
+    else:
+        said = f"carry a {'lower' if power.value > 1 else 'higher'} temperature than the trainer's"
+    who = "too few tokens to see which of the two it sampled at"
+    if evidence > SIGNIFICANT:
+        who = "it sampled at the trainer's"
+    elif evidence < -SIGNIFICANT:
+        who = "it sampled at its own"
+    later = "" if same else "; training since the tokens were sampled can look like this, too"
+    kind: Kind = "raw" if evidence > SIGNIFICANT else "temperature"
+    return kind, f"the engine's log-probs {said}: {who}{later}", carried if known else None
+
+
+def _mean(values: Tensor) -> Estimate:
+    return Estimate(values.mean().item(), (values.var(correction=0) / len(values)).sqrt().item())
+
+
+def _surprise(t: Tensor, h: Tensor) -> Estimate:
+    """Mean of -t - h, which is 0 where the tokens were drawn from the distributions with log-probs t and entropies h.
+
+    Given their contexts the terms are uncorrelated.  Their variance is that of the sample, or what it is at least in a
+    distribution of two outcomes: the rare tokens that it comes from may be absent from the sample.
+    """
+    value = _mean(-t - h)
+    least = (torch.where(h < 1, h * (1 - h.clamp(min=1e-6).log()), 1)).mean() / len(h)
+    return Estimate(value.value, max(value.error, least.sqrt().item()))
+
+
+def _shift(ours: Tensor, theirs: Tensor, seen: Tensor) -> str:
+    """ "next" or "previous", the neighbour whose log-prob the engine reports in place of a token's own; else ""."""
+
+    def gap(a: Tensor, b: Tensor, both: Tensor) -> float:
+        return (a - b)[both].abs().mean().item() if both.any() else torch.inf
+
+    own = gap(ours, theirs, seen)
+    both = seen[:, 1:] & seen[:, :-1]
+    moved = {"next": gap(ours[:, 1:], theirs[:, :-1], both), "previous": gap(ours[:, :-1], theirs[:, 1:], both)}
+    nearest = min(moved, key=moved.__getitem__)
+    return nearest if own > LARGE and moved[nearest] < own / 2 else ""
+
+
+def _power(t: Tensor, d: Tensor, h: Tensor | None) -> tuple[Estimate, float]:
+    """p of rollout_logp = p logp - f(context), and the share of d's spread that it explains beside f.
+
+    f is a polynomial of the entropy; without entropy, a constant: then p is nearer to 1 than the truth.
+    """
+    context = torch.stack([torch.ones_like(t), *([] if h is None else [h, h * h])], 1)
+    within, without = _robust_fit(context, t)[1], _robust_fit(context, d)[1]
+    slope, residual, weights = _robust_fit(torch.cat([t[:, None], context], 1), d)
+    error = (within * residual * weights).square().sum().sqrt() / (within.square() * weights).sum()
+    spread = without.abs().mean().clamp(min=1e-12)
+    return Estimate(1 - slope[0].item(), error.item()), 1 - (residual.abs().mean() / spread).item() ** 2
+
+
+def _robust_fit(columns: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients, residuals and weights of Huber's regression: residuals above three times their mean count less."""
+    weights = torch.ones_like(values)
+    for _ in range(8):
+        root = weights.sqrt()
+        fit = torch.linalg.lstsq(columns * root[:, None], (values * root)[:, None], driver="gelsd").solution[:, 0]
+        residual = values - columns @ fit
+        weights = (3 * residual.abs().mean() / residual.abs().clamp(min=1e-12)).clamp(max=1)
+    return fit, residual, weights

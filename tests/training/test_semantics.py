@@ -1,0 +1,278 @@
+"""Semantics of log-probs, on tokens drawn exactly from a sampler over 200 symbols that does what it is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import get_args
+
+import pytest
+import torch
+
+import offcorr
+from offcorr.training import Rollout, Step, Supplied, logprob_semantics
+from offcorr.training.semantics import MENDS, Kind
+
+SYMBOLS = 200
+SIZES = (16, 32)  # 512 tokens
+
+
+def sampled(
+    seed=0,
+    *,
+    sizes=SIZES,
+    trainer_temperature=1.0,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=SYMBOLS,
+    reported="processed",
+    noise=0.0,
+    logits_dtype=torch.float64,
+    stored=torch.float64,
+    peaked=False,
+):
+    """[B, T] logp, rollout_logp, mask and entropy of tokens from distributions between flat and ``peaked``.
+
+    reported: "processed", of the distribution that was sampled; "raw", at temperature 1 over all symbols; "divided",
+        the raw log-prob divided by the temperature.
+    noise: standard deviation of what the engine's logits have beside the trainer's, as from quantised weights.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    low, high = (3.0, 9.0) if peaked else (0.5, 4.0)
+    scale = low + (high - low) * torch.rand(*sizes, 1, generator=draw, dtype=torch.float64)
+    logits = scale * torch.randn(*sizes, SYMBOLS, generator=draw, dtype=torch.float64)
+    trainer = (logits / trainer_temperature).log_softmax(-1)
+    engine = (logits + noise * torch.randn(logits.shape, generator=draw)).to(logits_dtype).double()
+
+    probs = (engine / temperature).softmax(-1)
+    if top_p < 1 or top_k < SYMBOLS:
+        ordered, order = probs.sort(-1, descending=True)
+        kept = (ordered.cumsum(-1) - ordered < top_p) & (torch.arange(SYMBOLS) < top_k)
+        probs = torch.zeros_like(probs).scatter(-1, order, torch.where(kept, ordered, 0))
+        probs = probs / probs.sum(-1, keepdim=True)
+    tokens = torch.multinomial(probs.view(-1, SYMBOLS), 1, generator=draw).view(*sizes, 1)
+
+    raw = engine.log_softmax(-1)
+    scores = {"processed": probs.log(), "raw": raw, "divided": raw / temperature}[reported]
+    logp, rollout_logp = (table.gather(-1, tokens)[..., 0] for table in (trainer, scores))
+    entropy = -(trainer.exp() * trainer).sum(-1)
+    return logp.float(), rollout_logp.to(stored), torch.ones(sizes).bool(), entropy.float()
+
+
+def found(seed=0, *, with_entropy=True, same_weights=True, **settings):
+    logp, rollout_logp, mask, entropy = sampled(seed, **settings)
+    return logprob_semantics(
+        logp,
+        rollout_logp,
+        mask,
+        entropy=entropy if with_entropy else None,
+        temperature=settings.get("trainer_temperature", 1.0),
+        same_weights=same_weights,
+    )
+
+
+NOISES = {
+    "exact": {},
+    "quantised": {"noise": 0.03},
+    "more quantised": {"noise": 0.1},
+    "bf16 logits": {"logits_dtype": torch.bfloat16},
+    "bf16 log-probs": {"stored": torch.bfloat16},
+    "temperature on both sides": {"temperature": 0.7, "trainer_temperature": 0.7},
+}
+
+
+@pytest.mark.parametrize("peaked", [False, True])
+@pytest.mark.parametrize("noise", NOISES)
+def test_no_false_alarm_in_200_draws(noise, peaked):
+    """2,400 draws of 512 tokens in all, none of which is called wrong, with entropy or without."""
+    kinds: Counter = Counter()
+    for seed in range(200):
+        logp, rollout_logp, mask, entropy = sampled(seed, peaked=peaked, **NOISES[noise])
+        kinds.update(logprob_semantics(logp, rollout_logp, mask, entropy=given).kind for given in (entropy, None))
+    assert kinds == {"agrees": 400}
+
+
+FAULTS = {
+    "processed, T = .7": ("temperature", {"temperature": 0.7}),
+    "processed, T = 1.3": ("temperature", {"temperature": 1.3}),
+    "processed, T = .7, bf16": (
+        "temperature",
+        {"temperature": 0.7, "logits_dtype": torch.bfloat16, "stored": torch.bfloat16},
+    ),
+    "processed, T = .7, quantised": ("temperature", {"temperature": 0.7, "noise": 0.05}),
+    "raw, T = .7": ("raw", {"temperature": 0.7, "trainer_temperature": 0.7, "reported": "raw"}),
+    "raw, T = 1.3": ("raw", {"temperature": 1.3, "trainer_temperature": 1.3, "reported": "raw"}),
+    "raw on both sides, T = .7": ("unlogged", {"temperature": 0.7, "reported": "raw"}),
+    "raw on both sides, T = 1.3": ("unlogged", {"temperature": 1.3, "reported": "raw"}),
+    "top-p .9": ("kept_mass", {"top_p": 0.9}),
+    "top-p .9, bf16": ("kept_mass", {"top_p": 0.9, "logits_dtype": torch.bfloat16, "stored": torch.bfloat16}),
+    "top-p .9, quantised": ("kept_mass", {"top_p": 0.9, "noise": 0.05}),
+    "top-k 5": ("kept_mass", {"top_k": 5}),
+    "divided by .7": ("unnormalised", {"temperature": 0.7, "reported": "divided"}),
+    "divided by 1.3": ("unnormalised", {"temperature": 1.3, "reported": "divided"}),
+    "far away": ("differs", {"noise": 0.8}),
+}
+
+
+@pytest.mark.parametrize("peaked", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_named_in_512_tokens(fault, peaked):
+    """In 20 of 20 draws; at least in 14 where both log-probs are the same and only the surprisal tells."""
+    kind, settings = FAULTS[fault]
+    kinds = Counter(found(seed, peaked=peaked, **settings).kind for seed in range(20))
+    assert kinds[kind] >= (14 if kind == "unlogged" else 20), kinds
+
+
+@pytest.mark.parametrize("peaked", [False, True])
+@pytest.mark.parametrize("temperature", [0.7, 0.95, 1.3])
+def test_the_temperature_is_estimated(temperature, peaked):
+    for seed in range(10):
+        one_sided = found(seed, temperature=temperature, peaked=peaked).temperature
+        raw = found(seed, temperature=temperature, trainer_temperature=temperature, reported="raw", peaked=peaked)
+        assert one_sided.value == pytest.approx(temperature, abs=0.02) and 0 < one_sided.error < 0.01
+        assert raw.temperature.value == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_kept_mass_is_estimated():
+    """With many symbols the mass that top-p keeps is top_p and a little; of log-probs with noise, too."""
+    for noise in (0.0, 0.05):
+        mass = found(sizes=(16, 128), top_p=0.9, noise=noise).ratio
+        assert 0.9 < mass.value < 0.91 and mass.error < 0.002
+
+
+@pytest.mark.parametrize("fault", [name for name, (kind, _) in FAULTS.items() if kind in ("kept_mass", "unnormalised")])
+def test_what_needs_no_entropy(fault):
+    kind, settings = FAULTS[fault]
+    assert {found(seed, with_entropy=False, **settings).kind for seed in range(20)} == {kind}
+
+
+def test_a_temperature_without_entropy_has_a_direction_only():
+    results = [found(seed, with_entropy=False, temperature=1.3) for seed in range(20)]
+    assert {result.kind for result in results} == {"temperature"}
+    assert all(result.temperature is None and "a higher temperature" in result.sentence for result in results)
+
+
+@pytest.mark.parametrize(("by", "neighbour"), [(1, "previous"), (-1, "next")])
+def test_shifted_by_one(by, neighbour):
+    logp, rollout_logp, mask, entropy = sampled()
+    result = logprob_semantics(logp, rollout_logp.roll(by, 1), mask, entropy=entropy)
+    assert result.kind == "shifted" and f"of the {neighbour} token" in result.sentence
+
+
+def test_one_number_for_every_token():
+    logp, rollout_logp, mask, _ = sampled()
+    result = logprob_semantics(logp, torch.zeros_like(rollout_logp), mask)
+    assert result.kind == "differs" and "the log-prob 0 for every token" in result.sentence
+
+
+def test_too_little_to_tell():
+    assert found(sizes=(2, 10), temperature=0.5).kind == "unknown"
+    certain = torch.full((16, 32), -0.001)
+    assert logprob_semantics(certain, certain * 3, torch.ones(16, 32).bool()).kind == "unknown"
+    unscored = torch.full((16, 32), torch.nan)
+    nothing = logprob_semantics(certain, unscored, torch.ones(16, 32).bool())
+    assert (nothing.kind, nothing.tokens) == ("unknown", 0) and not nothing.wrong
+
+
+def test_a_rare_token_that_is_absent_is_no_surprise():
+    """400 tokens of entropy .01, none of which happens to be the rare one: their variance is not that of the sample."""
+    share = torch.tensor(0.0015)
+    logp = torch.log1p(-share).expand(8, 50).clone()
+    entropy = -(share * share.log() + (1 - share) * torch.log1p(-share)).expand(8, 50)
+    uncertain, _, mask, its_entropy = sampled(sizes=(8, 10))
+    logp, entropy = torch.cat([logp, uncertain], 1), torch.cat([entropy, its_entropy], 1)
+    mask = torch.cat([mask, mask.new_ones(8, 50)], 1)
+    assert logprob_semantics(logp, logp, mask, entropy=entropy).kind == "agrees"
+    surprise = logprob_semantics(logp[:, :50], logp[:, :50], mask[:, :50], entropy=entropy[:, :50]).surprise
+    assert abs(surprise.value) < surprise.error
+
+
+def test_nothing_under_the_mask_and_nothing_unscored_counts():
+    logp, rollout_logp, mask, entropy = sampled(top_p=0.9)
+    wanted = logprob_semantics(logp[:, :24], rollout_logp[:, :24], mask[:, :24], entropy=entropy[:, :24])
+    mask[:, 28:] = False
+    logp[:, 28:], entropy[:, 28:], rollout_logp[:, 24:28], rollout_logp[:, 28:] = torch.nan, torch.inf, torch.nan, -1e9
+    assert logprob_semantics(logp, rollout_logp, mask, entropy=entropy) == wanted
+
+
+def test_later_weights_are_no_fault():
+    assert found(noise=0.4).kind == "differs"
+    later = found(noise=0.4, same_weights=False)
+    assert later.kind == "agrees" and "as those of other weights do" in later.sentence
+    assert found(temperature=0.7, reported="raw", same_weights=False).kind == "agrees"
+    assert "training since" in found(temperature=0.7, same_weights=False).sentence
+    assert found(top_p=0.9, same_weights=False).kind == "kept_mass"
+
+
+def test_every_kind_has_a_mend_unless_nothing_is_wrong():
+    assert MENDS.keys() == set(get_args(Kind))
+    assert {kind for kind, mend in MENDS.items() if not mend} == {"agrees", "unknown"}
+    result = found(top_p=0.9)
+    assert result.wrong and "top_p=1.0" in result.mend and result.sentence.endswith("512 tokens)")
+    assert not found().wrong
+
+
+@pytest.mark.parametrize("name", ["logp", "rollout_logp", "mask", "entropy"])
+def test_shapes(name):
+    columns = dict(zip(("logp", "rollout_logp", "mask", "entropy"), sampled(), strict=True))
+    columns[name] = columns[name][:, :1]
+    with pytest.raises(ValueError, match=r"has shape \(16, (1|32)\), expected \[B, T\]"):
+        logprob_semantics(**columns)
+
+
+def test_the_temperature_is_above_0():
+    with pytest.raises(ValueError, match=r"temperature is 0.0, expected a number > 0"):
+        logprob_semantics(*sampled()[:3], temperature=0.0)
+
+
+# -- Step.semantics ----------------------------------------------------------------------------------------------
+
+
+def batch_of(logp, rollout_logp, mask, entropy, **columns):
+    return offcorr.Batch(
+        logp=logp, rollout_logp=rollout_logp, mask=mask, entropy=entropy, advantages=torch.ones(len(logp)), **columns
+    )
+
+
+def semantics_of(batch, anchor=None, temperature=1.0):
+    step = Step(offcorr.get("ppo"), anchor=anchor)
+    return step.semantics(step.place(batch), temperature)
+
+
+def test_step_without_engine():
+    logp, _, mask, entropy = sampled()
+    assert semantics_of(batch_of(logp, None, mask, entropy)) is None
+
+
+def test_step_compares_with_the_weights_that_sampled():
+    """The trainer has moved on, so that ``logp`` is far away; its entropy is then not that of ``old_logp``."""
+    logp, rollout_logp, mask, entropy = sampled()
+    moved = logp - 0.5 * torch.rand(logp.shape, generator=torch.Generator().manual_seed(1))
+    placed = semantics_of(batch_of(moved, rollout_logp, mask, entropy, old_logp=logp), Supplied())
+    assert placed.kind == "agrees" and placed.gap < 1e-6 and placed.surprise is None
+    unmoved = semantics_of(batch_of(logp, rollout_logp, mask, entropy, old_logp=logp), Supplied())
+    assert unmoved.kind == "agrees" and unmoved.surprise is not None
+
+
+def test_step_knows_the_lag_from_the_versions():
+    columns = sampled(noise=0.4)
+    version = torch.zeros(SIZES, dtype=torch.long)
+    for anchor in (Rollout(), None):
+        kinds = [
+            semantics_of(batch_of(*columns, rollout_version=version, trainer_version=now), anchor).kind
+            for now in (0, 3)
+        ]
+        assert kinds == ["differs", "agrees"]
+
+
+def test_step_takes_packed_batches_and_the_temperature():
+    logp, rollout_logp, _, entropy = sampled(temperature=0.7, trainer_temperature=0.7, reported="raw")
+    batch = offcorr.Batch.packed(
+        logp=logp.flatten(),
+        rollout_logp=rollout_logp.flatten(),
+        entropy=entropy.flatten(),
+        advantages=torch.ones(16),
+        mask=torch.ones(512).bool(),
+        cu_seqlens=torch.arange(17) * 32,
+    )
+    result = semantics_of(batch, temperature=0.7)
+    assert result.kind == "raw" and "about 1.00, the trainer's 0.70: it sampled at the trainer's" in result.sentence
