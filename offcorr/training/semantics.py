@@ -7,7 +7,7 @@ sampler's probabilities?".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,6 @@ class Semantics:
             error is that of sampling alone; that entropy stands for the whole context adds up to .02 at .7, .05 at .5.
         surprise: mean of -logp - entropy; None without entropy.
         sentence: the finding in words.
-        mend: what to change; empty where nothing is wrong.
     """
 
     kind: Kind
@@ -83,12 +82,9 @@ class Semantics:
     surprise: Estimate | None
     sentence: str
 
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"Semantics: kind is {self.kind!r}, expected one of {list(get_args(Kind))}")
-
     @property
     def mend(self) -> str:
+        """What to change; empty where nothing is wrong."""
         return MENDS[self.kind]
 
     @property

@@ -26,6 +26,7 @@ def sampled(
     top_k=SYMBOLS,
     reported="processed",
     noise=0.0,
+    far=0.0,
     logits_dtype=torch.float64,
     stored=torch.float64,
     peaked=False,
@@ -35,13 +36,15 @@ def sampled(
     reported: "processed", of the distribution that was sampled; "raw", at temperature 1 over all symbols; "divided",
         the raw log-prob divided by the temperature.
     noise: standard deviation of what the engine's logits have beside the trainer's, as from quantised weights.
+    far: share of the places where that noise is 13 times as large, as where a mixture of experts takes another route.
     """
     draw = torch.Generator().manual_seed(seed)
     low, high = (3.0, 9.0) if peaked else (0.5, 4.0)
     scale = low + (high - low) * torch.rand(*sizes, 1, generator=draw, dtype=torch.float64)
     logits = scale * torch.randn(*sizes, SYMBOLS, generator=draw, dtype=torch.float64)
     trainer = (logits / trainer_temperature).log_softmax(-1)
-    engine = (logits + noise * torch.randn(logits.shape, generator=draw)).to(logits_dtype).double()
+    noises = noise * torch.where(torch.rand(*sizes, 1, generator=draw) < far, 13, 1)
+    engine = (logits + noises * torch.randn(logits.shape, generator=draw)).to(logits_dtype).double()
 
     probs = (engine / temperature).softmax(-1)
     if top_p < 1 or top_k < SYMBOLS:
@@ -73,7 +76,7 @@ def found(seed=0, *, with_entropy=True, same_weights=True, **settings):
 NOISES = {
     "exact": {},
     "quantised": {"noise": 0.03},
-    "more quantised": {"noise": 0.1},
+    "some tokens far off": {"noise": 0.03, "far": 0.03},
     "bf16 logits": {"logits_dtype": torch.bfloat16},
     "bf16 log-probs": {"stored": torch.bfloat16},
     "temperature on both sides": {"temperature": 0.7, "trainer_temperature": 0.7},
@@ -106,6 +109,8 @@ FAULTS = {
     "top-p .9": ("kept_mass", {"top_p": 0.9}),
     "top-p .9, bf16": ("kept_mass", {"top_p": 0.9, "logits_dtype": torch.bfloat16, "stored": torch.bfloat16}),
     "top-p .9, quantised": ("kept_mass", {"top_p": 0.9, "noise": 0.05}),
+    "top-p .9, some tokens far off": ("kept_mass", {"top_p": 0.9, "noise": 0.02, "far": 0.03}),
+    "processed, T = .7, some tokens far off": ("temperature", {"temperature": 0.7, "noise": 0.02, "far": 0.03}),
     "top-k 5": ("kept_mass", {"top_k": 5}),
     "divided by .7": ("unnormalised", {"temperature": 0.7, "reported": "divided"}),
     "divided by 1.3": ("unnormalised", {"temperature": 1.3, "reported": "divided"}),
