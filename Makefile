@@ -23,8 +23,8 @@ export DS_BUILD_OPS := 0
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-trl-min demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min \
-        test-triton mutate lint format docs docs-site docs-serve clean
+.PHONY: help .venv .venv-trl-min .venv-trainers demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min \
+        test-triton test-integrations mutate lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^# -+ /{sub(/^# -+ /, ""); print "\n" $$0} \
@@ -67,6 +67,19 @@ $(TRITON_ENVS:%=%/installed): .venv-triton-%/installed: pyproject.toml constrain
 	.venv-triton-$*/bin/python -m pip install --quiet triton==$* $(if $(filter 3.6.%,$*),"numpy<2.4")
 	@touch $@
 
+# Other trainers beside the pinned torch.  verl asks for older versions of transformers and for vLLM, none of which its
+# losses use; so its own requirements are left out, and those that they import are named.
+VERL := verl==0.9.1 tensordict==0.10.0
+OF_TRAINERS := ray==2.60.0 hydra-core==1.3.8 omegaconf codetiming torchdata==0.11.0 pyvers orjson
+
+.venv-trainers: .venv-trainers/installed  ## the same with verl, for its losses only
+
+.venv-trainers/installed: pyproject.toml constraints.txt
+	$(call install,.venv-trainers,constraints.txt,)
+	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt $(OF_TRAINERS)
+	.venv-trainers/bin/python -m pip install --quiet --no-deps $(VERL)
+	@touch $@
+
 # ------------------------------------------------------------------------- run
 
 demo: .venv  ## train at lag 16 with an int8 sampler: TRL's loss, MinPRO and CTPO side by side
@@ -95,7 +108,7 @@ test-kernels: .venv  ## the kernels alone: on the GPU that there is, else under 
 test-fast: .venv  ## every test but the slow ones
 	$(ALL_TESTS) -m "not slow"
 
-test-all: test-doc test-trl-min test-triton mutate  ## everything: the slow tests, the oldest TRL, other versions of triton
+test-all: test-doc test-trl-min test-triton test-integrations mutate  ## everything: the slow tests, the oldest TRL, other versions of triton
 	$(ALL_TESTS)
 
 mutate: .venv  ## small wrong edits, each of which a test must notice
@@ -103,6 +116,9 @@ mutate: .venv  ## small wrong edits, each of which a test must notice
 
 test-trl-min: .venv-trl-min  ## the TRL and rollout tests on the oldest supported TRL
 	.venv-trl-min/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --nothing-missing -m "not slow" tests/trl tests/rollout
+
+test-integrations: .venv-trainers  ## the adapters for other trainers against the trainers' own losses
+	.venv-trainers/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integrations
 
 # Every pointwise part and one composition for each kind of span, interpreted and compiled ahead of time.
 test-triton: $(TRITONS:%=test-triton-%)  ## the kernels on the oldest and newest supported triton
@@ -134,5 +150,5 @@ docs-serve: .venv  ## the documentation site on a local port, rebuilt as the pag
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:  ## remove environments, builds and caches
-	rm -rf .venv .venv-trl-min $(TRITON_ENVS) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-trl-min .venv-trainers $(TRITON_ENVS) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

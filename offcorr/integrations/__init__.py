@@ -4,3 +4,10 @@
 
 Docs: the page "Other trainers" shows the line to write for each trainer, and which methods its hook carries.
 """
+
+from offcorr.integrations import verl
+
+__all__ = ["HOOKS"]
+
+HOOKS = (verl.HOOK,)
+"""The loss hook of each trainer, which says what it can carry."""

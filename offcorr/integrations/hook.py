@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from offcorr.correction import Correction
 from offcorr.methods.registry import resolve
 
-__all__ = ["Hook"]
+__all__ = ["Hook", "Refusal"]
 
 PREFIX = "offcorr:"
+
+
+class Refusal(NamedTuple):
+    """The reason why a hook cannot carry a correction, in a few words and as a clause of an error message."""
+
+    words: str
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -38,23 +45,28 @@ class Hook:
     carries: frozenset[str]
     engine_alone: bool = True
 
-    def refusal(self, correction: Correction) -> str | None:
+    def refusal(self, correction: Correction) -> Refusal | None:
         """The reason why the trainer's hook cannot carry a correction; None where it can."""
         if correction.couples and self.sees != "batch":
             coupled = " and the ".join(sorted(correction.couples))
             shown = f"{self.trainer} shows its loss one {self.sees} at a time"
-            return f"it couples the sequences of the {coupled}, but {shown}"
+            return Refusal(f"couples the {coupled}", f"it couples the sequences of the {coupled}, but {shown}")
         if missing := sorted(correction.needs - self.carries):
-            return f"it needs {' and '.join(missing)}, which {self.trainer} does not hand to its loss"
+            names = " and ".join(missing)
+            return Refusal(f"needs {names}", f"it needs {names}, which {self.trainer} does not hand to its loss")
         if not self.engine_alone and "engine" in correction.compares:
             stages = [repr(stage) for stage in correction.stages.values() if stage.mismatch == "engine"]
-            return (
+            return Refusal(
+                "engine ratio",
                 f"{', '.join(stages)} compares the engine with the trainer at the weights that sampled, but "
                 f"{self.trainer} has only the log-probs of the engine and the current ones, and their ratio, the total "
-                "one, contains that mismatch already"
+                "one, contains that mismatch already",
             )
         if not correction.count_rejected:
-            return f"count_rejected=False divides by what the whole batch keeps, which {self.trainer} does not count"
+            return Refusal(
+                "count_rejected=False",
+                f"count_rejected=False divides by what the whole batch keeps, which {self.trainer} does not count",
+            )
         return None
 
     def check(self, correction: Correction) -> Correction:
@@ -64,7 +76,7 @@ class Hook:
             ValueError: the hook cannot carry it.
         """
         if reason := self.refusal(correction):
-            raise ValueError(f"loss {correction.method!r} cannot run in {self.trainer}: {reason}")
+            raise ValueError(f"loss {correction.method!r} cannot run in {self.trainer}: {reason.sentence}")
         return correction
 
     def resolve(self, spec: str, **options: Any) -> Correction:
