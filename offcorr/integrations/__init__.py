@@ -5,9 +5,9 @@
 Docs: the page "Other trainers" shows the line to write for each trainer, and which methods its hook carries.
 """
 
-from offcorr.integrations import verl
+from offcorr.integrations import prime_rl, skyrl, slime, tinker, verl
 
 __all__ = ["HOOKS"]
 
-HOOKS = (verl.HOOK,)
+HOOKS = (verl.HOOK, skyrl.HOOK, prime_rl.HOOK, slime.HOOK, tinker.HOOK)
 """The loss hook of each trainer, which says what it can carry."""

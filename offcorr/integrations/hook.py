@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from offcorr.correction import Correction
-from offcorr.methods.registry import resolve
+from offcorr.correction import Correction, named
+from offcorr.methods.registry import resolve, split_spec
+from offcorr.stages.gates import Clip
+from offcorr.stages.ratios import Token
 
 __all__ = ["Hook", "Refusal"]
 
@@ -30,6 +33,10 @@ class Hook:
         carries: the optional fields of ``Batch`` that it supplies.
         engine_alone: whether the engine's log-probs and the trainer's old ones are told apart.  Where they are not,
             the one ratio is the total one, and ``old_logp`` is what the engine reported.
+        surrogate: whether the ratio and the gate are the correction's; False: the trainer's own, which the engine's
+            weights and rejections multiply.
+        aggregates: whether the correction divides by the denominator; False: the trainer does, and the correction sums.
+        scales: whether the trainer puts its denominator into the advantages.
 
     >>> import offcorr
     >>> hook = Hook("ExampleRL", sees="sequence", carries=frozenset({"old_logp", "rollout_logp"}))
@@ -44,6 +51,9 @@ class Hook:
     sees: str
     carries: frozenset[str]
     engine_alone: bool = True
+    surrogate: bool = True
+    aggregates: bool = True
+    scales: bool = False
 
     def refusal(self, correction: Correction) -> Refusal | None:
         """The reason why the trainer's hook cannot carry a correction; None where it can."""
@@ -62,12 +72,32 @@ class Hook:
                 f"{self.trainer} has only the log-probs of the engine and the current ones, and their ratio, the total "
                 "one, contains that mismatch already",
             )
-        if not correction.count_rejected:
+        if not self.surrogate and (reason := self._not_a_factor(correction)):
+            return reason
+        if self.scales and not correction.gate.scales_with_advantage:
+            return Refusal(
+                "scale of A",
+                f"its gradient is not proportional to the advantage, and {self.trainer} divides the advantages by its "
+                "denominator before the loss sees them",
+            )
+        if not correction.count_rejected and self.sees != "batch":
             return Refusal(
                 "count_rejected=False",
                 f"count_rejected=False divides by what the whole batch keeps, which {self.trainer} does not count",
             )
         return None
+
+    def _not_a_factor(self, correction: Correction) -> Refusal | None:
+        """The reason why a correction is more than weights and rejections of the engine mismatch on PPO's clip."""
+        plain = correction.ratio == Token() and isinstance(correction.gate, Clip)
+        others = [stage for place, stage in correction.stages.items() if place not in ("ratio", "gate")]
+        if plain and others and all(stage.mismatch == "engine" for stage in others):
+            return None
+        return Refusal(
+            "own surrogate",
+            f"{self.trainer} computes the surrogate itself and lets a function multiply it: the weights and rejections "
+            "of the engine mismatch, on PPO's clip",
+        )
 
     def check(self, correction: Correction) -> Correction:
         """Returns the correction.
@@ -80,5 +110,21 @@ class Hook:
         return correction
 
     def resolve(self, spec: str, **options: Any) -> Correction:
-        """Returns the correction of a spec, with or without "offcorr:" before it, if the hook can carry it."""
-        return self.check(resolve(spec, **options))
+        """Returns the correction of a spec, with or without "offcorr:" before it, if the hook can carry it.
+
+        Where the trainer divides by the denominator the correction sums, whatever its own aggregation.
+
+        Raises:
+            ValueError: it cannot, or the spec is wrong.
+        """
+        if self.aggregates:
+            return self.check(resolve(spec, **options))
+        given = {**split_spec(spec)[1], **options}.get("aggregate", "sum")
+        if given != "sum":
+            raise ValueError(
+                f"aggregate is {given!r}, but {self.trainer} divides by the denominator of its own: leave it out"
+            )
+        correction = self.check(resolve(spec, **options))
+        own = {} if correction.origin is None else {**correction.origin.options}
+        summed = dataclasses.replace(correction, aggregate="sum", max_length=None)
+        return named(summed, correction.method, {**own, "aggregate": "sum", "max_length": None})

@@ -47,13 +47,13 @@ def policy_loss(spec: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
 
     >>> import torch
     >>> old, mask = torch.full((2, 3), -2.0), torch.ones(2, 3)
-    >>> logp = (old + 0.5).requires_grad_()
-    >>> loss, metrics = policy_loss("offcorr:minpro")(old, logp, torch.ones(2, 3), mask, "token-mean", None)
+    >>> logp = (old + 0.1).requires_grad_()
+    >>> loss, metrics = policy_loss("offcorr:cispo?cap=1.0")(old, logp, torch.ones(2, 3), mask)
     >>> loss.backward(); logp.grad
-    tensor([[0., 0., 0.],
-            [0., 0., 0.]])
-    >>> metrics["offcorr/loss/clipped"]
-    1.0
+    tensor([[-0.1667, -0.1667, -0.1667],
+            [-0.1667, -0.1667, -0.1667]])
+    >>> round(metrics["offcorr/staleness/k1"], 3)
+    -0.1
     """
     correction = HOOK.resolve(spec)
     chosen = "aggregate" in split_spec(spec)[1]

@@ -23,7 +23,7 @@ EVERYTHING = frozenset({"old_logp", "rollout_logp", "rewards", "group_ids"})
             "tis",
             "Truncate(.*) compares the engine with the trainer",
         ),
-        (Hook("X", "batch", EVERYTHING), "tis?count_rejected=False", "count_rejected=False divides by"),
+        (Hook("X", "micro-batch", EVERYTHING), "tis?count_rejected=False", "count_rejected=False divides by"),
     ],
 )
 def test_the_reason_of_a_refusal(hook, spec, reason):
