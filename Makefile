@@ -67,17 +67,32 @@ $(TRITON_ENVS:%=%/installed): .venv-triton-%/installed: pyproject.toml constrain
 	.venv-triton-$*/bin/python -m pip install --quiet triton==$* $(if $(filter 3.6.%,$*),"numpy<2.4")
 	@touch $@
 
-# Other trainers beside the pinned torch.  verl asks for older versions of transformers and for vLLM, none of which its
-# losses use; so its own requirements are left out, and those that they import are named.
-VERL := verl==0.9.1 tensordict==0.10.0
-OF_TRAINERS := ray==2.60.0 hydra-core==1.3.8 omegaconf codetiming torchdata==0.11.0 pyvers orjson
+# Other trainers beside the pinned torch.  Their own requirements (other versions of transformers, vLLM, CUDA packages) are
+# left out, since their losses need few of them; these are named.  prime-rl and slime are read from their source.
+TRAINERS := verl==0.9.1 tensordict==0.10.0 skyrl==0.3.0 skyrl-gym==0.4.0 tinker==0.38.0
+OF_TRAINERS := ray==2.60.0 hydra-core==1.3.8 "omegaconf>=2.4.0" codetiming==1.4.0 pyvers==0.2.3 orjson \
+    loguru func_timeout cloudpathlib cloudpickle aiohttp "httpx[http2]" pyqwest distro sniffio zstandard
+SOURCES := .venv-trainers/source
+PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
+SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
-.venv-trainers: .venv-trainers/installed  ## the same with verl, for its losses only
+.venv-trainers: .venv-trainers/installed  ## the same with verl, SkyRL, Tinker, and the sources of prime-rl and slime
+
+# source(repository on GitHub, folder, commit)
+define source
+	git init --quiet $(SOURCES)/$(2)
+	git -C $(SOURCES)/$(2) fetch --quiet --depth 1 https://github.com/$(1).git $(3)
+	git -C $(SOURCES)/$(2) checkout --quiet FETCH_HEAD
+endef
 
 .venv-trainers/installed: pyproject.toml constraints.txt
-	$(call install,.venv-trainers,constraints.txt,)
+	$(PYTHON) -m venv .venv-trainers
+	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt torch hatchling editables
+	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable ".[recipes,dev]"
 	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt $(OF_TRAINERS)
-	.venv-trainers/bin/python -m pip install --quiet --no-deps $(VERL)
+	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt --no-deps torchdata==0.11.0 $(TRAINERS)
+	$(call source,PrimeIntellect-ai/prime-rl,prime-rl,$(PRIME_RL))
+	$(call source,THUDM/slime,slime,$(SLIME))
 	@touch $@
 
 # ------------------------------------------------------------------------- run
@@ -118,7 +133,8 @@ test-trl-min: .venv-trl-min  ## the TRL and rollout tests on the oldest supporte
 	.venv-trl-min/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --nothing-missing -m "not slow" tests/trl tests/rollout
 
 test-integrations: .venv-trainers  ## the adapters for other trainers against the trainers' own losses
-	.venv-trainers/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integrations
+	OFFCORR_PRIME_RL=$(SOURCES)/prime-rl OFFCORR_SLIME=$(SOURCES)/slime \
+	    .venv-trainers/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integrations
 
 # Every pointwise part and one composition for each kind of span, interpreted and compiled ahead of time.
 test-triton: $(TRITONS:%=test-triton-%)  ## the kernels on the oldest and newest supported triton

@@ -1,8 +1,11 @@
 """Corrections in the loss hooks of other trainers, one small module for each; none imports its trainer before its use.
 
-``offcorr.integrations.verl``: ``loss_mode="offcorr:minpro?eps_high=0.28"``.
+``verl``, ``skyrl``, ``prime_rl``, ``slime`` and ``tinker``; docs/trainers.md shows the line to write for each, and which
+methods its hook carries.
 
-Docs: the page "Other trainers" shows the line to write for each trainer, and which methods its hook carries.
+>>> import offcorr
+>>> {hook.trainer for hook in HOOKS if hook.refusal(offcorr.get("minpro"))}
+{'slime'}
 """
 
 from offcorr.integrations import prime_rl, skyrl, slime, tinker, verl

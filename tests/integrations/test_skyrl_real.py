@@ -103,7 +103,9 @@ def test_engine_weights_agree(spec, options):
     ours = adapter.register(f"{spec}&eps_low=0.1&eps_high=0.28")
     for seed in range(4):
         batch = case(seed)
-        assert_same(called(ours, batch, batch.advantages), called("regular", batch, batch.advantages, **options), batch, PLACES)
+        assert_same(
+            called(ours, batch, batch.advantages), called("regular", batch, batch.advantages, **options), batch, PLACES
+        )
 
 
 def test_dppo_has_the_same_gradient():
