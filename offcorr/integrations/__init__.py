@@ -1,7 +1,7 @@
 """Corrections in the loss hooks of other trainers, one small module for each; none imports its trainer before its use.
 
-``verl``, ``skyrl``, ``prime_rl``, ``slime`` and ``tinker``; docs/trainers.md shows the line to write for each, and which
-methods its hook carries.
+``verl``, ``skyrl``, ``prime_rl``, ``slime`` and ``tinker``; docs/trainers.md shows the line to write for each, and
+which methods its hook carries.
 
 >>> import offcorr
 >>> {hook.trainer for hook in HOOKS if hook.refusal(offcorr.get("minpro"))}
