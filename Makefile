@@ -88,7 +88,7 @@ endef
 .venv-trainers/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-trainers
 	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt torch hatchling editables
-	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable ".[recipes,dev]"
+	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable ".[trl,dev]" pandas
 	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt $(OF_TRAINERS)
 	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt --no-deps torchdata==0.11.0 $(TRAINERS)
 	$(call source,PrimeIntellect-ai/prime-rl,prime-rl,$(PRIME_RL))
