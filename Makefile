@@ -14,7 +14,7 @@ TRITONS := 3.6.0 3.9.0
 # One thread a process: the tests run several processes, and small matrices gain nothing from more.
 export OMP_NUM_THREADS ?= 1
 # accelerate, torchrun and ninja are called by name.
-export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PATH := $(abspath $(BIN)):$(PATH)
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # DeepSpeed's compiled operators are not used here and need a CUDA compiler.
@@ -23,12 +23,12 @@ export DS_BUILD_OPS := 0
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-trl-min .venv-trainers demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min \
-        test-triton test-integrations mutate lint format docs docs-site docs-serve clean
+.PHONY: help .venv .venv-trl-min .venv-trainers demo demo-short test test-core test-all test-fast test-doc test-kernels \
+        test-trl-min test-triton test-integrations test-matrix test-conformance mutate lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^# -+ /{sub(/^# -+ /, ""); print "\n" $$0} \
-	    /^[a-z.-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	    /^[a-z.-]+:.*## /{printf "  %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # ---------------------------------------------------------------- environments
 
@@ -70,7 +70,7 @@ $(TRITON_ENVS:%=%/installed): .venv-triton-%/installed: pyproject.toml constrain
 # Other trainers beside the pinned torch.  Their own requirements (other versions of transformers, vLLM, CUDA packages) are
 # left out, since their losses need few of them; these are named.  prime-rl and slime are read from their source.
 TRAINERS := verl==0.9.1 tensordict==0.10.0 skyrl==0.3.0 skyrl-gym==0.4.0 tinker==0.38.0
-OF_TRAINERS := ray==2.60.0 hydra-core==1.3.8 "omegaconf>=2.4.0" codetiming==1.4.0 pyvers==0.2.3 orjson \
+OF_TRAINERS := ray==2.60.0 hydra-core==1.3.8 codetiming==1.4.0 pyvers==0.2.3 orjson \
     loguru func_timeout cloudpathlib cloudpickle aiohttp "httpx[http2]" pyqwest distro sniffio zstandard
 SOURCES := .venv-trainers/source
 PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
@@ -89,7 +89,7 @@ endef
 	$(PYTHON) -m venv .venv-trainers
 	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt torch hatchling editables
 	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable ".[trl,dev]" pandas
-	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt $(OF_TRAINERS)
+	.venv-trainers/bin/python -m pip install --quiet $(OF_TRAINERS)
 	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt --no-deps torchdata==0.11.0 $(TRAINERS)
 	$(call source,PrimeIntellect-ai/prime-rl,prime-rl,$(PRIME_RL))
 	$(call source,THUDM/slime,slime,$(SLIME))
@@ -123,6 +123,12 @@ test-kernels: .venv  ## the kernels alone: on the GPU that there is, else under 
 test-fast: .venv  ## every test but the slow ones
 	$(ALL_TESTS) -m "not slow"
 
+# TRL's source, fetched by the command that the target prints; CONFORMANCE=--offline where no model hub is reachable.
+TRL_SOURCE ?= .trl-source
+
+test-conformance: .venv  ## TRL's own GRPO tests with this library's trainer, compared with TRL's (fetch TRL's source first)
+	$(BIN)/python tests/trl/conformance/run.py $(TRL_SOURCE) $(CONFORMANCE)
+
 test-all: test-doc test-trl-min test-triton test-integrations mutate  ## everything: the slow tests, the oldest TRL, other versions of triton
 	$(ALL_TESTS)
 
@@ -144,6 +150,9 @@ TRITON_SELECTION := rebinding or odd_sizes or error_budget or every_span or whic
 test-triton-%: .venv-triton-%/installed
 	.venv-triton-$*/bin/python -m pytest -q -n $(WORKERS) -m "not slow" \
 	    -k "$(TRITON_SELECTION)" tests/kernels
+
+test-matrix:  ## fresh environments: Python 3.10 to 3.13, newest and oldest packages; many GB, about an hour
+	$(PYTHON) tests/matrix.py
 
 # -------------------------------------------------------------------- upkeep
 

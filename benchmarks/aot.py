@@ -11,6 +11,7 @@ what the assembler reports; nothing here has run.  Exits with 1 where a kernel s
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,7 +127,9 @@ def measure(targets: list[str], names: list[str]) -> list[dict[str, Any]]:
         "packed, split, turn ids, advantages of tokens": (batch(True, rows=2, width=2**16, **long), turns),
     }
     for layout, (given, wanted) in layouts.items():
-        for methods, call in launches(given, wanted).items():
+        calls = launches(given, wanted)
+        for number, (methods, call) in enumerate(calls.items(), 1):
+            print(f"{layout}: {number} of {len(calls)}, {methods}", file=sys.stderr)
             arguments = call.arguments(call.buffers())
             for kernel, target in itertools.product(call.functions, targets):
                 specialised = signature(kernel, arguments, PLAN=call.composition, BLOCK=call.block)

@@ -7,8 +7,8 @@ wherever Python does:
 
     python docs/hooks.py        # names that are public and undocumented; fails if there are any
 
-On every page links that lead out of ``docs/`` become links to the repository, and formulas between dollar signs become
-MathML, which browsers show without a script from elsewhere.
+On every page links that lead out of ``docs/`` become links to the repository, formulas between dollar signs become
+MathML, which browsers show without a script from elsewhere, and code in tables may break behind punctuation.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 BLOB = "https://github.com/offcorr/offcorr/blob/main/"
 PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+WIDE = ("methods.md", "migrating.md")
 ORDER = (
     "offcorr",
     "offcorr.batch",
@@ -230,7 +231,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Make links that lead out of docs/ links to the repository; show code that prints nothing without prompts."""
+    """Make links that lead out of docs/ links to the repository; show code that prints nothing without prompts.
+
+    Pages of wide tables use the width of the table of contents, too.
+    """
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
     markdown = re.sub(r"(?<=^```python\n)((?:>>> |\.\.\. |\n).*?)(?=^```$)", _copyable, markdown, flags=re.M | re.S)
     return markdown if page.file.src_uri in PAGES else _links_from(f"docs/{page.file.src_uri}", markdown)
 
@@ -242,14 +248,43 @@ def _copyable(block: re.Match[str]) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Make formulas MathML."""
-    from latex2mathml.converter import convert
+    """Make formulas MathML; let long code in tables break behind punctuation rather than inside a word."""
 
     def written(match: re.Match[str]) -> str:
-        block = match[1] == "div"
-        return convert(html.unescape(match[2])[2:-2].strip(), display="block" if block else "inline")
+        return mathml(html.unescape(match[2])[2:-2].strip(), "block" if match[1] == "div" else "inline")
 
-    return re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', written, content, flags=re.DOTALL)
+    def breakable(code: re.Match[str]) -> str:
+        return re.sub(r"(?<=[\w\"])([ _=,:/|]+|\.(?!\d|(?:py|md|json)\b))(?=[\w\"&-])", r"\1<wbr>", code[0])
+
+    content = re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', written, content, flags=re.DOTALL)
+    return re.sub(
+        r"<table>.*?</table>", lambda t: re.sub(r"(?<=<code>)[^<]+", breakable, t[0]), content, flags=re.DOTALL
+    )
+
+
+def mathml(formula: str, display: str = "inline") -> str:
+    """MathML of a formula in LaTeX.
+
+    latex2mathml makes infix operators of lvert and rvert and of min, max and clip, and sets log and exp without the
+    space around a function.
+    """
+    from latex2mathml.converter import convert
+
+    formula = re.sub(r"(?<!left)\\l(?=[vV]ert)", r"\\left\\l", formula)
+    formula = re.sub(r"(?<!right)\\r(?=[vV]ert)", r"\\right\\r", formula)
+    space = '<mspace width="0.17em"/>'
+    bare = "(?<!<msub>)(?<!<msup>)"  # a space would take the place of the index
+    function = rf"(</m(?:i|n|frac|sup|sub)>)?{bare}(<mi>(?:log|exp|min|max|clip)</mi>)(?=(<m[^o])?)"
+    return re.sub(
+        function,
+        lambda m: (m[1] + space if m[1] else "") + m[2] + (space if m[3] else ""),
+        re.sub(f"{bare}<mo>(min|max|clip)</mo>", r"<mi>\1</mi>", convert(formula, display=display)),
+    )
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Take out the mark by which the theme's script finds the repository's link, to ask GitHub for its stars."""
+    return output.replace(' data-md-component="source"', "")
 
 
 def on_pre_build(**_: Any) -> None:

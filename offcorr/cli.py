@@ -32,6 +32,8 @@ from offcorr.metrics import LOSS, MISMATCH
 from offcorr.optional import require
 from offcorr.stages.rejections import Rejection
 from offcorr.stages.weights import Weight
+from offcorr.training.field_metrics import ALIASES
+from offcorr.training.logged import SHORT
 
 Table = list[dict[str, str]]
 
@@ -88,6 +90,22 @@ def _carried(hook: Hook, loss_fn: Correction) -> str:
     return f"no: {refusal.words}" if refusal else "yes"
 
 
+def short_table() -> Table:
+    """One row per metric of the trainers' short log: the question it answers, and when it is logged."""
+    return [
+        {"metric": f"`{answer.name}`", "answers the question": answer.question, "logged": answer.logged}
+        for answer in SHORT
+    ]
+
+
+def aliases_table() -> Table:
+    """One row per name of another framework: the framework, and the metric or the formula behind it."""
+    return [
+        {"name": f"`{name}`", "framework": alias.framework, "here": alias.formula or f"offcorr/engine/{alias.source}"}
+        for name, alias in ALIASES.items()
+    ]
+
+
 def markdown(table: Table) -> str:
     """A table as Markdown, with arXiv numbers as links."""
     head = list(table[0])
@@ -109,6 +127,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "options": options_table,
     "metrics": metrics_table,
     "trainers": trainers_table,
+    "short": short_table,
+    "aliases": aliases_table,
 }
 GENERATED = ("docs/methods.md", "docs/metrics.md", "docs/trainers.md")
 PAGES = "https://github.com/offcorr/offcorr/tree/main/docs"
@@ -121,7 +141,7 @@ class Refusal(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = _parser()
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if given[:1] in (["train"], ["demo"]) and not {"-h", "--help"} & set(given[1:]):
         options = argparse.Namespace(run={"train": _train, "demo": _demo}[given[0]], flags=given[1:])
     else:

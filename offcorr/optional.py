@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import re
 from collections.abc import Iterable
 
@@ -34,13 +35,14 @@ def require(purpose: str, packages: Iterable[str], *, extra: str = "", install: 
         if importlib.util.find_spec(module) is None:
             missing.append((name, module))
         elif wanted and (found := _version(name)) and _numbers(found) < _numbers(wanted):
-            old.append(f"{name} {wanted} or later, but {name} {found} is installed")
+            old.append((package, f"{name} {wanted} or later, but {name} {found} is installed"))
     install = install or f'pip install "offcorr[{extra}]"'
     if missing:
         names = ", ".join(name for name, _ in missing)
         raise ModuleNotFoundError(f"{purpose} needs {names}, not installed here: {install}", name=missing[0][1])
     if old:
-        raise ImportError(f"{purpose} needs {'; '.join(old)}: {install}")
+        install = f"pip install {' '.join(json.dumps(package) for package, _ in old)}"
+        raise ImportError(f"{purpose} needs {'; '.join(text for _, text in old)}: {install}")
 
 
 def _version(name: str) -> str | None:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, TrainerCallback
-from trl import TrlParser
 
 from offcorr import toy
 from offcorr.rollout import Sampling, decode
@@ -31,7 +30,7 @@ from offcorr.trl.async_grpo import ASYNC_HELP, AsyncGRPOConfig, AsyncGRPOTrainer
 from offcorr.trl.local_worker import LocalWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
-from grpo import Bar, History, Task, load_task, plot, summarise  # noqa: E402
+from grpo import Bar, History, Task, load_task, parse, plot, summarise  # noqa: E402
 
 
 @dataclass
@@ -58,6 +57,7 @@ class Arguments(AsyncGRPOConfig):
     eval_steps: float = field(default=20)
     save_strategy: str = field(default="no")
     report_to: str = field(default="none")
+    log_metrics: str = field(default="full")  # for the summary and the picture
     gradient_checkpointing: bool = field(default=False)
     bf16: bool = field(default=False)
     use_cpu: bool = field(default=not torch.cuda.is_available())
@@ -70,7 +70,7 @@ class Arguments(AsyncGRPOConfig):
 
 def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    (args,) = TrlParser(Arguments).parse_args_and_config()
+    args = parse(Arguments)
     path = toy.model_path(seed=args.seed) if args.model == "toy" else args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)

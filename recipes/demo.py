@@ -3,7 +3,7 @@
     make demo            # or: python recipes/demo.py [--short]
 
 TRL's default loss, MinPRO and CTPO, side by side: held-out sampled accuracy at start, peak and end, the mismatch
-between the policies, and the effect of each correction on the gradient.
+between the policies, and how each correction's update differs from the uncorrected one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
+import shutil
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,15 +35,25 @@ if not torch.cuda.is_available():
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from grpo import accuracy, means, series  # noqa: E402
+from grpo import CAPTION, EFFECT, MISMATCH, accuracy, lines, means, series  # noqa: E402
 
 LAG, PRECISION = 16, "int8"
+EVERY = 30  # seconds between two lines of progress of a run, where there is no terminal for a bar
+COST = {
+    "full": "This takes 4 to 9 minutes on two cores, and 2.5 GB of memory; no GPU, no download.",
+    "short": "This takes one to three minutes on two cores, and 2.5 GB of memory; no GPU, no download.",
+}
 
 
 class Run(NamedTuple):
     title: str
     flags: tuple[str, ...]
     anchor: str
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it has a correction: its flags name one, rather than leave TRL's own loss in place."""
+        return "--loss_type" in self.flags
 
 
 RUNS = {
@@ -49,6 +62,7 @@ RUNS = {
     "ctpo": Run("CTPO", ("--loss_type", "ctpo", "--anchor", "snapshot"), "snapshot"),
 }
 SETTING = f"""\
+A model of 0.1 million parameters learns arithmetic with GRPO, three times, from one start.
 The sampler is {LAG} optimizer updates behind the trainer, with {PRECISION} weights.
   TRL's default  the loss of a plain GRPOConfig, one update per generation: its anchor is
                  recomputed with the current weights, so every ratio is 1 at any lag
@@ -64,13 +78,15 @@ def main() -> int:
     args = parser.parse_args()
     steps = 12 if args.short else 160
 
+    print(f"{SETTING}\n{COST['short' if args.short else 'full']}\n", flush=True)
     toy.model_path(seed=args.seed)  # the warm start, once, with its progress bar
-    print(f"{SETTING}\nThree runs of recipes/grpo.py, {steps} updates each:")
+    print(f"Three runs of recipes/grpo.py, {steps} updates each:", flush=True)
     logs = train_all(RUNS, args.output, steps, args.seed)
     Console().print(comparison(logs))
-    print(verdict(logs, full=not args.short))
+    print(f"\n{verdict(logs, full=not args.short)}\n")
     print(f"picture: {plot(logs, args.output / 'demo.png')}")
     print(f"numbers: {record(logs, args.output / 'demo.json', vars(args) | {'updates': steps})}")
+    print(f"\n{next_commands()}")
     return 0
 
 
@@ -78,7 +94,9 @@ def train_all(runs: Mapping[str, Run], folder: Path, steps: int, seed: int) -> d
     """The histories of all runs, each in a process of its own, as many at a time as the cores can take."""
     waiting, running = list(runs), {}
     columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
+    console, began = Console(), time.monotonic()
+    said = dict.fromkeys(runs, began)  # when each run's last line was printed, where there is no bar
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bars = {name: progress.add_task(run.title, total=steps, start=False) for name, run in runs.items()}
         while waiting or running:
             # One more than there are cores, or the last run of an odd number would leave a core idle.
@@ -88,8 +106,13 @@ def train_all(runs: Mapping[str, Run], folder: Path, steps: int, seed: int) -> d
                 running[name] = launch(runs[name], folder / name, steps, seed)
             time.sleep(0.5)
             for name, process in list(running.items()):
-                progress.update(bars[name], completed=updates_done(folder / name))
-                if process.poll() is None:
+                ended = process.poll() is not None
+                state = progress_of(folder / name)
+                progress.update(bars[name], completed=state.update)
+                if not console.is_terminal and (ended or time.monotonic() - said[name] >= EVERY):
+                    said[name] = time.monotonic()
+                    print(f"  {time.monotonic() - began:4.0f} s  {runs[name].title}: {state.line(steps)}", flush=True)
+                if not ended:
                     continue
                 del running[name]
                 progress.stop_task(bars[name])
@@ -123,25 +146,40 @@ def launch(run: Run, folder: Path, steps: int, seed: int) -> subprocess.Popen[by
         )
 
 
-def updates_done(folder: Path) -> int:
+class State(NamedTuple):
+    """Where a run is: its last logged update, and the mean reward of that update's samples."""
+
+    update: int = 0
+    reward: float | None = None
+
+    def line(self, steps: int) -> str:
+        return "starting" if self.reward is None else f"update {self.update} of {steps}, reward {self.reward:.2f}"
+
+
+def progress_of(folder: Path) -> State:
     file = folder / "history.json"
-    return max((int(entry["step"]) for entry in json.loads(file.read_text())), default=0) if file.exists() else 0
+    logs = json.loads(file.read_text()) if file.exists() else []
+    _, rewards = series(logs, "reward")
+    return State(max((int(entry["step"]) for entry in logs), default=0), rewards[-1] if rewards else None)
 
 
-ROWS = {
-    "staleness: mean |log-ratio|": "offcorr/staleness/abs_mean",
-    "staleness: effective sample share": "offcorr/staleness/ess_seq",
-    "engine gap: mean |log-ratio|": "offcorr/engine/abs_mean",
-    "engine gap: effective sample share": "offcorr/engine/ess_seq",
-    "share of the gradient clipped by the gate": "offcorr/loss/clipped",
-    "tokens left without gradient": "offcorr/loss/coefficient_zero",
-    "mean weight": "offcorr/loss/weight_mean",
+UNCORRECTED = {
+    "offcorr/loss/multiplier_vs_ratio": "1, always",
+    "offcorr/loss/dropped": "none",
+    "offcorr/loss/damped": "none",
+    "offcorr/loss/amplified": "none",
+    "offcorr/loss/ess_before": "no weights",
+    "offcorr/loss/ess_after": "no weights",
 }
-"""The rows of the table beside accuracy: means over the run."""
+"""What the table says of TRL's own loss: with one update per generation its anchor is recomputed with the weights that
+are trained, so that every ratio, and the multiplier of every token, is 1."""
 
 
 def comparison(logs: dict[str, list[dict[str, Any]]]) -> Table:
-    table = Table(title=f"lag {LAG}, {PRECISION} sampler", caption="mismatch and correction: means over the run")
+    table = Table(
+        title=f"lag {LAG}, {PRECISION} sampler",
+        caption=f"{CAPTION} TRL's own loss corrects nothing: all of its ratios are 1.",
+    )
     table.add_column("", no_wrap=True)
     for name in logs:
         table.add_column(RUNS[name].title, justify="right", no_wrap=True)
@@ -152,12 +190,18 @@ def comparison(logs: dict[str, list[dict[str, Any]]]) -> Table:
     table.add_row(
         "  largest fall from a peak", *(f"{largest_fall(run):.3f}" for run in logs.values()), end_section=True
     )
-    for label, name in ROWS.items():
-        found = [means(entries, (name,)).get(name) for entries in logs.values()]
-        # a dash: TRL's own loss has no correction to measure
-        cells = ("-" if value is None else f"{value:.4f}" for value in found)
-        table.add_row(label, *cells, end_section=name == "offcorr/engine/ess_seq")
+    for part in (MISMATCH, EFFECT):
+        for name, label in part.items():
+            table.add_row(label, *(cell(run, entries, name) for run, entries in logs.items()))
+        table.add_section()
     return table
+
+
+def cell(run: str, entries: list[dict[str, Any]], name: str) -> str:
+    """A metric's mean over a run, or the words for a loss without a correction."""
+    if name in UNCORRECTED and not RUNS[run].corrects:
+        return UNCORRECTED[name]
+    return f"{means(entries, (name,))[name]:.4f}"
 
 
 def largest_fall(entries: list[dict[str, Any]]) -> float:
@@ -167,18 +211,58 @@ def largest_fall(entries: list[dict[str, Any]]) -> float:
 
 
 def verdict(logs: dict[str, list[dict[str, Any]]], full: bool) -> str:
-    found = {name: accuracy(entries) for name, entries in logs.items()}
-    best = max(found, key=lambda name: found[name]["end"])
-    lost = largest_fall(logs["trl"])
-    lines = [f"Highest at the end: {RUNS[best].title}, {found[best]['end']:.3f}."]
-    if full and lost < 0.2:
-        lines.append(f"TRL's default loss fell only {lost:.3f} from its peak: this setting shows too little.")
-    elif full:
-        lines.append(
-            f"Without a correction accuracy fell by {lost:.3f} from its peak: the samples were\n"
-            f"{LAG} updates old, and the loss did not account for it."
+    """Three sentences: what happened without a correction, what with one, and what the corrections did."""
+    found = {name: accuracy(entries) | {"fall": largest_fall(entries)} for name, entries in logs.items()}
+    own = found.pop("trl")
+    course = f"accuracy went from {own['start']:.0%} to {own['end']:.0%}, with a fall of {100 * own['fall']:.0f} points"
+    if not full:
+        first = f"With TRL's default loss {course}; cut short, these runs compare nothing."
+    elif own["fall"] < 0.2:
+        first = f"With TRL's default loss {course}: on this machine the setting shows too little."
+    else:
+        first = (
+            f"With TRL's default loss {course} from its peak on the way: the samples were {LAG} updates old, and the "
+            "loss took them for new ones."
         )
-    return "\n".join(lines)
+    ends = listed(f"{RUNS[name].title} ended at {values['end']:.0%}" for name, values in found.items())
+    falls = listed(f"{100 * values['fall']:.0f}" for values in found.values())
+    second = f"From the same start and with samples as old, {ends}; their largest falls were {falls} points."
+    third = f"Compared with the uncorrected update, {listed(change(name, logs[name]) for name in found)}."
+    return "\n".join(textwrap.fill(sentence, 88) for sentence in (first, second, third))
+
+
+def change(run: str, entries: list[dict[str, Any]]) -> str:
+    """What a correction did to the update, in words."""
+    size, dropped, damped, amplified = (means(entries, (name,))[name] for name in list(EFFECT)[:4])
+    return (
+        f"{RUNS[run].title}'s was {size:.2f} times as large ({dropped:.0%} of the tokens dropped, {damped:.0%} damped, "
+        f"{amplified:.0%} amplified)"
+    )
+
+
+def listed(parts: Iterable[str]) -> str:
+    """Text as "a", "a and b" or "a, b and c"."""
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def next_commands() -> str:
+    """Commands to type next, as they work in this environment."""
+    # `make` has the environment on its PATH, where the user's shell need not have it.
+    on_path = sys.prefix == sys.base_prefix or {"VIRTUAL_ENV", "CONDA_PREFIX"} & os.environ.keys()
+    python = min(sys.executable, os.path.relpath(sys.executable), key=len)
+    beside = Path(python).parent / "offcorr"
+    if on_path and shutil.which("offcorr"):
+        offcorr = "offcorr"
+    else:
+        offcorr = shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(python)} -m offcorr"
+    return (
+        "This was one seed at one learning rate, and is no ranking; docs/which.md compares more. Next:\n"
+        f"  {offcorr} train --loss_type minpro --lag {LAG} --precision {PRECISION}\n"
+        f"  {offcorr} methods minpro\n"
+        f"  {offcorr} compare minpro ctpo cispo\n"
+        "A run of your own; what a method is; bias and variance of several, in seconds."
+    )
 
 
 def record(logs: dict[str, list[dict[str, Any]]], file: Path, settings: dict[str, Any]) -> Path:
@@ -192,7 +276,7 @@ def record(logs: dict[str, list[dict[str, Any]]], file: Path, settings: dict[str
             name: {
                 "anchor": RUNS[name].anchor,
                 "accuracy": accuracy(entries) | {"largest_fall": largest_fall(entries)},
-                "means": means(entries, tuple(ROWS.values())),
+                "means": means(entries, (*MISMATCH, *EFFECT)),
                 "held_out": dict(zip(("step", "accuracy"), series(entries, "eval_reward"), strict=True)),
             }
             for name, entries in logs.items()
@@ -200,6 +284,12 @@ def record(logs: dict[str, list[dict[str, Any]]], file: Path, settings: dict[str
     }
     file.write_text(json.dumps(report, indent=1) + "\n")
     return file
+
+
+def changed(entry: dict[str, Any]) -> dict[str, float]:
+    """The share of the tokens with an advantage that the correction dropped, damped or amplified."""
+    _, *shares = list(EFFECT)[:4]
+    return {"changed": sum(entry[name] for name in shares)} if shares[0] in entry else {}
 
 
 def plot(logs: dict[str, list[dict[str, Any]]], file: Path) -> Path:
@@ -212,22 +302,21 @@ def plot(logs: dict[str, list[dict[str, Any]]], file: Path) -> Path:
         ("eval_reward", "held-out sampled accuracy"),
         ("offcorr/staleness/abs_mean", "staleness: mean |log-ratio|, nats"),
         ("offcorr/engine/abs_mean", "engine mismatch: mean |log-ratio|, nats"),
-        ("offcorr/loss/clipped", "share of the gradient clipped"),
+        ("offcorr/loss/multiplier_vs_ratio", "size of the update, uncorrected = 1"),
+        ("changed", "tokens dropped, damped or amplified"),
     )
-    figure, axes = plt.subplots(1, len(panels), figsize=(17, 4), constrained_layout=True)
+    figure, axes = plt.subplots(1, len(panels), figsize=(21, 4), constrained_layout=True)
     for axis, (name, label) in zip(axes, panels, strict=True):
         for colour, (run, entries) in enumerate(logs.items()):
-            steps, values = series(entries, name)
-            if steps:
-                axis.plot(
-                    steps,
-                    values,
-                    label=RUNS[run].title,
-                    color=f"C{colour}",
-                    marker="o" if name == "eval_reward" else "",
-                )
+            drawn = lines([entry | changed(entry) for entry in entries], (name,))
+            for steps, values in drawn.values():
+                style = {"color": f"C{colour}", "marker": "o" if name == "eval_reward" else ""}
+                axis.plot(steps, values, label=RUNS[run].title, **style)
         axis.set(xlabel="optimizer update", title=label)
-        axis.legend()
+        if axis.get_lines():
+            axis.legend()
+        else:
+            axis.text(0.5, 0.5, "0 throughout", ha="center", transform=axis.transAxes)
     figure.suptitle(f"lag {LAG}, {PRECISION} sampler")
     figure.savefig(file, dpi=120)
     plt.close(figure)

@@ -11,16 +11,19 @@ to bottom; to adapt it to your own model, start at ``Arguments`` and ``load_task
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 import torch
+import yaml
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
@@ -29,6 +32,7 @@ from trl import TrlParser
 from offcorr import toy
 from offcorr.rollout import OffPolicy
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
+from offcorr.trl.config import choose_correction
 
 
 @dataclass
@@ -66,10 +70,68 @@ class Arguments(GRPOConfig):
     eval_on_start: bool = field(default=True)
     save_strategy: str = field(default="no")
     report_to: str = field(default="none")
+    log_metrics: str = field(default="full")  # the summary and the picture below read more than the short log
     gradient_checkpointing: bool = field(default=False)
     bf16: bool = field(default=False)
     dataloader_pin_memory: bool = field(default=torch.cuda.is_available())
     use_cpu: bool = field(default=not torch.cuda.is_available())
+
+    def __post_init__(self) -> None:
+        """What can be refused before data or models are loaded."""
+        super().__post_init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the trainer warns again
+            choose_correction(self)
+        for name in ("train_size", "eval_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more examples")
+        if self.use_vllm and (self.lag, self.precision) != (0, "fp32"):
+            raise ValueError(
+                f"lag is {self.lag} and precision is {self.precision!r}, but with use_vllm TRL's own sampler runs, "
+                "which has neither: leave both out"
+            )
+        if not self.use_vllm:
+            OffPolicy(lag=self.lag, precision=self.precision)
+        for name in ("model", "resume_from_checkpoint"):
+            path = getattr(self, name)
+            if path and (path.startswith((".", "/", "~")) or name != "model") and not Path(path).is_dir():
+                raise ValueError(f"{name} is {path!r}, which is not a folder")
+        if self.task.endswith(".jsonl"):
+            if not Path(self.task).is_file():
+                raise ValueError(f"task is {self.task!r}, which is not a file")
+        elif self.task != "toy" and "/" not in self.task:
+            from reasoning_gym.factory import DATASETS
+
+            if self.task not in DATASETS:
+                raise ValueError(
+                    f"task is {self.task!r}{nearest(self.task, DATASETS)}, expected toy, a .jsonl file, a hub data "
+                    "set (owner/name), or a name of reasoning-gym"
+                )
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def parse(arguments: type[Any]) -> Any:
+    """The flags and the YAML file of ``--config``; a mistake ends the program with one line that names the flag."""
+    parser = TrlParser(arguments, usage="%(prog)s [--config FILE.yaml] [flags]     (--help lists the flags)")
+    try:
+        if "--config" in sys.argv[1:-1]:
+            file = Path(sys.argv[sys.argv.index("--config") + 1])
+            document = yaml.compose(file.read_text())
+            keys = [key.value for key, _ in document.value] if isinstance(document, yaml.MappingNode) else []
+            if twice := {key for key in keys if keys.count(key) > 1}:
+                raise ValueError(f"{file} has the key {min(twice)!r} twice")
+        args, unknown = parser.parse_args_and_config(return_remaining_strings=True)
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        parser.error(str(error))
+    if unknown:
+        name = unknown[0].partition("=")[0].removeprefix("--")
+        known = [action.dest for action in parser._actions]
+        parser.error(f"unknown flag, or key of the YAML file, {name!r}{nearest(name, known)}")
+    return args
 
 
 # -- the task ------------------------------------------------------------------------------------------------
@@ -162,7 +224,7 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    (args,) = TrlParser(arguments).parse_args_and_config()
+    args = parse(arguments)
     path = toy.model_path(seed=args.seed) if args.model == "toy" else args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)
@@ -241,23 +303,50 @@ def means(logs: list[dict[str, float]], names: tuple[str, ...]) -> dict[str, flo
     return {name: sum(values) / len(values) for name in names if (values := series(logs, name)[1])}
 
 
-MISMATCH = tuple(f"offcorr/{series}/{name}" for name in ("abs_mean", "ess_seq") for series in ("staleness", "engine"))
-CORRECTION = (
-    "offcorr/loss/clipped",
-    "offcorr/loss/truncated",
-    "offcorr/loss/rejected",
-    "offcorr/loss/coefficient_zero",
-    "lr_scale",
+MISMATCH = {
+    "offcorr/staleness/lag": "staleness: optimizer updates",
+    "offcorr/staleness/abs_mean": "staleness: mean |log-ratio|, nats",
+    "offcorr/staleness/ess_seq": "staleness: ESS, share of sequences",
+    "offcorr/engine/abs_mean": "engine: mean |log-ratio|, nats",
+    "offcorr/engine/ess_seq": "engine: ESS, share of sequences",
+    "frac_reward_zero_std": "prompts without advantage",
+}
+"""ESS: effective sample size.  A prompt whose samples all got one reward has no advantage."""
+
+EFFECT = {
+    "offcorr/loss/multiplier_vs_ratio": "size of the update, uncorrected = 1",
+    "offcorr/loss/dropped": "tokens dropped",
+    "offcorr/loss/damped": "tokens damped",
+    "offcorr/loss/amplified": "tokens amplified",
+    "offcorr/loss/ess_before": "ESS before, share of tokens",
+    "offcorr/loss/ess_after": "ESS after, share of tokens",
+}
+"""What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
+
+CAPTION = (
+    "Below accuracy: means over the run. ESS: effective sample size. Prompts without advantage: their samples all got "
+    "one reward. Tokens: those with an advantage; damped and amplified by more than 1 % against the plain ratio."
 )
+NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged and does not measure"
 
 
 def summarise(logs: list[dict[str, float]], title: str) -> None:
-    table = Table(title=title, show_header=False)
-    for name, value in accuracy(logs).items():
-        table.add_row(f"held-out sampled accuracy, {name}", f"{value:.3f}")
-    for name, value in means(logs, MISMATCH + CORRECTION).items():
-        table.add_row(f"{name}, mean over the run", f"{value:.4f}")
+    table = Table(title=title, caption=CAPTION, show_header=False)
+    for moment, value in accuracy(logs).items():
+        table.add_row(f"held-out sampled accuracy, {moment}", f"{value:.3f}", end_section=moment == "end")
+    for part in (MISMATCH, EFFECT | {"lr_scale": "factor on the learning rate"}):
+        for name, value in means(logs, tuple(part)).items():
+            table.add_row(part[name], f"{value:.4f}")
+        table.add_section()
+    if not means(logs, tuple(EFFECT)):
+        table.add_row("correction", NO_CORRECTION)
     Console().print(table)
+
+
+def lines(logs: list[dict[str, float]], names: Iterable[str]) -> dict[str, tuple[list[float], list[float]]]:
+    """The series among these that were logged and are not 0 all the time, to rounding."""
+    found = {name: series(logs, name) for name in names}
+    return {name: pair for name, pair in found.items() if any(abs(value) > 1e-5 for value in pair[1])}
 
 
 def plot(logs: list[dict[str, float]], file: Path) -> Path:
@@ -266,18 +355,29 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), constrained_layout=True)
+    figure, axes = plt.subplots(1, 4, figsize=(18, 4), constrained_layout=True)
+    size, dropped, damped, amplified, *ess = EFFECT
+    nothing = "no correction: a loss of TRL's own" if not means(logs, tuple(EFFECT)) else "nothing: 0 throughout"
     panels = (
-        ("reward", ("eval_reward", "reward"), "mean"),
-        ("mismatch between the policies", MISMATCH[:2], "mean |log-ratio|, nats"),
-        ("effect of the correction", CORRECTION, "share of tokens"),
+        ("reward", ("eval_reward", "reward"), "mean", "0 throughout"),
+        ("mismatch", [name for name in MISMATCH if "abs_mean" in name], "mean |log-ratio|, nats", "0 throughout"),
+        (
+            "effect of the correction",
+            (size, dropped, damped, amplified, "lr_scale"),
+            "share of tokens; factor",
+            nothing,
+        ),
+        ("effective sample size", ess, "share of tokens", nothing),
     )
-    for axis, (title, names, label) in zip(axes, panels, strict=True):
-        for name in names:
-            steps, values = series(logs, name)
+    for axis, (title, names, label, otherwise) in zip(axes, panels, strict=True):
+        drawn = lines(logs, names)
+        for name, (steps, values) in drawn.items():
             axis.plot(steps, values, label=name.removeprefix("offcorr/"), marker="o" if name == "eval_reward" else "")
         axis.set(title=title, xlabel="optimizer update", ylabel=label)
-        axis.legend()
+        if drawn:
+            axis.legend()
+        else:
+            axis.text(0.5, 0.5, otherwise, ha="center", transform=axis.transAxes)
     figure.savefig(file, dpi=120)
     plt.close(figure)
     return file

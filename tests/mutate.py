@@ -40,10 +40,8 @@ REFERENCE, STRUCTURE = "offcorr/stages/reference.py", "tests/test_structure.py"
 LAB, EXACT = "offcorr/lab/exact.py", "tests/lab/test_exact.py"
 
 MUTATIONS = [
-    Mutation("sequence taken as geometric", SPANS, "over_row(x.sum(1), rows)", "over_row(x.mean(1), rows)", GOLDEN),
-    Mutation(
-        "geometric over the padded width", SPANS, "x.sum(1) / rows.count.clamp(min=1), rows", "x.mean(1), rows", GOLDEN
-    ),
+    Mutation("sequence taken as geometric", SPANS, "over_row(_total(x), rows)", "over_row(x.mean(1), rows)", GOLDEN),
+    Mutation("geometric over the padded width", SPANS, "_total(x) / rows.count.clamp(min=1)", "x.mean(1)", GOLDEN),
     Mutation(
         "masked token in the running minimum",
         SPANS,
@@ -209,6 +207,34 @@ MUTATIONS = [
         "torch.stack([pair.compared for pair in pairs])",
         "torch.stack([torch.ones_like(pair.compared) for pair in pairs])",
         f"{METRICS} series",
+    ),
+    Mutation(
+        "masked and advantage-free tokens among the dropped",
+        "offcorr/metrics.py",
+        "advantaged & (c == 0)",
+        "c == 0",
+        f"{METRICS} uncorrected_one",
+    ),
+    Mutation(
+        "damped against 1 rather than the ratio",
+        "offcorr/stages/pointwise.py",
+        "(c < 0.99 * ratio)",
+        "(c < 0.99)",
+        f"{METRICS} uncorrected_one",
+    ),
+    Mutation(
+        "dropped tokens without an advantage counted in the kernel",
+        METERING,
+        "_pair(advantaged & (c == 0), damped)",
+        "_pair(mask & (c == 0), damped)",
+        f"{KERNEL}::test_tokens_without_an_advantage",
+    ),
+    Mutation(
+        "two counts of one register mixed up",
+        METERING,
+        "(state[k] >> 16) & 65535)",
+        "state[k] >> 15)",
+        f"{KERNEL}::test_every_method_padded_and_packed cispo",
     ),
     Mutation(
         "on-policy gradient halved",

@@ -232,7 +232,57 @@ def test_training_in_two_processes(tmp_path):
     assert "--num_processes 2" in trained(tmp_path, "--config", "minpro", "--num_processes", "2", *batch)
 
 
+MISTAKES = {
+    "--lagg 16": "'lagg' (did you mean 'lag'?)",
+    "--lag two": "--lag: invalid int value: 'two'",
+    "--lag -3": "lag is -3",
+    "--precision int9": "precision is 'int9'",
+    "--loss_type minprop": "loss_type: unknown method 'minprop', did you mean 'minpro'?",
+    '--loss_type minpro --loss_kwargs {"eps_hihg":1}': "loss_kwargs: minpro has no option 'eps_hihg', did you mean",
+    "--use_vllm true --lag 4": "lag is 4",
+    "--train_size 0": "train_size is 0",
+    "--task chain_summ": "task is 'chain_summ' (did you mean 'chain_sum'?)",
+    "--task no.jsonl": "task is 'no.jsonl', which is not a file",
+    "--model ./no": "model is './no', which is not a folder",
+    "--resume_from_checkpoint no": "resume_from_checkpoint is 'no', which is not a folder",
+    "learning_rat: 1e-4": "'learning_rat' (did you mean 'learning_rate'?)",
+    "lag: sixteen": "--lag: invalid int value: 'sixteen'",
+    "lag: 2\nlag: 4": "has the key 'lag' twice",
+    "lag: 4\n  precision: int8": "mapping values are not allowed here",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(mistake, tmp_path, monkeypatch, capsys):
+    """Flags, or the text of a YAML file; one line says it, without a traceback."""
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    from transformers import AutoTokenizer
+
+    from offcorr import toy
+
+    def loaded(*_, **__):
+        raise AssertionError("something was loaded")
+
+    monkeypatch.setattr(toy, "model_path", loaded)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", loaded)
+    monkeypatch.chdir(tmp_path)
+    words = mistake.split(" ")
+    if not mistake.startswith("--"):
+        (tmp_path / "run.yaml").write_text(mistake)
+        words = ["--config", "run.yaml"]
+    assert cli.main(["train", *words, "--output_dir", "out"]) == 2
+    said = capsys.readouterr().err
+    assert MISTAKES[mistake] in said and said.startswith("usage:") and len(said) < 600
+
+
 def test_an_error_of_the_recipe_is_the_exit_code(tmp_path):
     pytest.importorskip("trl")
     done = run("train", "--loss_type", "minprop", "--output_dir", "out", cwd=tmp_path)
-    assert done.returncode not in (0, None) and "did you mean" in done.stderr
+    assert done.returncode == 2 and "did you mean" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 0 and "train with GRPO" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import torch
 import offcorr
 from offcorr import cli
 from offcorr.methods.registry import catalogue
+from offcorr.training.logged import SHORT
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -48,6 +50,18 @@ def test_a_stale_table_is_noticed_and_repaired(tmp_path):
     assert (tmp_path / "docs/methods.md").read_text() == (ROOT / "docs/methods.md").read_text()
 
 
+def test_the_page_of_tested_versions_is_that_of_its_results():
+    pytest.importorskip("tomllib")
+    from tests import matrix
+
+    results = json.loads(matrix.RESULTS.read_text())
+    assert matrix.PAGE.read_text() == matrix.page(results), "run `python tests/matrix.py --report`"
+    failed = {"outcome": "failed", "failures": ["install: no matching distribution"], "seconds": {"install": 3}}
+    page = matrix.page({"3.10 oldest": failed})
+    assert "| 3.10 | oldest |" in page and "- Python 3.10, oldest packages: install: no matching distribution" in page
+    assert page.count("| not run |") == len(matrix.PYTHONS) * len(matrix.PACKAGES) - 1
+
+
 def test_every_generated_table_is_on_a_page():
     text = "".join((ROOT / name).read_text() for name in cli.GENERATED)
     assert set(re.findall(r"<!-- table (\w+) -->", text)) == set(cli.TABLES)
@@ -75,6 +89,66 @@ def test_the_readme_examples_without_trl_run():
         if "mine" in offcorr.available():
             offcorr.unregister("mine")
     torch.testing.assert_close(names["logp"].grad, names["out"].coefficient)
+
+
+# --------------------------------------------------------------------------------------------- methods by paper
+
+
+def sections_by_paper() -> dict[str, str]:
+    """The headings of docs/papers.md that are about methods, each with its text."""
+    sections = (ROOT / "docs" / "papers.md").read_text().split("\n## ")[2:]
+    return {section.partition("\n")[0]: section for section in sections}
+
+
+def test_every_name_has_one_heading_in_the_papers():
+    named = [name for text in sections_by_paper().values() for name in re.findall(r"`(\w+)`", text.splitlines()[2])]
+    assert sorted(named) == sorted(offcorr.available())
+
+
+def test_a_heading_cites_what_the_registry_cites():
+    methods = {name: method for method in catalogue() for name in (method.name, *method.aliases)}
+    for title, text in sections_by_paper().items():
+        names, _, cited = text.splitlines()[2].partition(" \u00b7 ")
+        sources = {methods[name].paper for name in re.findall(r"`(\w+)`", names)}
+        ids = {number for source in sources for number in re.findall(r"\d{4}\.\d{5}", source)}
+        links = re.findall(r"\[([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)", cited)
+        assert all(shown == target for shown, target in links), title
+        assert {shown for shown, _ in links} == ids if ids else sources == {cited}, title
+
+
+def test_a_heading_has_a_text_a_formula_and_one_configuration():
+    for title, text in sections_by_paper().items():
+        assert text.count("\n$$") == 1 and text.count("```python\n") == 1, title
+        words = text.split("\n\n")[2]
+        assert len(re.findall(r"[.?](?: |$)", words)) >= 3, f"{title}: what it does, why, how it differs"
+
+
+# ---------------------------------------------------------------------------------------------------- metrics
+
+
+def test_every_metric_of_the_short_log_is_explained():
+    """A section of its own for what is always logged: formula, healthy range, what to do; the others by name."""
+    text = (ROOT / "docs" / "metrics.md").read_text().partition("## What is measured")[0]
+    sections = dict(re.findall(r"^### `([^`]*)`\n(.*?)(?=^##)", text, flags=re.DOTALL | re.MULTILINE))
+    assert list(sections) == [answer.name for answer in SHORT if answer.logged == "always"]
+    for name, section in sections.items():
+        assert re.findall(r"^- \*\*(\w+)\.\*\* \S", section, flags=re.M) == ["Formula", "Healthy", "Outside"], name
+    others = text.partition("### Only where")[2]
+    assert all(f"`{answer.name}`" in others for answer in SHORT if answer.logged != "always")
+
+
+def test_the_numbers_of_the_metrics_page_are_of_the_kept_runs():
+    pytest.importorskip("trl")
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "benchmarks" / "metrics_picture.py")
+    assert spec is not None and spec.loader is not None
+    picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(picture)
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    kept = json.loads((ROOT / "benchmarks" / "results" / "metrics.json").read_text())
+    assert "benchmarks/metrics_picture.py" in page and page == picture.filled(page, kept["runs"])
+    assert picture.TABLE.search(page)[0].count("\n") > len(picture.EFFECT)
+    for panel in picture.PANELS.values():
+        assert set(panel) & kept["runs"]["minpro"]["series"].keys(), panel
 
 
 # --------------------------------------------------------------------------------------------- the command line
@@ -135,7 +209,7 @@ def test_names_on_the_pages_exist(page):
     text = page.read_text()
     modules = {"gates", "ratios", "weights", "rejections", "controllers", "spans", "ops", "testing", "metrics"}
     for module, name in re.findall(r"(?<![\w/.])(\w+)\.([A-Za-z]\w*)", text):
-        if module in modules and name not in ("py", "md"):
+        if module in modules and name not in ("py", "md", "png", "json"):
             assert hasattr(getattr(offcorr, module), name), f"{page.name} names {module}.{name}"
     for name in re.findall(r"(?<![\w/.])offcorr\.(\w+)", text):
         known = (
@@ -211,6 +285,19 @@ def test_docstrings_are_prepared_for_the_api_page():
     assert ran.attempted and not ran.failed
 
 
+def test_formulas_keep_their_bars_and_spaces(hooks):
+    pytest.importorskip("latex2mathml")
+    bars = hooks.mathml(r"\lvert g\rvert^2")
+    assert bars == hooks.mathml(r"\left\lvert g\right\rvert^2") and 'form="prefix"' in bars
+    assert hooks.mathml(r"d\log r").count("<mspace") == 2
+    assert not any("<mspace" in hooks.mathml(bare) for bare in (r"\log(r)", r"\log^2 r", r"\min_t r"))
+
+
+def test_code_in_tables_breaks_behind_punctuation(hooks):
+    page = hooks.on_page_content("<code>eps_low</code><table><code>clip_max=0.5 a.py b.c</code></table>")
+    assert page == "<code>eps_low</code><table><code>clip_<wbr>max=<wbr>0.5 <wbr>a.py <wbr>b.<wbr>c</code></table>"
+
+
 @pytest.mark.slow
 def test_the_site_builds_strictly(tmp_path):
     pytest.importorskip("mkdocs")
@@ -224,6 +311,7 @@ def test_the_site_builds_strictly(tmp_path):
     page = (tmp_path / "site" / "math" / "index.html").read_text()
     assert page.count("<math") > 50 and "arithmatex" not in page
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css)"', page), "a page that loads scripts from elsewhere"
+    assert 'data-md-component="source"' not in page, "a page that asks GitHub for the repository's stars"
 
 
 # ------------------------------------------------------------------------------------------------ the Makefile

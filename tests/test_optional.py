@@ -56,8 +56,20 @@ def test_a_missing_package_is_named_with_what_installs_it(statement, missing, ex
 
 def test_an_old_version_is_named(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.24.0")
-    with pytest.raises(ImportError, match=re.escape("this needs torch 2.6 or later, but torch 0.24.0 is installed")):
+    said = 'this needs torch 2.6 or later, but torch 0.24.0 is installed: pip install "torch>=2.6"'
+    with pytest.raises(ImportError, match=re.escape(said)):
         require("this", ["torch>=2.6"], extra="trl")
+
+
+def test_the_asynchronous_trainer_names_the_trl_it_needs():
+    """TRL 1.14, the newest for Python 3.10, has one without packed rows."""
+    pytest.importorskip("trl")
+    old = (
+        "import importlib.metadata as m; v = m.version; m.version = lambda name: '1.14.2' if name == 'trl' else v(name)"
+    )
+    done = python(f"{old}\nfrom offcorr.trl.async_grpo import AsyncGRPOTrainer")
+    said = 'offcorr.trl.async_grpo needs trl 1.16 or later, but trl 1.14.2 is installed: pip install "trl>=1.16"'
+    assert said in done.stderr
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():

@@ -41,6 +41,8 @@ print(json.dumps(dict(
 
 
 def run(*command: str | Path, **options) -> str:
+    # An installed package is meant, not a checkout that the caller's environment may point to.
+    options.setdefault("env", {name: value for name, value in os.environ.items() if name != "PYTHONPATH"})
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout

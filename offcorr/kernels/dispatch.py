@@ -43,8 +43,8 @@ class Fused(NamedTuple):
 def use(choice: Choice) -> Iterator[None]:
     """Which implementation corrections run on: "auto" (Triton on CUDA and ROCm tensors), "reference" or "triton".
 
-    On a CPU ``torch.compile`` of the reference takes .73 of its 35 ms for 64 x 2048 tokens, after seconds of compiling
-    for each width (benchmarks/results/cpu_correction.md); a model's step takes far longer, so "auto" leaves it alone.
+    On a CPU ``torch.compile`` of the reference takes nearly as long as the reference itself, after seconds of compiling
+    for each width (benchmarks/results/cpu_correction.md), so "auto" leaves it alone.
 
     >>> with use("reference"):
     ...     chosen()

@@ -136,13 +136,14 @@ def _added_but_the_third(a, b, c, d, e, f, g, a2, b2, c2, d2, e2, f2, g2):
 def mismatch_store(state, first, series_ptr):
     """``first``: |d| at the row's first valid token, below 0 where there is none to compare."""
     size_sum, count, largest, k1, k3, top, moment, second, bins = state
+    # The sum over the row is an exponent, so that its rounding would be a relative error.
     size_sum, seen, largest, minus_d, k3, moment, second = tl.reduce(
-        (size_sum, count, largest, k1, k3, moment, second), 0, _added_but_the_third
+        (size_sum, count, largest, k1.to(tl.float64), k3, moment, second), 0, _added_but_the_third
     )
     column = tl.arange(0, SERIES_WIDE)
     numbers = tl.where(column == ABS, size_sum, 0.0)
     numbers = tl.where(column == SEEN, seen, numbers)
-    numbers = tl.where(column == K1, minus_d, numbers)
+    numbers = tl.where(column == K1, minus_d.to(tl.float32), numbers)
     numbers = tl.where(column == K3, k3, numbers)
     numbers = tl.where(column == FIRST_TOKEN, tl.maximum(first, 0.0), numbers)
     numbers = tl.where(column == FIRST_SEEN, tl.where(first >= 0, 1.0, 0.0), numbers)

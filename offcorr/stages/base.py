@@ -217,7 +217,9 @@ def stage_from_config(kind: str, config: Any) -> Any:
     options = dict(config)
     name = options.pop("name")
     build = form(kind, name)
-    allowed = list(inspect.signature(build).parameters)
+    # Python 3.10's signature of a class is that of __new__.
+    fields = [field.name for field in dataclasses.fields(build)] if dataclasses.is_dataclass(build) else None
+    allowed = list(inspect.signature(build).parameters) if fields is None else fields
     for option in options:
         if option not in allowed:
             near = nearest(option, allowed, ".")

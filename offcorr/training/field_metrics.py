@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -16,37 +17,53 @@ from offcorr.metrics import Accumulator, Max, Mean, Metrics
 
 ENGINE, STALENESS, FIELD = "offcorr/engine/", "offcorr/staleness/", "field/"
 
-ALIASES: dict[str, str | Callable[[Mapping[str, float]], float]] = {
-    # verl
-    "rollout_corr/kl": "k1",
-    "rollout_corr/k3_kl": "k3",
-    "rollout_corr/chi2_token": "chi2_token",
-    "rollout_corr/chi2_seq": "chi2_seq",
-    "rollout_corr/ppl_ratio": "ppl_ratio",
-    "rollout_corr/log_ppl_diff": "log_ppl_diff",
-    "rollout_corr/rollout_is_mean": "ratio_mean",
-    "rollout_corr/rollout_is_std": lambda v: math.sqrt(max(v["chi2_token"] + 1 - v["ratio_mean"] ** 2, 0.0)),
-    "rollout_corr/rollout_is_min": lambda v: 1 / v["inverse_max"],
-    "rollout_corr/rollout_is_max": "ratio_max",
-    "rollout_corr/rollout_is_eff_sample_size": "ess_token",
-    # slime
-    "train_rollout_logprob_abs_diff": "abs_mean",
-    # prime-rl
-    "mismatch_kl": "k3",
-    # NeMo-RL
-    "token_mult_prob_error": "mult_error",
-    "gen_kl_error": "k3",
-    # Tinker
-    "kl_sample_train_v1": "k1",
-    "kl_sample_train_v2": "k2",
-    # TRL, which logs these with vLLM only, and the ratio after truncation
-    "sampling/sampling_logp_difference/mean": "abs_mean",
-    "sampling/sampling_logp_difference/max": "abs_max",
-    "sampling/importance_sampling_ratio/min": lambda v: 1 / v["inverse_max"],
-    "sampling/importance_sampling_ratio/mean": "ratio_mean",
-    "sampling/importance_sampling_ratio/max": "ratio_max",
+
+class Alias(NamedTuple):
+    """Another framework's name.
+
+    source: the name of a metric of the engine series here, or a function of these metrics.
+    formula: where it is none of the metrics that this library logs.
+    """
+
+    framework: str
+    source: str | Callable[[Mapping[str, float]], float]
+    formula: str = ""
+
+
+def _std(v: Mapping[str, float]) -> float:
+    return math.sqrt(max(v["chi2_token"] + 1 - v["ratio_mean"] ** 2, 0.0))
+
+
+def _smallest(v: Mapping[str, float]) -> float:
+    return 1 / v["inverse_max"]
+
+
+ALIASES = {
+    "rollout_corr/kl": Alias("verl", "k1"),
+    "rollout_corr/k3_kl": Alias("verl", "k3"),
+    "rollout_corr/chi2_token": Alias("verl", "chi2_token"),
+    "rollout_corr/chi2_seq": Alias("verl", "chi2_seq"),
+    "rollout_corr/ppl_ratio": Alias("verl", "ppl_ratio"),
+    "rollout_corr/log_ppl_diff": Alias("verl", "log_ppl_diff", "mean over sequences of -(mean d)"),
+    "rollout_corr/rollout_is_mean": Alias("verl", "ratio_mean"),
+    "rollout_corr/rollout_is_std": Alias("verl", _std, "standard deviation of e^d"),
+    "rollout_corr/rollout_is_min": Alias("verl", _smallest, "min e^d"),
+    "rollout_corr/rollout_is_max": Alias("verl", "ratio_max", "max e^d"),
+    "rollout_corr/rollout_is_eff_sample_size": Alias("verl", "ess_token"),
+    "train_rollout_logprob_abs_diff": Alias("slime", "abs_mean"),
+    "mismatch_kl": Alias("prime-rl", "k3"),
+    "token_mult_prob_error": Alias("NeMo-RL", "mult_error", "mean e^|d|"),
+    "gen_kl_error": Alias("NeMo-RL", "k3"),
+    "kl_sample_train_v1": Alias("Tinker", "k1"),
+    "kl_sample_train_v2": Alias("Tinker", "k2", "mean d^2 / 2"),
+    # With vLLM TRL logs these itself, and the ratio after truncation; what it logs itself stands.
+    "sampling/sampling_logp_difference/mean": Alias("TRL", "abs_mean"),
+    "sampling/sampling_logp_difference/max": Alias("TRL", "abs_max"),
+    "sampling/importance_sampling_ratio/min": Alias("TRL", _smallest, "min e^d"),
+    "sampling/importance_sampling_ratio/mean": Alias("TRL", "ratio_mean"),
+    "sampling/importance_sampling_ratio/max": Alias("TRL", "ratio_max", "max e^d"),
 }
-"""Each framework's name, and the short name of the same metric here or a function of these metrics."""
+"""The names of other frameworks, as ``log_metrics="aliases"`` logs them."""
 
 
 @torch.no_grad()
@@ -92,6 +109,6 @@ def with_aliases(computed: Mapping[str, float]) -> dict[str, float]:
         for name, value in computed.items()
         if name.startswith(prefix)
     }
-    for alias, source in ALIASES.items():
-        logged[alias] = short[source] if isinstance(source, str) else source(short)
+    for name, alias in ALIASES.items():
+        logged[name] = short[alias.source] if isinstance(alias.source, str) else alias.source(short)
     return logged

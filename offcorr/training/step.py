@@ -17,7 +17,8 @@ from offcorr.metrics import Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.training.anchors import Anchor, Rollout, Score, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
-from offcorr.training.field_metrics import field_metrics, with_aliases
+from offcorr.training.field_metrics import FIELD, field_metrics
+from offcorr.training.logged import logged
 from offcorr.training.schedules import Annealed
 
 ENGINE = "offcorr/engine/"
@@ -333,15 +334,23 @@ class Step:
 
     # -- metrics -------------------------------------------------------------------------------------------------
 
-    def metrics(self, train: bool = True) -> dict[str, float]:
+    def metrics(self, train: bool = True, choice: str | None = None) -> dict[str, float]:
         """The metrics since the last call, over all micro-batches and ranks.
 
         One packed vector per rank and one transfer to the host; every rank must call it.
+
+        Args:
+            train: False: those of evaluations.
+            choice: None: all that was measured; "short", "full", "aliases": those that the trainers log under this
+                ``log_metrics``, which in an evaluation are without the constant ones (``offcorr.training.logged``).
         """
         measured, self._measured[train] = self._measured[train], Metrics()
         values, self._values[train] = self._values[train], defaultdict(list)
-        computed = with_aliases(measured.all_reduce(self._gather).compute())
-        return computed | {name: sum(value) / len(value) for name, value in values.items()}
+        computed = measured.all_reduce(self._gather).compute()
+        computed |= {name: sum(value) / len(value) for name, value in values.items()}
+        if choice is None:
+            return {name: value for name, value in computed.items() if not name.startswith(FIELD)}
+        return logged(computed, choice, train)
 
     def _complete(self, metrics: Metrics, batch: Batch) -> Metrics:
         """Adds the metrics that other frameworks log.  Where the anchor contains the engine's log-probs, the engine

@@ -3,7 +3,8 @@
 TRL's asynchronous trainer has one loss, a clipped ratio against the engine's log-probs, and drops samples older than
 ``max_staleness``.  Here any correction can take its place: the loss terms of a packed row become a packed ``Batch``,
 and the columns that TRL drops between queue and loss (rewards, groups, versions, the sampler's ``old_logp``) are kept.
-Without a GPU, ``dense_tree_attention`` replaces FlashAttention 3.
+Without a GPU, ``dense_tree_attention`` replaces FlashAttention 3.  Packed rows came with TRL 1.16, which needs Python
+3.11.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import AttentionInterface
-from trl.experimental import async_grpo as trl_async
-from trl.experimental.async_grpo import async_grpo_trainer as trl_module
-from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
 import offcorr
+from offcorr.optional import require
 from offcorr.rollout.off_policy import in_mixed_precision
 from offcorr.training.anchors import Anchor
 from offcorr.training.replica import base_of
@@ -34,6 +33,12 @@ from offcorr.trl.config import CORRECTIONS_HELP, PREFIX, TRL_LOSSES, CorrectionO
 from offcorr.trl.patch import patched
 from offcorr.trl.step import StepCallback, log_metrics, make_step, report_anchor, share_done
 
+require("offcorr.trl.async_grpo", ["trl>=1.16"], extra="trl")
+
+from trl.experimental import async_grpo as trl_async  # noqa: E402
+from trl.experimental.async_grpo import async_grpo_trainer as trl_module  # noqa: E402
+from trl.experimental.async_grpo.packing import TREE_ATTENTION  # noqa: E402
+
 __all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer"]
 
 COLUMNS = {"rewards": torch.float32, "group_ids": torch.long, "rollout_version": torch.long, "old_logp": torch.float32}
@@ -41,6 +46,9 @@ COLUMNS = {"rewards": torch.float32, "group_ids": torch.long, "rollout_version":
 
 KEY = "offcorr"
 """The key of a sample's ``metrics`` under which its ``COLUMNS`` travel from the queue to the collator."""
+
+UNSCORED_WORKERS = (trl_module.AsyncRolloutWorker, type(None))
+"""The rollout workers that are known to supply no ``old_logp``: TRL's own, which None stands for."""
 
 
 ASYNC_HELP = CORRECTIONS_HELP.replace(PREFIX, "")  # TRL's loss has no name here, so every name is this library's
@@ -83,6 +91,13 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         self, model: str, *rest: Any, args: Any = None, loss: offcorr.Correction | None = None, **kwargs: Any
     ) -> None:
         annealed = choose_async_correction(args, loss)
+        worker = kwargs.get("rollout_worker")
+        if getattr(args, "anchor", None) == "snapshot" and isinstance(worker, UNSCORED_WORKERS):
+            raise ValueError(
+                f"anchor='snapshot' needs old_logp of every sample, and {UNSCORED_WORKERS[0].__name__}, TRL's own "
+                "rollout_worker, has none: pass a worker that puts CorrectedSample with old_logp on its buffer, for "
+                "instance offcorr.trl.local_worker.LocalWorker, or take another anchor"
+            )
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
         self._reported = False

@@ -15,6 +15,7 @@ import offcorr
 from offcorr.methods.registry import Method, find
 from offcorr.training.anchors import ANCHORS
 from offcorr.training.ess_lr import AUTO, RULES
+from offcorr.training.logged import CHOICES
 from offcorr.training.schedules import Annealed
 from offcorr.trl.lm_head import HEADS, SUPPORTED
 
@@ -111,6 +112,15 @@ class CorrectionOptions:
             "'auto': its mean over the optimizer steps whose global batch is on-policy, which are not scaled."
         },
     )
+    log_metrics: str = field(
+        default="short",
+        metadata={
+            "help": "This library's metrics in the log. 'short': about ten, which say how stale the data is, how far "
+            "off the engine, and what the correction did to how many tokens; 'full': all of them; 'aliases': all, and "
+            "also under the names of verl, slime, prime-rl, NeMo-RL, Tinker and TRL. docs/metrics.md explains each.",
+            "choices": list(CHOICES),
+        },
+    )
 
     def __post_init__(self) -> None:
         for name, example in MAPPINGS.items():
@@ -139,6 +149,8 @@ class CorrectionOptions:
             raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(ANCHORS)} or None")
         if self.ess_lr is not None and self.ess_lr not in RULES:
             raise ValueError(f"ess_lr is {self.ess_lr!r}, expected one of {list(RULES)} or None")
+        if self.log_metrics not in CHOICES:
+            raise ValueError(f"log_metrics is {self.log_metrics!r}, expected one of {list(CHOICES)}")
         self.ess_base = _ess_base(self.ess_base)
 
 
@@ -271,11 +283,22 @@ def named(name: str, args: Any) -> Annealed:
             f"loss_type is {name!r}, expected the name of a loss: one of TRL's, {list(TRL_LOSSES)}, or of "
             "offcorr.available(), such as 'minpro' or 'offcorr:dapo'"
         )
-    found = find(name)
+    try:
+        found = find(name)
+    except (TypeError, ValueError) as error:
+        raise _of_option("loss_type", error) from error
     own = found.schedules if isinstance(found, Method) else {}
 
     options = getattr(args, "loss_kwargs", None) or {}
-    return Annealed(lambda **in_force: _with_length(offcorr.resolve(name, **in_force), args), {**own, **options})
+    try:
+        return Annealed(lambda **in_force: _with_length(offcorr.resolve(name, **in_force), args), {**own, **options})
+    except (TypeError, ValueError) as error:
+        raise _of_option("loss_kwargs" if options else "loss_type", error) from error
+
+
+def _of_option(name: str, error: Exception) -> Exception:
+    """The error of a correction, with the option that asked for it."""
+    return (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}")
 
 
 def _with_length(correction: offcorr.Correction, args: Any) -> offcorr.Correction:

@@ -79,9 +79,10 @@ def share_done(trainer: Any) -> float:
 
 
 def log_metrics(trainer: Any) -> None:
-    """Hand the metrics of a trainer's step to TRL, to be logged; what TRL measured itself stands."""
+    """Hand the metrics of ``args.log_metrics`` to TRL, to be logged; what TRL measured itself stands."""
     mode = "train" if trainer.model.training else "eval"
-    for name, value in trainer.correction_step.metrics(train=mode == "train").items():
+    choice = getattr(trainer.args, "log_metrics", "short")
+    for name, value in trainer.correction_step.metrics(mode == "train", choice).items():
         if name not in trainer._metrics[mode]:
             trainer._metrics[mode][name] = [value]
 

@@ -464,14 +464,15 @@ class GRPOTrainer(trl.GRPOTrainer):
 def forward_arguments() -> frozenset[str]:
     """Arguments of the installed TRL's forward; those for images and the like are passed through by name.
 
-    They are read from the classes that were subclassed here, whatever ``trl.GRPOTrainer`` is by now; one that passes
-    ``**kwargs`` on leaves the names to the next.
+    They are read from the classes that were subclassed here, whatever ``trl.GRPOTrainer`` is by now; a method that
+    passes ``**kwargs`` on leaves the names to the next class, or to the method that it calls (TRL 1.14).
     """
-    for owner in GRPOTrainer.__mro__[1:]:
-        forward = vars(owner).get("_get_per_token_logps_and_entropies")
-        names = inspect.signature(forward).parameters if forward else {}
-        if names and not any(name.kind is name.VAR_KEYWORD for name in names.values()):
-            return frozenset(names)
+    for method in ("_get_per_token_logps_and_entropies", "_full_logits_logps"):
+        for owner in GRPOTrainer.__mro__[1:]:
+            forward = vars(owner).get(method)
+            names = inspect.signature(forward).parameters if forward else {}
+            if names and not any(name.kind is name.VAR_KEYWORD for name in names.values()):
+                return frozenset(names)
     raise RuntimeError("this TRL has no _get_per_token_logps_and_entropies")
 
 

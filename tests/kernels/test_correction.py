@@ -64,6 +64,15 @@ def test_odd_sizes(name, width):
     within_budget(offcorr.get(name), padded(rows=2, width=width, seed=width))
 
 
+@pytest.mark.parametrize("name", ["dapo", "minpro", "tis", "kimi"])
+def test_tokens_without_an_advantage(name):
+    batch = padded(rows=4)
+    advantages = batch.advantages.clone()
+    advantages[..., ::2] = 0
+    out = within_budget(offcorr.get(name), dataclasses.replace(batch, advantages=advantages))
+    assert 0 < out.metrics.compute()["offcorr/loss/no_advantage"] < 1
+
+
 def test_many_blocks_a_row():
     within_budget(
         offcorr.get("ctpo", weight=weights.Truncate(5.0, level="sequence")), padded(rows=1, width=1000, spread=0.03)

@@ -26,6 +26,7 @@ if not missing_at(Path(__file__).parent):  # else the tests beside this file are
     )
 
     from offcorr.trl import GRPOConfig, GRPOTrainer
+    from offcorr.trl.config import CorrectionOptions
 
 CHARACTERS = ["<pad>", "<eos>", *"0123456789+-=abcdefgh"]
 
@@ -156,6 +157,8 @@ def make_trainer(model_folder, tokenizer, dataset, tmp_path):
             disable_tqdm=True,
             seed=3,
         )
+        if issubclass(config, CorrectionOptions):
+            defaults["log_metrics"] = "full"
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="TRL's own losses read")
             trainer = cls(

@@ -68,6 +68,7 @@ def train(settings: dict, config: dict) -> dict:
             use_cpu=True,
             gradient_checkpointing=False,
             disable_tqdm=True,
+            log_metrics="aliases",
             **config,
         ),
         train_dataset=Dataset.from_dict({"prompt": list(recorded)}),

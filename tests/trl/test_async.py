@@ -4,18 +4,24 @@ import copy
 import dataclasses
 import queue
 from collections import defaultdict
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import trl
+from packaging.version import Version
 
-if not find_spec("trl.experimental.async_grpo.packing"):
+if Version(trl.__version__) < Version("1.16"):
     pytest.skip("this TRL has no asynchronous trainer on packed rows", allow_module_level=True)
 
 from transformers import AttentionInterface, AutoModelForCausalLM, HfArgumentParser, TrainerCallback
-from trl.experimental.async_grpo.async_grpo_trainer import FixedCountBatcher, RolloutQueueDataset, RolloutSample
+from trl.experimental.async_grpo.async_grpo_trainer import (
+    AsyncRolloutWorker,
+    FixedCountBatcher,
+    RolloutQueueDataset,
+    RolloutSample,
+)
 from trl.experimental.async_grpo.packing import TREE_ATTENTION, register_tree_attention
 
 import offcorr
@@ -233,6 +239,7 @@ def trainer_of(folder, tmp_path, worker=None, reward=toy.reward, loss=None, cls=
         "use_cpu": True,
         "disable_tqdm": True,
         "gradient_checkpointing": False,
+        "log_metrics": "full",
     }
     args = AsyncGRPOConfig(str(tmp_path), **settings | options)
     data = toy.dataset(16, split="train")
@@ -382,6 +389,10 @@ def test_refused_before_the_model_is_loaded(tmp_path):
         AsyncGRPOTrainer(nowhere, args=config(loss_type="tis", loss_kwargs={"cap": {"start": 2.0, "end": -1.0}}))
     with pytest.raises(TypeError, match="loss is a str, expected an offcorr.Correction"):
         AsyncGRPOTrainer(nowhere, args=config(), loss="ppo")
+    theirs = object.__new__(AsyncRolloutWorker)
+    for worker in ({}, {"rollout_worker": theirs}):
+        with pytest.raises(ValueError, match="AsyncRolloutWorker, TRL's own rollout_worker, has none: pass a worker"):
+            AsyncGRPOTrainer(nowhere, args=config(loss_type="ppo", anchor="snapshot"), **worker)
 
 
 def test_the_command_line(tmp_path):

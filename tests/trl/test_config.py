@@ -76,6 +76,27 @@ def test_refusals(tmp_path):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+def test_log_metrics_from_every_source(tmp_path, config):
+    common = dict(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to=[])
+    assert config(**common).log_metrics == "short"
+    given = ["--output_dir", str(tmp_path), *BASE]
+    (args,) = HfArgumentParser(config).parse_args_into_dataclasses([*given, "--log_metrics", "aliases"])
+    assert args.log_metrics == "aliases"
+    file = tmp_path / "config.yaml"
+    file.write_text("log_metrics: full\n")
+    (args,) = TrlParser((config,)).parse_args_and_config(["--config", str(file), *given])
+    assert args.log_metrics == "full"
+    for wrong in ("ful", True, None, ["full"]):
+        with pytest.raises(ValueError, match=r"log_metrics is .*, expected one of \['short', 'full', 'aliases'\]"):
+            config(**common, log_metrics=wrong)
+    file.write_text("log_metrics: everything\n")
+    with pytest.raises(ValueError, match="log_metrics is 'everything'"):
+        TrlParser((config,)).parse_args_and_config(["--config", str(file), *given])
+    # An option of TRL's or of transformers' under this name would be replaced by this one in silence.
+    assert not any(hasattr(base, "log_metrics") for base in config.__mro__ if not base.__module__.startswith("offcorr"))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("option", ["loss_kwargs", "anchor_kwargs"])
 @pytest.mark.parametrize(
     ("value", "message"),

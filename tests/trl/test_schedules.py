@@ -129,9 +129,11 @@ def test_evaluation_is_under_the_correction_in_force(make_trainer, replay, datas
         per_device_eval_batch_size=4,
         max_steps=2,
     )
-    assert trainer.evaluate()["eval_offcorr/schedule/power"] == 2.0  # nothing is done yet
+    trainer.evaluate()
+    assert trainer.correction.ratio.power == 2.0  # nothing is done yet
     trainer.train()
-    assert trainer.evaluate()["eval_offcorr/schedule/power"] == -1.0
+    trainer.evaluate()
+    assert trainer.correction.ratio.power == -1.0
 
 
 def test_command_line_and_yaml(tmp_path):

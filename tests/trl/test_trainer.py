@@ -15,6 +15,7 @@ import trl
 import offcorr
 from offcorr.rollout import OffPolicy
 from offcorr.training.field_metrics import ALIASES
+from offcorr.training.logged import CHOICES
 from offcorr.trl import GRPOConfig, GRPOTrainer
 from offcorr.trl.config import TRL_LOSSES, choose_correction
 from offcorr.trl.trainer import forward_arguments
@@ -127,7 +128,9 @@ def test_snapshot_anchor_makes_the_correction_act(make_trainer, series):
 
 
 def test_precision_gap_is_the_engine_series(make_trainer, series):
-    trainer = make_trainer(loss_type="minpro", rollout_func=OffPolicy(precision="int8"), max_steps=2)
+    trainer = make_trainer(
+        loss_type="minpro", rollout_func=OffPolicy(precision="int8"), max_steps=2, log_metrics="aliases"
+    )
     trainer.train()
     assert min(series(trainer, "offcorr/engine/abs_mean")) > 1e-4
     assert series(trainer, "offcorr/staleness/abs_mean")[0] < 1e-5
@@ -178,7 +181,7 @@ def test_default_anchor(make_trainer, replay):
 
 
 def test_rollout_anchor_logs_the_gap_as_staleness(make_trainer, replay, series):
-    trainer = make_trainer(loss_type="minpro", rollout_func=replay(), max_steps=1)
+    trainer = make_trainer(loss_type="minpro", rollout_func=replay(), max_steps=1, log_metrics="aliases")
     trainer.train()
     assert not series(trainer, "offcorr/engine/abs_mean")
     assert series(trainer, "offcorr/staleness/abs_mean")[0] > 0.01
@@ -294,6 +297,47 @@ def test_statistics_are_the_windows(make_trainer, replay, loss_type, options):
 
 
 # What travels, and what is logged
+
+
+def test_a_short_log(make_trainer, series):
+    """A dozen of this library's keys at most, where a full log with aliases has more than sixty; TRL's own stay."""
+    logged = {}
+    for choice in CHOICES:
+        trainer = make_trainer(
+            log_metrics=choice,
+            loss_type="tis",
+            rollout_func=OffPolicy(lag=1, precision="int8"),
+            max_steps=2,
+            eval_strategy="steps",
+            eval_steps=2,
+            eval_dataset=make_trainer().train_dataset.select(range(4)),
+        )
+        trainer.train()
+        entries = trainer.state.log_history
+        trained, evaluated = ([e for e in entries if key in e][-1].keys() for key in ("loss", "eval_loss"))
+        logged[choice] = {"train": set(trained), "eval": set(evaluated)}
+    short, full, aliases = (logged[choice]["train"] for choice in CHOICES)
+    ours = {name for name in short if name.startswith("offcorr/")}
+    assert {"offcorr/staleness/lag", "offcorr/staleness/ess_seq", "offcorr/engine/abs_mean"} <= ours
+    assert len(ours) <= 12 and ours < {name for name in full if name.startswith("offcorr/")}
+    assert full < aliases and aliases - full == set(ALIASES) and len(aliases - short) >= 40
+    assert {"entropy", "reward", "grad_norm"} <= short
+    # The samples of an evaluation are of the current weights in fp32: every series of the mismatch would be 0.
+    for choice in logged:
+        assert "eval_reward" in logged[choice]["eval"]
+        assert not {
+            name for name in logged[choice]["eval"] if "offcorr" in name or name.removeprefix("eval_") in ALIASES
+        }
+
+
+def test_an_evaluation_with_a_gap_logs_it(make_trainer, replay):
+    """The recorded log-probs are an engine's with noise, in training and evaluation alike; no update is corrected."""
+    settings = dict(loss_type="tis", rollout_func=replay("old_logp"), log_metrics="full", max_steps=1)
+    trainer = make_trainer(eval_dataset=make_trainer().train_dataset.select(range(8)), **settings)
+    logged = trainer.evaluate()
+    ours = {name for name in logged if "offcorr" in name}
+    assert logged["eval_offcorr/engine/abs_mean"] > 0.01 and len(ours) > 5
+    assert all(name.startswith("eval_offcorr/engine/") for name in ours)
 
 
 def test_rewards_and_groups(make_trainer, tokenizer):

@@ -1,0 +1,46 @@
+"""The commands and the code of docs/quickstart.md, run as they stand there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "quickstart.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, flags=re.M | re.S)
+SCRIPTS = [block for language, block in BLOCKS if language == "python"]
+LINES = [line for language, block in BLOCKS if language == "bash" for line in block.splitlines()]
+COMMANDS = [line for line in LINES if line.startswith("offcorr ")]
+
+
+def run(command: list[str], folder: Path) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=570)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
+    return ran.stdout
+
+
+def test_the_page_has_commands_and_code():
+    assert {command.split()[1] for command in COMMANDS} == {"--version", "train", "methods", "compare"}
+    assert len(SCRIPTS) == 2 and {language for language, _ in BLOCKS} == {"bash", "python"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=["trl", "loop"])
+def test_a_script_runs_and_prints_its_metrics(script, tmp_path):
+    (tmp_path / "mine.py").write_text(script)
+    assert "offcorr/staleness/" in run([sys.executable, "mine.py"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_runs(command, tmp_path):
+    shown = run([sys.executable, "-m", *shlex.split(command)], tmp_path)
+    if " train " in command:
+        reached = [float(x) for x in re.findall(r"sampled accuracy, (?:start|end)\W+([\d.]+)", shown)]
+        promised = [float(x) for x in re.findall(r"(?:from|to) about (\.\d+)", PAGE)]
+        assert reached == pytest.approx(promised, abs=0.1)  # other processors round differently
+        assert (tmp_path / "runs/grpo/history.png").exists()

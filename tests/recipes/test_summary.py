@@ -1,0 +1,214 @@
+"""What the recipes say of their runs: summary, picture, the demo's progress, sentences and commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import demo  # noqa: E402
+import grpo  # noqa: E402
+
+
+def history(corrects=True, end=0.8, size=0.9, gap=0.01, **more):
+    """A log of three updates with an evaluation before each, as a trainer writes it."""
+    effect = dict(zip(grpo.EFFECT, (size, 0.1, 0.25, 0.05, 0.97, 0.88), strict=True)) if corrects else {}
+    mismatch = dict(zip(grpo.MISMATCH, (2.0, gap, 0.9, 0.0, 1.0, 0.125), strict=True))
+    logs = []
+    for step, accuracy in enumerate((0.4, 0.9, end)):
+        logs.append({"step": step, "eval_reward": accuracy})
+        logs.append({"step": step + 1, "loss": 0.1, "reward": accuracy, **mismatch, **effect, **more})
+    return logs
+
+
+def shown(logs):
+    with redirect_stdout(io.StringIO()) as said:
+        grpo.summarise(logs, "a run")
+    return " ".join(said.getvalue().replace("│", " ").split())
+
+
+def drawn(monkeypatch, plot, *args):
+    """Every line of every panel of a picture, and the entries of its legend."""
+    import matplotlib.pyplot as plt
+
+    kept = []
+    monkeypatch.setattr(plt, "close", kept.append)
+    plot(*args)
+    (figure,) = kept
+    monkeypatch.undo()
+    plt.close(figure)
+    panels = {}
+    for axis in figure.axes:
+        legend = axis.get_legend()
+        entries = [text.get_text() for text in legend.get_texts()] if legend else []
+        panels[axis.get_title()] = (entries, axis.get_lines(), [text.get_text() for text in axis.texts])
+    return panels
+
+
+# -- the recipe ----------------------------------------------------------------------------------------------
+
+
+def test_the_summary_says_what_the_correction_did():
+    said = shown(history())
+    for row in (
+        "size of the update, uncorrected = 1 0.9000",
+        "tokens dropped 0.1000",
+        "tokens damped 0.2500",
+        "tokens amplified 0.0500",
+        "ESS before, share of tokens 0.9700",
+        "ESS after, share of tokens 0.8800",
+        "prompts without advantage 0.1250",
+    ):
+        assert row in said
+    assert "correction none" not in said and "factor on the learning rate" not in said
+    assert "factor on the learning rate 0.5000" in shown(history(lr_scale=0.5))
+
+
+def test_the_summary_of_trls_own_loss_says_so():
+    said = shown(history(corrects=False))
+    assert "correction none: a loss of TRL's own" in said and "tokens dropped" not in said
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+def test_the_picture_has_no_empty_and_no_constant_zero_line(monkeypatch, tmp_path, corrects):
+    panels = drawn(monkeypatch, grpo.plot, history(corrects), tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+    for entries, curves, texts in panels.values():
+        assert len(entries) == len(curves) and bool(curves) != bool(texts)
+        assert all(len(line.get_ydata()) and any(line.get_ydata()) for line in curves)
+    assert panels["mismatch"][0] == ["staleness/abs_mean"]  # the engine's is 0 all the time
+    said = {title: texts for title, (_, _, texts) in panels.items() if texts}
+    effects = ("effect of the correction", "effective sample size")
+    assert said == ({} if corrects else dict.fromkeys(effects, ["no correction: a loss of TRL's own"]))
+
+
+# -- the demo ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logs():
+    return {"trl": history(corrects=False, end=0.3), "minpro": history(), "ctpo": history(end=0.85, size=0.7)}
+
+
+def test_the_table_has_a_word_or_a_number_in_every_cell(logs):
+    table = demo.comparison(logs)
+    columns = [list(column.cells) for column in table.columns]
+    rows = {label: cells for label, *cells in zip(*columns, strict=True)}
+    assert rows["size of the update, uncorrected = 1"] == ["1, always", "0.9000", "0.7000"]
+    assert rows["tokens damped"] == ["none", "0.2500", "0.2500"]
+    assert rows["prompts without advantage"] == ["0.1250"] * 3
+    assert set(grpo.EFFECT.values()) | set(grpo.MISMATCH.values()) <= rows.keys()
+    assert all(cell.strip("- ") for cells in rows.values() for cell in cells)
+    assert table.__rich_measure__(demo.Console(width=200), demo.Console(width=200).options).maximum <= 80
+
+
+def test_a_correction_that_was_not_logged_is_no_lack_of_one(logs):
+    logs["minpro"] = history(corrects=False)
+    with pytest.raises(KeyError, match="multiplier_vs_ratio"):
+        demo.comparison(logs)
+
+
+def test_the_demo_ends_with_sentences_from_the_numbers(logs):
+    said = " ".join(demo.verdict(logs, full=True).split())
+    assert said.count(". ") == 2 and said.endswith(".")
+    for part in (
+        "went from 40% to 30%, with a fall of 60 points",
+        "samples were 16 updates old",
+        "MinPRO ended at 80% and CTPO ended at 85%",
+        "falls were 10 and 5 points",
+        "MinPRO's was 0.90 times as large (10% of the tokens dropped, 25% damped, 5% amplified)",
+        "CTPO's was 0.70 times as large",
+    ):
+        assert part in said, part
+    logs["trl"] = history(corrects=False, end=0.85)
+    assert "the setting shows too little" in demo.verdict(logs, full=True)
+    assert "compare nothing" in demo.verdict(logs, full=False)
+
+
+def test_the_next_commands_are_commands():
+    from offcorr import cli
+
+    commands = [line for line in demo.next_commands().splitlines() if line.startswith("  ")]
+    words = [command.partition("offcorr ")[2].split() for command in commands]
+    assert [word[0] for word in words] == ["train", "methods", "compare"]
+    grpo.TrlParser(grpo.Arguments).parse_args_and_config([*words[0][1:], "--use_cpu", "true"])
+    for rest in words[1:]:
+        cli._parser().parse_args(rest)
+    version = commands[1].split(" methods ")[0].split() + ["--version"]  # the command as it is printed
+    assert subprocess.run(version, capture_output=True, text=True, check=True).stdout.startswith("offcorr ")
+
+
+def test_the_next_commands_where_the_environment_is_not_active(monkeypatch, tmp_path):
+    """As after `make demo`: the shell that reads this does not find ``offcorr`` on its PATH."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "offcorr").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr(demo.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / ".venv"))
+    assert "\n  offcorr methods" in demo.next_commands()
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    assert "\n  .venv/bin/offcorr methods" in demo.next_commands()
+    (tmp_path / ".venv" / "bin" / "offcorr").unlink()
+    assert "\n  .venv/bin/python -m offcorr methods" in demo.next_commands()
+
+
+def test_the_picture_of_the_demo_has_a_line_for_every_legend_entry(monkeypatch, tmp_path, logs):
+    panels = drawn(monkeypatch, demo.plot, logs, tmp_path / "demo.png")
+    assert panels["size of the update, uncorrected = 1"][0] == ["MinPRO", "CTPO"]
+    assert panels["tokens dropped, damped or amplified"][1][0].get_ydata()[0] == pytest.approx(0.1 + 0.25 + 0.05)
+    for entries, curves, texts in panels.values():
+        assert len(entries) == len(curves) and bool(curves) != bool(texts)
+
+
+def test_progress_without_a_terminal(monkeypatch, tmp_path, capsys):
+    """Runs that log an update every tenth of a second, and a line of each at least every 0.2 seconds."""
+    writes = (
+        "import json, pathlib, sys, time\n"
+        "file, logs = pathlib.Path(sys.argv[1], 'history.json'), []\n"
+        "for step in range(1, 9):\n"
+        "    time.sleep(0.1)\n"
+        "    logs.append({'step': step, 'reward': step / 10})\n"
+        "    file.with_suffix('.tmp').write_text(json.dumps(logs))\n"
+        "    file.with_suffix('.tmp').replace(file)\n"
+    )
+
+    def launch(run, folder, steps, seed):
+        folder.mkdir(parents=True)
+        return subprocess.Popen([sys.executable, "-c", writes, str(folder)])
+
+    monkeypatch.setattr(demo, "EVERY", 0.2)
+    monkeypatch.setattr(demo, "launch", launch)
+    runs = {name: demo.RUNS[name] for name in ("minpro", "ctpo")}
+    logs = demo.train_all(runs, tmp_path, 8, 0)
+    assert {name: len(entries) for name, entries in logs.items()} == {"minpro": 8, "ctpo": 8}
+    said = capsys.readouterr().out.splitlines()
+    for title in ("MinPRO", "CTPO"):
+        own = [line for line in said if f"{title}: " in line]
+        assert len(own) >= 2 and own[-1].endswith("update 8 of 8, reward 0.80")
+
+
+@pytest.mark.slow
+def test_the_demo_cut_short(tmp_path):
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / "demo.py"), "--short", "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    first, last = run.stdout.partition("Three runs")[::2]
+    assert "minute" in first and "GB of memory" in first and "update 12 of 12, reward" in last
+    assert "offcorr train --loss_type minpro" in last
+    report = json.loads((tmp_path / "demo.json").read_text())["runs"]
+    assert set(grpo.EFFECT) <= report["minpro"]["means"].keys() and not set(grpo.EFFECT) & report["trl"]["means"].keys()
