@@ -78,11 +78,11 @@ SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
 .venv-trainers: .venv-trainers/installed  ## the same with verl, SkyRL, Tinker, and the sources of prime-rl and slime
 
-# source(repository on GitHub, folder, commit)
+# source(repository on GitHub, folder, commit): without it the tests of this trainer's own code are skipped
 define source
 	git init --quiet $(SOURCES)/$(2)
-	git -C $(SOURCES)/$(2) fetch --quiet --depth 1 https://github.com/$(1).git $(3)
-	git -C $(SOURCES)/$(2) checkout --quiet FETCH_HEAD
+	git -C $(SOURCES)/$(2) fetch --quiet --depth 1 https://github.com/$(1).git $(3) \
+	    && git -C $(SOURCES)/$(2) checkout --quiet FETCH_HEAD || rm -r $(SOURCES)/$(2)
 endef
 
 .venv-trainers/installed: pyproject.toml constraints.txt
@@ -139,7 +139,7 @@ test-trl-min: .venv-trl-min  ## the TRL and rollout tests on the oldest supporte
 	.venv-trl-min/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --nothing-missing -m "not slow" tests/trl tests/rollout
 
 test-integrations: .venv-trainers  ## the adapters for other trainers against the trainers' own losses
-	OFFCORR_PRIME_RL=$(SOURCES)/prime-rl OFFCORR_SLIME=$(SOURCES)/slime \
+	OFFCORR_PRIME_RL=$(wildcard $(SOURCES)/prime-rl) OFFCORR_SLIME=$(wildcard $(SOURCES)/slime) \
 	    .venv-trainers/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integrations
 
 # Every pointwise part and one composition for each kind of span, interpreted and compiled ahead of time.

@@ -78,7 +78,7 @@ def test_refused_methods():
 def theirs():
     """The module prime_rl.trainer.rl.loss of a checkout, with its configuration classes as plain objects."""
     folder = os.environ.get("OFFCORR_PRIME_RL")
-    if folder is None:
+    if not folder:
         pytest.skip("OFFCORR_PRIME_RL names no checkout of prime-rl: `make test-integrations` gets one")
     configs = types.ModuleType("prime_rl.configs.trainer")
     for name in ("CustomLossConfig", "DefaultLossConfig", "IPOLossConfig", "LossConfig"):

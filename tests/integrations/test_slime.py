@@ -85,7 +85,7 @@ def test_sequences_that_are_split_over_ranks_are_noticed():
 
 @pytest.fixture(scope="module")
 def folder():
-    if (named := os.environ.get("OFFCORR_SLIME")) is None:
+    if not (named := os.environ.get("OFFCORR_SLIME")):
         pytest.skip("OFFCORR_SLIME names no checkout of slime: `make test-integrations` gets one")
     return Path(named)
 
