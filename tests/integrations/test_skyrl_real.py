@@ -66,8 +66,9 @@ SHARED = {
     "gspo": "gspo?eps_low=0.1&eps_high=0.28",
     "sapo": "sapo?tau_pos=1.0&tau_neg=1.05",
     "cispo": "cispo?low=0.9&cap=1.28",
+    "rollout_is": "reinforce?weight={'name': 'mask', 'low': 0.9, 'high': 1.28, 'mismatch': 'total'}",
 }
-"""Losses of the same value and gradient (dppo and rollout_is, below: of the same gradient)."""
+"""Losses of the same value and gradient (two more, below: of the same gradient)."""
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -108,12 +109,15 @@ def test_engine_weights_agree(spec, options):
         )
 
 
-def test_dppo_has_the_same_gradient():
-    """Its surrogate is the ratio in SkyRL, sg(ratio) log pi here: other values, one gradient."""
-    ours = adapter.register("dppo?low=0.1&high=0.28&cap=None")
+@pytest.mark.parametrize(
+    "theirs, spec", [("dppo", "dppo?low=0.1&high=0.28&cap=None"), ("importance_sampling", "token_is")]
+)
+def test_the_same_gradient_of_another_value(theirs, spec):
+    """The surrogate is the ratio in SkyRL, sg(ratio) log pi here."""
+    ours = adapter.register(spec)
     for seed in range(4):
         batch = case(seed)
-        one, other = (gradient(called(name, batch, batch.advantages), batch) for name in (ours, "dppo"))
+        one, other = (gradient(called(name, batch, batch.advantages), batch) for name in (ours, theirs))
         torch.testing.assert_close(one, other, rtol=PLACES, atol=PLACES)
 
 

@@ -212,8 +212,9 @@ def test_every_aggregation_of_verl_is_tried():
         config({}, loss_agg_mode="another")
 
 
-def test_importing_verl_is_enough(tmp_path):
-    """The entry point of pyproject.toml, as an installed package has it."""
+@pytest.mark.parametrize("way", ["auto", "none"])
+def test_importing_verl_is_enough(tmp_path, way):
+    """The entry point of pyproject.toml, as an installed package has it; without plugins, an environment variable."""
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["verl.plugins"]
     info = tmp_path / "offcorr_plugin-0.dist-info"
     info.mkdir()
@@ -225,9 +226,10 @@ def test_importing_verl_is_enough(tmp_path):
         "print(get('offcorr:minpro?eps_high=0.28').__module__, get('vanilla').__module__)"
     )
     paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
-    )
+    variables = {"PYTHONPATH": paths, "VERL_USE_EXTERNAL_PLUGINS": way}
+    if way == "none":
+        variables["VERL_USE_EXTERNAL_MODULES"] = "offcorr.integrations.verl_plugin"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | variables)
     assert done.stdout.split() == ["offcorr.integrations.verl", "verl.trainer.ppo.core_algos"], done.stderr
 
 
