@@ -23,8 +23,8 @@ export DS_BUILD_OPS := 0
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-trl-min demo demo-short test test-core test-all test-fast test-doc test-kernels test-trl-min \
-        test-triton test-matrix test-conformance mutate lint format docs docs-site docs-serve clean
+.PHONY: help .venv .venv-trl-min .venv-trainers demo demo-short test test-core test-all test-fast test-doc test-kernels \
+        test-trl-min test-triton test-integrations test-matrix test-conformance mutate lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^# -+ /{sub(/^# -+ /, ""); print "\n" $$0} \
@@ -67,6 +67,34 @@ $(TRITON_ENVS:%=%/installed): .venv-triton-%/installed: pyproject.toml constrain
 	.venv-triton-$*/bin/python -m pip install --quiet triton==$* $(if $(filter 3.6.%,$*),"numpy<2.4")
 	@touch $@
 
+# Other trainers beside the pinned torch.  Their own requirements (other versions of transformers, vLLM, CUDA packages) are
+# left out, since their losses need few of them; these are named.  prime-rl and slime are read from their source.
+TRAINERS := verl==0.9.1 tensordict==0.10.0 skyrl==0.3.0 skyrl-gym==0.4.0 tinker==0.38.0
+OF_TRAINERS := ray==2.60.0 hydra-core==1.3.8 codetiming==1.4.0 pyvers==0.2.3 orjson \
+    loguru func_timeout cloudpathlib cloudpickle aiohttp "httpx[http2]" pyqwest distro sniffio zstandard
+SOURCES := .venv-trainers/source
+PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
+SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515
+
+.venv-trainers: .venv-trainers/installed  ## the same with verl, SkyRL, Tinker, and the sources of prime-rl and slime
+
+# source(repository on GitHub, folder, commit): without it the tests of this trainer's own code are skipped
+define source
+	git init --quiet $(SOURCES)/$(2)
+	git -C $(SOURCES)/$(2) fetch --quiet --depth 1 https://github.com/$(1).git $(3) \
+	    && git -C $(SOURCES)/$(2) checkout --quiet FETCH_HEAD || rm -r $(SOURCES)/$(2)
+endef
+
+.venv-trainers/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-trainers
+	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt torch hatchling editables
+	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable ".[trl,dev]" pandas
+	.venv-trainers/bin/python -m pip install --quiet $(OF_TRAINERS)
+	.venv-trainers/bin/python -m pip install --quiet -c constraints.txt --no-deps torchdata==0.11.0 $(TRAINERS)
+	$(call source,PrimeIntellect-ai/prime-rl,prime-rl,$(PRIME_RL))
+	$(call source,THUDM/slime,slime,$(SLIME))
+	@touch $@
+
 # ------------------------------------------------------------------------- run
 
 demo: .venv  ## train at lag 16 with an int8 sampler: TRL's loss, MinPRO and CTPO side by side
@@ -101,7 +129,7 @@ TRL_SOURCE ?= .trl-source
 test-conformance: .venv  ## TRL's own GRPO tests with this library's trainer, compared with TRL's (fetch TRL's source first)
 	$(BIN)/python tests/trl/conformance/run.py $(TRL_SOURCE) $(CONFORMANCE)
 
-test-all: test-doc test-trl-min test-triton mutate  ## everything: the slow tests, the oldest TRL, other versions of triton
+test-all: test-doc test-trl-min test-triton test-integrations mutate  ## everything: the slow tests, the oldest TRL, other versions of triton
 	$(ALL_TESTS)
 
 mutate: .venv  ## small wrong edits, each of which a test must notice
@@ -109,6 +137,10 @@ mutate: .venv  ## small wrong edits, each of which a test must notice
 
 test-trl-min: .venv-trl-min  ## the TRL and rollout tests on the oldest supported TRL
 	.venv-trl-min/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --nothing-missing -m "not slow" tests/trl tests/rollout
+
+test-integrations: .venv-trainers  ## the adapters for other trainers against the trainers' own losses
+	OFFCORR_PRIME_RL=$(wildcard $(SOURCES)/prime-rl) OFFCORR_SLIME=$(wildcard $(SOURCES)/slime) \
+	    .venv-trainers/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integrations
 
 # Every pointwise part and one composition for each kind of span, interpreted and compiled ahead of time.
 test-triton: $(TRITONS:%=test-triton-%)  ## the kernels on the oldest and newest supported triton
@@ -143,5 +175,5 @@ docs-serve: .venv  ## the documentation site on a local port, rebuilt as the pag
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:  ## remove environments, builds and caches
-	rm -rf .venv .venv-trl-min $(TRITON_ENVS) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-trl-min .venv-trainers $(TRITON_ENVS) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

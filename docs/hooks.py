@@ -38,6 +38,7 @@ ORDER = (
     "offcorr.training",
     "offcorr.trl",
     "offcorr.rollout",
+    "offcorr.integrations",
 )
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

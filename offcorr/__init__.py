@@ -15,6 +15,7 @@ from offcorr.stages import controllers, gates, ops, ratios, rejections, spans, w
 
 if TYPE_CHECKING:
     from offcorr import extras as extras
+    from offcorr import integrations as integrations
     from offcorr import rollout as rollout
     from offcorr import toy as toy
     from offcorr import trl as trl
@@ -51,7 +52,7 @@ __all__ = [
     "weights",
 ]
 
-_ON_FIRST_USE = ("extras", "rollout", "toy", "trl")
+_ON_FIRST_USE = ("extras", "integrations", "rollout", "toy", "trl")
 """Subpackages that `import offcorr` leaves out: most of them need packages that the core does without."""
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for an attribute

@@ -24,6 +24,8 @@ import torch
 
 import offcorr
 from offcorr.correction import Correction
+from offcorr.integrations import HOOKS
+from offcorr.integrations.hook import Hook
 from offcorr.lab import compare
 from offcorr.methods.registry import Method, catalogue, find, resolve, split_spec
 from offcorr.metrics import LOSS, MISMATCH
@@ -75,6 +77,19 @@ def metrics_table() -> Table:
     return rows
 
 
+def trainers_table() -> Table:
+    """One row per method: whether the loss hook of each trainer can carry it, or the reason why not."""
+    return [
+        {"method": _names(method), "TRL": "yes"} | {hook.trainer: _carried(hook, method()) for hook in HOOKS}
+        for method in catalogue()
+    ]
+
+
+def _carried(hook: Hook, loss_fn: Correction) -> str:
+    refusal = hook.refusal(loss_fn)
+    return f"no: {refusal.words}" if refusal else "yes"
+
+
 def short_table() -> Table:
     """One row per metric of the trainers' short log: the question it answers, and when it is logged."""
     return [
@@ -111,10 +126,11 @@ TABLES: dict[str, Callable[[], Table]] = {
     "methods": methods_table,
     "options": options_table,
     "metrics": metrics_table,
+    "trainers": trainers_table,
     "short": short_table,
     "aliases": aliases_table,
 }
-GENERATED = ("docs/methods.md", "docs/metrics.md")
+GENERATED = ("docs/methods.md", "docs/metrics.md", "docs/trainers.md")
 PAGES = "https://github.com/offcorr/offcorr/tree/main/docs"
 
 

@@ -56,6 +56,11 @@ class Accumulator:
         """The numbers that a vector on the host stands for; None where nothing was measured."""
         return (numbers[0],)
 
+    @classmethod
+    def mean(cls, numbers: list[float]) -> tuple[float, float] | None:
+        """(its first value, the weight of that in a mean over micro-batches); None where a mean of it is wrong."""
+        return None
+
     def merge(self: Self, other: Self) -> Self:
         """Both together."""
         return dataclasses.replace(self, vector=self.merged(self.vector, other.vector))
@@ -88,6 +93,11 @@ class Mean(Accumulator):
         """Their mean."""
         return (numbers[0] / numbers[1],) if numbers[1] else None
 
+    @classmethod
+    def mean(cls, numbers: list[float]) -> tuple[float, float] | None:
+        """(their mean, their number)."""
+        return (numbers[0] / numbers[1], numbers[1]) if numbers[1] else None
+
 
 class Moments(Accumulator):
     """(sum, sum of squares, number of values) of values >= 0."""
@@ -101,6 +111,11 @@ class Moments(Accumulator):
         if not n:
             return None
         return total / n, total / n * total / squares if squares else 0.0
+
+    @classmethod
+    def mean(cls, numbers: list[float]) -> tuple[float, float] | None:
+        """(their mean, their number)."""
+        return (numbers[0] / numbers[2], numbers[2]) if numbers[2] else None
 
 
 class Max(Accumulator):
@@ -173,6 +188,12 @@ class LogSumExp(Accumulator):
             max(finite_exp(2 * largest + math.log(second / n)) - 1, 0.0),  # a sample's may be below
             first * first / (n * second),
         )
+
+    @classmethod
+    def mean(cls, numbers: list[float]) -> tuple[float, float] | None:
+        """(mean of e^x, number of x)."""
+        values = cls.values(numbers)
+        return (values[0], numbers[3]) if values else None
 
 
 class Histogram(Accumulator):
@@ -271,6 +292,8 @@ LOSS = (
 """c is the factor on a token's advantage A in the gradient, weight included: dL/dlogp = -c A / Z, but for the
 weight of the row.  r = e^(logp - old_logp), limited to e^(+-20), is what c is in the uncorrected update."""
 
+NONFINITE = "offcorr/loss/nonfinite"
+
 CONTROL = "offcorr/control/"
 """Prefix of the numbers of resolved controllers, which are named by ``Controller.logged``."""
 
@@ -335,13 +358,27 @@ class Metrics:
             # A histogram knows a quantile to the upper edge of its bin, which may lie above the largest value.
             largest = result.get(name.removesuffix("p99") + "max", math.inf)
             result[name] = min(result[name], largest)
-        if result.get("offcorr/loss/nonfinite"):
-            warnings.warn(
-                f"{result['offcorr/loss/nonfinite']:.0f} valid tokens gave no finite number to train on (NaN or "
-                "infinity in logp, old_logp or advantages); their loss and gradient were set to 0. strict=True raises",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        _warn_of_nonfinite(result.get(NONFINITE, 0.0))
+        return result
+
+    def means(self) -> dict[str, tuple[float, float]]:
+        """(value, weight) of each metric that is a mean, by one transfer to the host: for trainers that average.
+
+        The mean of the values over micro-batches and ranks, by their weights, is the value of the whole; without the
+        weights it is so where every part has as many tokens.  Maxima, percentiles, effective sample sizes,
+        chi-squares and counts are left out, because a mean of them is another number.
+
+        >>> import torch
+        >>> Metrics({"offcorr/loss/kept": Mean(torch.tensor([3.0, 4.0])), "top": Max(torch.tensor([3.0]))}).means()
+        {'offcorr/loss/kept': (0.75, 4.0)}
+        """
+        result: dict[str, tuple[float, float]] = {}
+        for name, accumulator, numbers in self._split(self.pack().tolist()):
+            if name == NONFINITE:
+                _warn_of_nonfinite(numbers[0])
+            if known := accumulator.mean(numbers):
+                prefix = name[: name.rfind("/") + 1]
+                result[prefix + accumulator.outputs[0] if accumulator.outputs else name] = known
         return result
 
     @property
@@ -353,6 +390,16 @@ class Metrics:
         for name, accumulator in self.data.items():
             yield name, accumulator, host[start : start + accumulator.size]
             start += accumulator.size
+
+
+def _warn_of_nonfinite(tokens: float) -> None:
+    if tokens:
+        warnings.warn(
+            f"{tokens:.0f} valid tokens gave no finite number to train on (NaN or infinity in logp, old_logp or "
+            "advantages); their loss and gradient were set to 0. strict=True raises",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _merged_packed(layout: tuple[tuple[str, type[Accumulator]], ...], a: Tensor, b: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ from collections.abc import Iterable
 __all__ = ["require"]
 
 
-def require(purpose: str, packages: Iterable[str], extra: str) -> None:
+def require(purpose: str, packages: Iterable[str], *, extra: str = "", install: str = "") -> None:
     """Checks that ``packages`` are installed; each is a distribution's name, or a name and a version: "trl>=1.9.2".
 
     Args:
         purpose: what needs them, the subject of the error's sentence.
         extra: the extra of offcorr that installs them.
+        install: the command that installs them, where no extra does.
 
     Raises:
         ModuleNotFoundError: a package is missing.
@@ -35,7 +36,7 @@ def require(purpose: str, packages: Iterable[str], extra: str) -> None:
             missing.append((name, module))
         elif wanted and (found := _version(name)) and _numbers(found) < _numbers(wanted):
             old.append((package, f"{name} {wanted} or later, but {name} {found} is installed"))
-    install = f'pip install "offcorr[{extra}]"'
+    install = install or f'pip install "offcorr[{extra}]"'
     if missing:
         names = ", ".join(name for name, _ in missing)
         raise ModuleNotFoundError(f"{purpose} needs {names}, not installed here: {install}", name=missing[0][1])

@@ -600,6 +600,28 @@ MUTATIONS = [
         "if blocks[-1] and sum",
         "tests/lab/test_compare.py::test_the_table_folds_to_the_width",
     ),
+    *(
+        Mutation(what, f"offcorr/integrations/{module}.py", right, wrong, f"tests/integrations/test_{module}.py")
+        for what, module, right, wrong in (
+            ("verl: local instead of global denominator", "verl", "number = of_batch.get(name)", "number = None"),
+            ("verl: the number of ranks is left out", "verl", "return out.loss * ranks,", "return out.loss,"),
+            (
+                "verl: the engine's log-probs on the wrong side",
+                "verl",
+                "old_logp - ratio.log()",
+                "old_logp + ratio.log()",
+            ),
+            ("SkyRL: the engine's log-probs are dropped", "skyrl", "rollout_logp=rollout_logprobs,", ""),
+            (
+                "prime-rl: loss weights are dropped",
+                "prime_rl",
+                "weight=None if weights is None else weights[None],",
+                "",
+            ),
+            ("slime: rejections are dropped", "slime", "reject=whole.reject,", ""),
+            ("Tinker: the current log-probs as anchor", "tinker", "old_logp=sampled,", ""),
+        )
+    ),
 ]
 
 

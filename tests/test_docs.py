@@ -193,14 +193,13 @@ def test_links_lead_somewhere(page):
 
 # ----------------------------------------------------------------------------------- names and files on the pages
 
-NOT_YET = {"offcorr/integrations/NAME.py"}
 CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which says what things were called before
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_files_on_the_pages_exist(page):
     named = set(re.findall(r"`((?:offcorr|tests|recipes|benchmarks)/[\w./]*(?:\.\w+|/))`", page.read_text()))
-    for name in named - NOT_YET:
+    for name in named:
         name = name.replace("NAME.py", "__init__.py")
         assert (ROOT / name).exists(), f"{page.name} names {name}"
 

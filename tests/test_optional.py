@@ -26,6 +26,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         ("trl", "GRPOConfig", ("trl", "transformers", "accelerate", "datasets")),
         ("toy", "model_path", ("transformers", "datasets", "reasoning_gym", "rich")),
         ("extras", "CHORD", ()),
+        ("integrations", "HOOKS", ()),
     ],
 )
 def test_an_attribute_on_first_use(name, attribute, needs):
@@ -52,6 +53,23 @@ def test_a_missing_package_is_named_with_what_installs_it(statement, missing, ex
     said = done.stderr.splitlines()[-1]
     assert said.startswith("ModuleNotFoundError: offcorr.") and f'pip install "offcorr[{extra}]"' in said, done.stderr
     assert missing.replace("_", "-") in said
+
+
+@pytest.mark.parametrize(
+    "statement, missing, install",
+    [
+        ("verl.register()", "verl", "pip install verl"),
+        ("skyrl.register('minpro')", "skyrl", 'pip install "skyrl[skyrl-train]"'),
+    ],
+)
+def test_a_missing_trainer_is_named_with_what_installs_it(statement, missing, install):
+    done = python(
+        f"import sys; sys.modules[{missing!r}] = None\nfrom offcorr.integrations import {missing}\n{statement}"
+    )
+    said = done.stderr.splitlines()[-1]
+    assert said == (
+        f"ModuleNotFoundError: offcorr.integrations.{missing}.register() needs {missing}, not installed here: {install}"
+    )
 
 
 def test_an_old_version_is_named(monkeypatch):

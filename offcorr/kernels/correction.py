@@ -546,6 +546,7 @@ def correction(
         tally = metrics.loss_step(
             tally,
             block.mask,
+            block.trainable,
             loss,
             held_back,
             truncated,
@@ -563,7 +564,9 @@ def correction(
             metered = put(metered, k, metrics.mismatch_step(metered[k], d, compared, buffers.edges))
 
     entry_ptr = buffers.partials + entry.to(tl.int64) * PLAN.entry_size
-    metrics.loss_store(tally, entry_ptr, PLAN.divides_by == "kept" and not PLAN.split)
+    trainable_tokens, unscored_tokens = metrics.loss_store(
+        tally, entry_ptr, PLAN.divides_by == "kept" and not PLAN.split
+    )
     if len(PLAN.series) > 0:
         # The row's first valid token once more, in every lane.
         index = tl.arange(0, BLOCK) * 0 + row.length - tl.max(before_end, 0)
@@ -572,5 +575,9 @@ def correction(
             d, compared = log_ratio_of(block, PLAN, k)
             first_token = tl.max(tl.where(compared, tl.abs(d), -1.0), 0)
             first_token = tl.where(count_before > 0, -1.0, first_token)
-            metrics.mismatch_store(metered[k], first_token, entry_ptr + metrics.WIDE + k * metrics.SERIES_SIZE)
+            compared_tokens = trainable_tokens
+            if PLAN.series[k][0] != 0:
+                compared_tokens = trainable_tokens - unscored_tokens
+            series_ptr = entry_ptr + metrics.WIDE + k * metrics.SERIES_SIZE
+            metrics.mismatch_store(metered[k], compared_tokens.to(tl.float32), first_token, series_ptr)
     metrics.merge(buffers, entry, entries, group, rows, PLAN)

@@ -17,9 +17,9 @@ nonnegative_kl = for_triton(pointwise.nonnegative_kl)
 LOSS_COLUMNS = (
     # sums; c and ratio of the tokens with an advantage
     *("loss", "clipped", "weight", "c", "c_squared", "ratio", "ratio_squared"),
-    # numbers of tokens; the last three of those with an advantage
+    # numbers of tokens; "dropped" to "amplified" of those with an advantage
     *("kept", "truncated", "vetoed", "zero", "unscored", "nonfinite", "valid", "advantaged"),
-    *("dropped", "damped", "amplified"),
+    *("dropped", "damped", "amplified", "trainable"),
     # what follows from them; "rows": those that count where only what is kept does
     *("rejected", "no_advantage", "rows"),
 )
@@ -49,9 +49,9 @@ def entry_size(series: int) -> int:
     return int(WIDE) + series * int(SERIES_SIZE)
 
 
-LOSS, KEPT, VALID, ADVANTAGED, REJECTED, NO_ADVANTAGE, ROWS = (
+LOSS, KEPT, UNSCORED, VALID, ADVANTAGED, TRAINABLE, REJECTED, NO_ADVANTAGE, ROWS = (
     tl.constexpr(LOSS_COLUMNS.index(name))
-    for name in ("loss", "kept", "valid", "advantaged", "rejected", "no_advantage", "rows")
+    for name in ("loss", "kept", "unscored", "valid", "advantaged", "trainable", "rejected", "no_advantage", "rows")
 )
 ABS, SEEN, K1, K3, FIRST_TOKEN, FIRST_SEEN, PRESENT, MAX, TOP, _, _, SEQ, _, _, PPL, _, _ = map(
     tl.constexpr, range(len(MISMATCH_COLUMNS))
@@ -94,13 +94,13 @@ def later(last, index):
 @triton.jit
 def mismatch_start(BLOCK: tl.constexpr):
     zeros = tl.zeros([BLOCK // FOLD], tl.float32)
-    return zeros, zeros, zeros, zeros, zeros, tl.max(zeros, 0) + _NOTHING, zeros, zeros, tl.zeros([128], tl.int32)
+    return zeros, zeros, zeros, zeros, tl.max(zeros, 0) + _NOTHING, zeros, zeros, tl.zeros([128], tl.int32)
 
 
 @triton.jit
 def mismatch_step(state, d, seen, edges_ptr):
     """One block of unclamped log-ratios."""
-    size_sum, count, largest, k1, k3, top, moment, second, bins = state
+    size_sum, largest, k1, k3, top, moment, second, bins = state
 
     # The nearest of the 63 edges, far apart: one comparison settles the bin.
     size = tl.abs(d)
@@ -116,7 +116,6 @@ def mismatch_step(state, d, seen, edges_ptr):
     scaled = tl.where(seen, tl.exp(d - new_top), 0.0)
     return (
         size_sum + _folded(size),
-        count + _folded(tl.where(seen, 1.0, 0.0)),
         tl.maximum(largest, _folded_max(size)),
         k1 - _folded(d),
         k3 + _folded(nonnegative_kl(d)),
@@ -128,17 +127,17 @@ def mismatch_step(state, d, seen, edges_ptr):
 
 
 @triton.jit
-def _added_but_the_third(a, b, c, d, e, f, g, a2, b2, c2, d2, e2, f2, g2):
-    return a + a2, b + b2, tl.maximum(c, c2), d + d2, e + e2, f + f2, g + g2
+def _added_but_the_second(a, b, c, d, e, f, a2, b2, c2, d2, e2, f2):
+    return a + a2, tl.maximum(b, b2), c + c2, d + d2, e + e2, f + f2
 
 
 @triton.jit
-def mismatch_store(state, first, series_ptr):
-    """``first``: |d| at the row's first valid token, below 0 where there is none to compare."""
-    size_sum, count, largest, k1, k3, top, moment, second, bins = state
+def mismatch_store(state, seen, first, series_ptr):
+    """``seen``: tokens compared; ``first``: |d| at the row's first valid token, below 0 where it is not compared."""
+    size_sum, largest, k1, k3, top, moment, second, bins = state
     # The sum over the row is an exponent, so that its rounding would be a relative error.
-    size_sum, seen, largest, minus_d, k3, moment, second = tl.reduce(
-        (size_sum, count, largest, k1.to(tl.float64), k3, moment, second), 0, _added_but_the_third
+    size_sum, largest, minus_d, k3, moment, second = tl.reduce(
+        (size_sum, largest, k1.to(tl.float64), k3, moment, second), 0, _added_but_the_second
     )
     column = tl.arange(0, SERIES_WIDE)
     numbers = tl.where(column == ABS, size_sum, 0.0)
@@ -186,7 +185,20 @@ def _pair(first, second):
 
 @triton.jit
 def loss_step(
-    state, mask, loss, held_back, truncated, kept, vetoed, weight, coefficient, unscored, nonfinite, advantaged, change
+    state,
+    mask,
+    trainable,
+    loss,
+    held_back,
+    truncated,
+    kept,
+    vetoed,
+    weight,
+    coefficient,
+    unscored,
+    nonfinite,
+    advantaged,
+    change,
 ):
     """One block of tokens; ``change``: (c, damped, amplified, plain ratio), 0 where there is no advantage."""
     total, clipped, weights, cs, squared_cs, ratios, squared_ratios, keeps, vetoes, blind, valid, drops, rises = state
@@ -204,39 +216,43 @@ def loss_step(
         blind + _pair(mask & unscored, mask & nonfinite),
         valid + _pair(mask, advantaged),
         drops + _pair(advantaged & (c == 0), damped),
-        rises + _pair(amplified, amplified),
+        rises + _pair(amplified, trainable),
     )
 
 
 # fmt: off
 @triton.jit
 def _all_added(
-    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q, r, s,
-    a2, b2, c2, d2, e2, f2, g2, h2, i2, j2, k2, m2, n2, o2, p2, q2, r2, s2,
+    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q, r, s, t,
+    a2, b2, c2, d2, e2, f2, g2, h2, i2, j2, k2, m2, n2, o2, p2, q2, r2, s2, t2,
 ):
     return (
         a + a2, b + b2, c + c2, d + d2, e + e2, f + f2, g + g2, h + h2, i + i2,
-        j + j2, k + k2, m + m2, n + n2, o + o2, p + p2, q + q2, r + r2, s + s2,
+        j + j2, k + k2, m + m2, n + n2, o + o2, p + p2, q + q2, r + r2, s + s2, t + t2,
     )
 # fmt: on
 
 
 @triton.jit
 def loss_store(state, entry_ptr, DIVIDES: tl.constexpr):
-    """``DIVIDES``: the loss is divided by how many of its row's tokens were kept (see ``merge``)."""
+    """Returns the number of trainable tokens and of those that the engine could not score.
+
+    ``DIVIDES``: the loss is divided by how many of its row's tokens were kept (see ``merge``).
+    """
     numbers_of = state[:7]
     for k in tl.static_range(7, 13):
         numbers_of = numbers_of + (state[k] & 65535, (state[k] >> 16) & 65535)
     # All of them together: a reduction by itself is as long a wait as one of many.
-    sums = tl.reduce(numbers_of[:18], 0, _all_added)
+    sums = tl.reduce(numbers_of, 0, _all_added)
     column = tl.arange(0, WIDE)
     numbers = tl.zeros([WIDE], tl.float32)
-    for k in tl.static_range(18):
+    for k in tl.static_range(19):
         numbers = tl.where(column == k, sums[k].to(tl.float32), numbers)
     numbers = tl.where(column == REJECTED, (sums[VALID] - sums[KEPT]).to(tl.float32), numbers)
     numbers = tl.where(column == NO_ADVANTAGE, (sums[VALID] - sums[ADVANTAGED]).to(tl.float32), numbers)
     numbers = _of_a_rows_loss(numbers, sums[KEPT].to(tl.float32), sums[VALID].to(tl.float32), DIVIDES)
     tl.store(entry_ptr + column, numbers)
+    return sums[TRAINABLE], sums[UNSCORED]
 
 
 @triton.jit
