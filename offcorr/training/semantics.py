@@ -84,7 +84,7 @@ class Semantics:
 
     @property
     def mend(self) -> str:
-        """What to change; empty where nothing is wrong."""
+        """The change to make; empty where nothing is wrong."""
         return MENDS[self.kind]
 
     @property
