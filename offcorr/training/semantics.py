@@ -264,8 +264,8 @@ def _power(t: Tensor, d: Tensor, h: Tensor | None) -> tuple[Estimate, float]:
     within, without = _robust_fit(context, t)[1], _robust_fit(context, d)[1]
     slope, residual, weights = _robust_fit(torch.cat([t[:, None], context], 1), d)
     error = (within * residual * weights).square().sum().sqrt() / (within.square() * weights).sum()
-    spread = without.abs().mean().clamp(min=1e-12)
-    return Estimate(1 - slope[0].item(), error.item()), 1 - (residual.abs().mean() / spread).item() ** 2
+    left, spread = ((values.abs() * weights).mean() for values in (residual, without))
+    return Estimate(1 - slope[0].item(), error.item()), 1 - (left / spread.clamp(min=1e-12)).item() ** 2
 
 
 def _robust_fit(columns: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

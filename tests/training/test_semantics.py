@@ -169,6 +169,15 @@ def test_one_number_for_every_token():
     assert result.kind == "differs" and "the log-prob 0 for every token" in result.sentence
 
 
+@pytest.mark.parametrize("placeholder", [-20.0, -1.0])
+def test_a_few_placeholders_hide_no_temperature(placeholder):
+    for seed in range(10):
+        logp, rollout_logp, mask, entropy = sampled(seed, temperature=0.7)
+        rollout_logp[:, 5] = placeholder  # 16 of 512 tokens
+        result = logprob_semantics(logp, rollout_logp, mask, entropy=entropy)
+        assert result.kind in ("temperature", "raw") and result.temperature.value == pytest.approx(0.7, abs=0.05)
+
+
 def test_too_little_to_tell():
     assert found(sizes=(2, 10), temperature=0.5).kind == "unknown"
     certain = torch.full((16, 32), -0.001)
@@ -195,7 +204,12 @@ def test_nothing_under_the_mask_and_nothing_unscored_counts():
     logp, rollout_logp, mask, entropy = sampled(top_p=0.9)
     wanted = logprob_semantics(logp[:, :24], rollout_logp[:, :24], mask[:, :24], entropy=entropy[:, :24])
     mask[:, 28:] = False
-    logp[:, 28:], entropy[:, 28:], rollout_logp[:, 24:28], rollout_logp[:, 28:] = torch.nan, torch.inf, torch.nan, -1e9
+    logp[:, 28:30], entropy[:, 28:30], rollout_logp[:, 24:28], rollout_logp[:, 28:] = (
+        torch.nan,
+        torch.inf,
+        torch.nan,
+        -9.0,
+    )
     assert logprob_semantics(logp, rollout_logp, mask, entropy=entropy) == wanted
 
 
