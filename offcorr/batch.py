@@ -240,8 +240,10 @@ class Batch:
             if most is not None:
                 torch._assert_async(~short, f"max_seqlen is {most}, which a sequence of cu_seqlens is longer than")
         elif not rises:
+            falls = (ends.diff() < 0).nonzero()
+            where = f" and falls at {int(falls[0]) + 1}" if len(falls) else ""
             raise ValueError(
-                f"cu_seqlens goes from {int(ends[0])} to {int(ends[-1])}, expected to rise "
+                f"cu_seqlens goes from {int(ends[0])} to {int(ends[-1])}{where}, expected to rise "
                 f"from 0 to {tokens}, the number of tokens in logp"
             )
         elif short:
@@ -366,6 +368,10 @@ class Tokens:
         if mismatch not in self._log_ratios:
             if mismatch not in get_args(Mismatch):
                 raise ValueError(f"mismatch is {mismatch!r}{one_of(mismatch, get_args(Mismatch))}")
+            if mismatch == "engine" and self.batch.rollout_logp is None:
+                raise ValueError(
+                    "rollout_logp is None, but log_ratio('engine') compares with it; a stage names it in needs"
+                )
             first = self.old_logp if mismatch == "engine" else self.logp.detach()
             second = self.old_logp if mismatch == "staleness" else self.rollout_logp
             compared = self.trainable if mismatch == "staleness" else self.scored

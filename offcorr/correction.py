@@ -19,7 +19,7 @@ from offcorr.shapes import Scalar
 from offcorr.stages import pointwise, reference
 from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, check_denominator, own_total, row_constant
 from offcorr.stages.base import Controller, Number, Plan, Stage, plain
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import one_of, warn_once
 from offcorr.stages.gates import Clip, Gate
 from offcorr.stages.ratios import Ratio, Token
 from offcorr.stages.rejections import Rejection
@@ -120,6 +120,10 @@ class Correction:
                     f"ratio {self.ratio!r} does not depend on logp, so gate {gate!r} would have no gradient; "
                     "use gates.DetachedRatio() or a weight"
                 )
+        for controller in self.controllers.values():
+            if controller.couples not in COUPLES:
+                what = f"{type(controller).__name__}.couples is {controller.couples!r}"
+                raise ValueError(f"{what}{one_of(controller.couples, COUPLES)}")
         for name in ("count_rejected", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected True or False")
@@ -291,6 +295,8 @@ class Correction:
         return {}
 
     def _check(self, batch: Batch, denominator: float | Tensor | None) -> None:
+        if not isinstance(batch, Batch):
+            raise TypeError(f"batch is a {type(batch).__name__}, expected an offcorr.Batch")
         for name in self.needs:
             if name != "old_logp" and getattr(batch, name) is None:
                 users = [repr(stage) for stage in self.stages.values() if name in _needed_by(stage)]
@@ -338,6 +344,9 @@ class Correction:
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Correction) if f.name != "origin")
 """The fields that say what a correction does; they may stand in its configuration."""
+
+COUPLES = ("batch", "group")
+"""The sequences that may share the statistics of a controller."""
 
 _KINDS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
 

@@ -76,6 +76,7 @@ def check_kernel(method: Any, device: torch.device | str = "cpu") -> float:
 
     Raises:
         AssertionError: the two differ by more than rounding, or the correction does not run in the kernel.
+        RuntimeError: ``device`` is a CPU, and ``TRITON_INTERPRET=1`` is not set.
     """
     loss_fn, _ = _resolve(method)
     largest = 0.0

@@ -44,7 +44,7 @@ def test_refused(fields, error, message):
     [
         ([0, 3], "cu_seqlens goes from 0 to 3, expected to rise from 0 to 5"),
         ([1, 5], "cu_seqlens goes from 1 to 5"),
-        ([0, 4, 2, 5], "expected to rise"),
+        ([0, 4, 2, 5], "cu_seqlens goes from 0 to 5 and falls at 2, expected to rise"),
     ],
 )
 def test_refused_packed(ends, message):

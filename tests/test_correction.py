@@ -294,3 +294,41 @@ def test_a_warning_points_at_the_caller(heard):
     with pytest.warns(UserWarning, match="padded width") as seen:
         offcorr.get("ppo", aggregate="seq-mean-token-sum-norm")(testing.example())
     assert not seen[0].filename.startswith(str(Path(offcorr.__file__).parent))
+
+
+@dataclasses.dataclass(frozen=True)
+class OfRows(offcorr.controllers.Controller):
+    becomes, couples = "gate", "rows"
+
+    def statistics(self, tokens):
+        return Sums(tokens.logp.sum())
+
+    def resolve(self, statistics):
+        return offcorr.gates.Clip()
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: offcorr.get("ppo")(torch.zeros(2, 3)), TypeError, "batch is a Tensor, expected an offcorr.Batch"),
+        (
+            lambda: offcorr.get("ppo")(testing.example(), denominator="3"),
+            ValueError,
+            "denominator is '3', expected a pos",
+        ),
+        (
+            lambda: offcorr.from_config({"method": "ppo", "gate": {"name": "clip"}}),
+            ValueError,
+            "gate is given beside method 'ppo', whose own it is: write method 'custom'",
+        ),
+        (lambda: offcorr.Correction(gate=OfRows()), ValueError, "OfRows.couples is 'rows', expected one of"),
+        (
+            lambda: dataclasses.replace(testing.example(), rollout_logp=None).tokens.log_ratio("engine"),
+            ValueError,
+            "rollout_logp is None, but log_ratio",
+        ),
+    ],
+)
+def test_what_cannot_be_meant(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()

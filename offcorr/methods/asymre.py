@@ -96,7 +96,8 @@ class _Centred(gates.Gate):
     paper="2506.20520",
     provenance="framework code (Trinity-RFT)",
     on_policy=False,
-    notes="needs rewards and group_ids and does not use advantages; delta_v = -.1 is Trinity-RFT's default",
+    notes="needs rewards and group_ids and does not use advantages, so that c is not 1 on-policy; delta_v = -.1 is "
+    "Trinity-RFT's default",
 )
 def asymre(delta_v: float = -0.1) -> Correction:
     """Surrogate (R - V - delta_v) log pi; needs ``Batch.rewards`` and ``Batch.group_ids``.

@@ -3,7 +3,7 @@
     dL/dlogp_t = -c_t A_t / Z,    P_t = prod_{s <= t} r_s
     c_t = P_t, unless P_t is outside [exp(-log_low t^power), exp(log_high t^power)] on the side that the advantage
           pushes towards (above for A_t > 0, below for A_t < 0): then 0
-    c_t = 0 also for A_t < 0 and P_t > exp(log_dual t^power)
+    c_t = 0 also for A_t < 0 and P_t > exp(log_dual t^power);  log_dual is log_high unless given
 
 r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; t counts valid tokens from 1; A_t is the advantage and Z
 the denominator of the aggregation. log P_t is capped at 10.
@@ -22,7 +22,7 @@ from offcorr.stages import gates, ratios
 @register(
     "ctpo",
     multiplier="P, the prefix ratio; 0 where clipped (above exp(log_high t^power) for A > 0; below exp(-log_low "
-    "t^power) or above exp(log_dual t^power) for A < 0)",
+    "t^power) or above exp(log_dual t^power) for A < 0), log_dual = log_high unless given",
     paper="2605.07331",
     provenance="official code",
     notes="the authors' script adds a sequence weight truncated at 5",

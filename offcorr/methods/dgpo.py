@@ -1,4 +1,4 @@
-"""DGPO: a clip whose gradient decays outside the bounds instead of dropping to 0.
+"""DGPO: a clip outside whose bounds c / r decays instead of dropping to 0.
 
     dL/dlogp_t = -c_t A_t / Z,    L = 1 - eps_low,  U = 1 + eps_high
 

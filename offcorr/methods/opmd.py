@@ -56,7 +56,7 @@ class ScaledScore(gates.Gate):
     paper="2505.17826 (Trinity-RFT)",
     provenance="official code",
     on_policy=False,
-    notes="Kimi's online policy mirror descent is a different loss: see kimi",
+    notes="on-policy c is 1 / (1 + tau), not 1; Kimi's online policy mirror descent is a different loss: see kimi",
 )
 def opmd(tau: float = 1.0) -> Correction:
     """Surrogate A log pi / (1 + tau).

@@ -246,6 +246,10 @@ def from_config(config: Mapping[str, Any]) -> Correction:
         raise ValueError(f"config is {config!r}, expected a mapping with a 'method'")
     options = dict(config)
     name = options.pop("method")
+    if name != "custom" and (stages := sorted({"ratio", "gate"} & options.keys())):
+        raise ValueError(
+            f"{stages[0]} is given beside method {name!r}, whose own it is: write method 'custom' to compose stages"
+        )
     _discover()  # some stages are defined in the file of the only method that uses them
     if name != "custom":
         return resolve(name, **options)

@@ -87,5 +87,7 @@ def check_denominator(denominator: float | Tensor) -> None:
             raise ValueError(f"denominator has shape {tuple(denominator.shape)}, expected a number")
         if denominator.is_cuda:
             return
+    elif not isinstance(denominator, int | float) or isinstance(denominator, bool):
+        raise ValueError(f"denominator is {denominator!r}, expected a positive number of tokens or sequences")
     if not float(denominator) > 0 or float(denominator) == float("inf"):
         raise ValueError(f"denominator is {denominator!r}, expected a positive number of tokens or sequences")

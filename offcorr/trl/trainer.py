@@ -450,10 +450,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         window = self.args.steps_per_generation * self.num_iterations
         if self.args.gradient_accumulation_steps % window == 0:
             self._warned_idle = True
+            chosen = getattr(self.args, "anchor", None) == "recomputed"
+            lacking = "anchor='recomputed' takes none" if chosen else "there are no log-probs"
             warn_on_main(
                 self,
                 f"every staleness ratio of {self.correction_step.correction.method!r} will be 1, whatever the lag: "
-                "there are no log-probs of the weights that sampled, and each generation is used for one optimizer "
+                f"{lacking} of the weights that sampled, and each generation is used for one optimizer "
                 "step, so old_logp is logp. Sample with offcorr.rollout.OffPolicy (anchor='snapshot'), take "
                 "anchor='rollout' where the engine reports log-probs, or take more optimizer steps per generation "
                 "(num_iterations, steps_per_generation)",
