@@ -84,7 +84,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._sampled: dict[str, list] = {}
         self._groups_made = 0
         self._sampler: Any = None
-        self._warned_idle = self._reported = False
+        self._warned_idle = self._warned_unscored = self._reported = False
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self._corrects:
             self._check_sources(self.args, self.rollout_func)

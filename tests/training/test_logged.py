@@ -85,7 +85,7 @@ def test_an_evaluation_is_logged_without_what_is_constant(choice):
 def test_the_standard_deviation_of_the_engine_ratio(size):
     """Also where the mean ratio is below 1, so that chi2, which is at least 0, says nothing of the variance."""
     d = (size * torch.randn(4, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)) - size
-    logp = torch.full_like(d, -2.0)
+    logp = torch.full_like(d, -9.0)
     step = Step()
     everything = torch.ones(4, 50).bool()
     batch = offcorr.Batch(logp=logp, old_logp=logp, rollout_logp=logp - d, advantages=torch.ones(4), mask=everything)

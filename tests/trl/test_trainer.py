@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import textwrap
 import warnings
 
@@ -243,6 +244,27 @@ def test_the_anchor_in_force_is_said_once(make_trainer, replay, caplog, keys, se
     said = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
     assert said == ([] if line is None else [f"offcorr: {line}"])
     assert repr(trainer.anchor) == anchor and f"anchor={anchor}" in repr(trainer.correction_step)
+
+
+@pytest.mark.parametrize("settings", [dict(loss_type="minpro", anchor="rollout"), dict(loss_type="tis"), dict()])
+@pytest.mark.parametrize("engine", ["nothing", "some"])
+@pytest.mark.filterwarnings("ignore:every staleness ratio")
+def test_an_engine_that_scored_nothing_is_said_once(make_trainer, replay, series, settings, engine):
+    inner = replay("old_logp")
+
+    def rollout_func(prompts, trainer):
+        output = inner(prompts, trainer)
+        scored = 1 if engine == "some" else 0
+        logprobs = [[*row[:scored], *[math.nan] * (len(row) - scored)] for row in output["logprobs"]]
+        return output | {"logprobs": logprobs}
+
+    trainer = make_trainer(rollout_func=rollout_func, max_steps=2, log_metrics="short", **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [w for w in caught if "not one since the last log is a finite number" in str(w.message)]
+    assert len(said) == (engine == "nothing") and all("rollout_func" in str(w.message) for w in said)
+    assert len(series(trainer, "offcorr/loss/unscored")) == 2
 
 
 @pytest.mark.parametrize("anchor", ["snapshot", "rollout", "recomputed"])
