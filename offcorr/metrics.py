@@ -427,14 +427,6 @@ def _mismatch_vectors(d: Tensor, seen: Tensor, first: TokenMask) -> dict[str, Te
     }
 
 
-@torch.no_grad()
-def unscored(tokens: Tokens) -> Tensor:
-    """[1], the number of valid tokens whose log-prob the engine reported as no finite number."""
-    if tokens.batch.rollout_logp is None:
-        return torch.zeros(1, dtype=torch.float64, device=tokens.logp.device)
-    return (tokens.trainable & ~tokens.scored).sum(dtype=torch.float64).reshape(1)
-
-
 def loss_metrics(
     tokens: Tokens,
     *,
@@ -480,7 +472,7 @@ def loss_metrics(
         "after": torch.stack([cs, squared_cs, number]),
         "before": torch.stack([rs, squared_rs, number]),
         "multiplier_vs_ratio": torch.stack([cs, rs]),
-        "unscored": unscored(tokens),
+        "unscored": tokens.unscored.sum(dtype=torch.float64).reshape(1),
         "nonfinite": counts[4].reshape(1),
         "skipped": torch.stack([torch.zeros_like(n), n.new_full((), len(mask))]),
     }

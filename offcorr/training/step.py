@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
-from offcorr.metrics import Count, Gather, Mean, Metrics, measure, unscored
+from offcorr.metrics import Count, Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.training.anchors import Anchor, Rollout, Score, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
@@ -303,7 +303,8 @@ class Step:
     ) -> None:
         """Measure a micro-batch whose loss is computed elsewhere; arguments as in ``loss``."""
         if metrics is None:
-            metrics = Metrics({**measure(batch).data, UNSCORED: Count(unscored(batch.tokens))})
+            unscored = batch.tokens.unscored.sum(dtype=torch.float64).reshape(1)
+            metrics = Metrics({**measure(batch).data, UNSCORED: Count(unscored)})
         self.add(self._complete(metrics, batch))
         self.in_progress = self._train and not last
         if not self._train or self.ess_lr is None:
