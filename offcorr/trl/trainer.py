@@ -8,7 +8,7 @@ these two need.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -74,6 +74,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         loss: offcorr.Correction | None = None,
         **kwargs: Any,
     ) -> None:
+        _refuse_class(kwargs.get("rollout_func"))
         annealed = choose_correction(args, loss)
         check_skipping(args, annealed)
         self.correction_step = make_step(self, args, annealed)
@@ -91,6 +92,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._check_settings()
             self._take_over_vllm_correction()
         if self.rollout_func is not None:
+            _refuse_class(self.rollout_func)
             if hasattr(self.rollout_func, "attach"):
                 self.rollout_func.attach(self)
             self._sampler = self.rollout_func
@@ -342,6 +344,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _remember_sampled(self, rollout_func: Callable) -> Callable:
         def remembering(prompts: list, trainer: Any) -> dict[str, Any]:
             output = rollout_func(prompts, trainer)
+            if not isinstance(output, Mapping):
+                raise TypeError(
+                    f"rollout_func returned {_described(output)}, expected a dict with prompt_ids, completion_ids and "
+                    "logprobs"
+                )
             self._sampled = {name: output[name] for name in SAMPLED if output.get(name) is not None}
             if output.get("completion_ids") is not None:  # else TRL names it as missing
                 self._check_sampled(output)
@@ -499,6 +506,16 @@ def _check_rows(name: str, rows: Any, wanted: list[int]) -> None:
                 continue
             cure = "" if _length(value) is None else "; of several candidates, that of the sampled token"
             raise ValueError(f"{said}[{i}][{t}] = {value!r}, expected a number{cure}")
+
+
+def _refuse_class(rollout_func: Any) -> None:
+    if isinstance(rollout_func, type):
+        name = rollout_func.__name__
+        raise TypeError(f"rollout_func is the class {name}, expected an instance: {name}(...)")
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _length(value: Any) -> int | None:

@@ -591,6 +591,19 @@ def test_every_token_has_its_number(make_trainer, replay, name, change, message,
         trainer.train()
 
 
+@pytest.mark.parametrize(("returned", "said"), [(None, "None"), ([1], "a list")])
+@pytest.mark.parametrize("loss_type", ["minpro", "dapo"])
+def test_a_rollout_func_returns_a_dict(make_trainer, returned, said, loss_type):
+    trainer = make_trainer(loss_type=loss_type, rollout_func=lambda prompts, trainer: returned, max_steps=1)
+    with pytest.raises(TypeError, match=f"rollout_func returned {said}, expected a dict with prompt_ids, completion"):
+        trainer.train()
+
+
+def test_a_rollout_func_is_no_class(make_trainer):
+    with pytest.raises(TypeError, match=r"rollout_func is the class OffPolicy, expected an instance: OffPolicy\(...\)"):
+        make_trainer(loss_type="minpro", rollout_func=OffPolicy)
+
+
 def test_every_completion_has_its_row(make_trainer, replay):
     def rollout_func(prompts, trainer):
         output = replay("rollout_version")(prompts, trainer)
