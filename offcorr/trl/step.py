@@ -41,7 +41,10 @@ def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
     if name is None and options:
         raise ValueError(f"anchor_kwargs={options!r} goes with an anchor: name one in anchor")
     if name is not None:
-        anchor = make_anchor(name, nn.Module(), **options)  # has no weights, but checks the options
+        try:
+            anchor = make_anchor(name, nn.Module(), **options)  # has no weights, but checks the options
+        except ValueError as error:
+            raise ValueError(f"anchor_kwargs: {error}") from error
         if loss is not None:
             anchor.check(loss.at(0.0))
         else:

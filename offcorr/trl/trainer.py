@@ -21,6 +21,7 @@ import offcorr
 from offcorr.metrics import Mean
 from offcorr.rollout.off_policy import give_fused_head, in_mixed_precision
 from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.stages.checks import nearest, warn_once
 from offcorr.training.anchors import Anchor
 from offcorr.training.ess_lr import AUTO
 from offcorr.training.replica import base_of
@@ -32,6 +33,9 @@ from offcorr.trl.step import StepCallback, log_metrics, make_step, report_anchor
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
 """The keys that a ``rollout_func`` may return beside TRL's; they travel with the batch to the loss."""
+
+KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", *SAMPLED)
+"""The keys of a ``rollout_func`` that the loss reads; TRL hands any other to the reward functions."""
 
 GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
 """TRL's methods of generation; a subclass with one of its own may report log-probs."""
@@ -349,6 +353,9 @@ class GRPOTrainer(trl.GRPOTrainer):
                     f"rollout_func returned {_described(output)}, expected a dict with prompt_ids, completion_ids and "
                     "logprobs"
                 )
+            for name in output:
+                if name not in KEYS and (near := nearest(name, KEYS)):
+                    warn_once(f"rollout_func returned the key {name!r}, which only a reward function may read{near}")
             self._sampled = {name: output[name] for name in SAMPLED if output.get(name) is not None}
             if output.get("completion_ids") is not None:  # else TRL names it as missing
                 self._check_sampled(output)

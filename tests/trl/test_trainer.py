@@ -15,6 +15,7 @@ import trl
 
 import offcorr
 from offcorr.rollout import OffPolicy
+from offcorr.stages.checks import warn_once
 from offcorr.training.field_metrics import ALIASES
 from offcorr.training.logged import CHOICES
 from offcorr.trl import GRPOConfig, GRPOTrainer
@@ -602,6 +603,45 @@ def test_a_rollout_func_returns_a_dict(make_trainer, returned, said, loss_type):
 def test_a_rollout_func_is_no_class(make_trainer):
     with pytest.raises(TypeError, match=r"rollout_func is the class OffPolicy, expected an instance: OffPolicy\(...\)"):
         make_trainer(loss_type="minpro", rollout_func=OffPolicy)
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [("old_logps", "did you mean 'old_logp'"), ("mask", "did you mean 'env_mask'"), ("image", None), ("answer", None)],
+)
+def test_a_misspelt_key_of_a_rollout_func_is_named(make_trainer, replay, key, known):
+    def rollout_func(prompts, trainer):
+        output = replay()(prompts, trainer)
+        return {**output, key: [[1] * len(ids) for ids in output["completion_ids"]]}
+
+    warn_once.cache_clear()
+    trainer = make_trainer(loss_type="minpro", anchor="rollout", rollout_func=rollout_func, max_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(w.message) for w in caught if "rollout_func returned the key" in str(w.message)]
+    assert len(said) == (known is not None) and all(f"{key!r}" in message and known in message for message in said)
+
+
+@pytest.mark.parametrize("settings", [dict(ess_base=0.55), dict(ess_base="auto")])
+def test_ess_base_without_ess_lr_is_said(settings):
+    with pytest.warns(UserWarning, match="ess_base=.* does nothing without ess_lr"):
+        GRPOConfig("out", bf16=False, use_cpu=True, **settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ess_base")
+        GRPOConfig("out", bf16=False, use_cpu=True)
+        GRPOConfig("out", bf16=False, use_cpu=True, ess_lr="sqrt", **settings)
+
+
+def test_an_option_of_the_anchor_is_refused_by_the_name_of_its_mapping(make_trainer):
+    with pytest.raises(ValueError, match="anchor_kwargs: .*window is '4', expected"):
+        make_trainer(loss_type="minpro", anchor="ewma", anchor_kwargs={"window": "4"})
+
+
+@pytest.mark.parametrize("name", ["eps_low", "eps_high"])
+def test_a_bound_of_minpro_is_refused_by_its_name(make_trainer, name):
+    with pytest.raises(ValueError, match=f"minpro: {name} is -1, expected a finite number >= 0"):
+        make_trainer(loss_type="minpro", loss_kwargs={name: -1})
 
 
 def test_every_completion_has_its_row(make_trainer, replay):
