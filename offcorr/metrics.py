@@ -492,9 +492,6 @@ def loss_metrics(
     # Non-finite values are counted in ``nonfinite`` and left out of every other sum.
     sums = [torch.where(mask, value, 0).nansum(dtype=torch.float64) for value in (held_back, weight)]
     counts = [x.sum(dtype=torch.float64) for x in (truncated, kept, vetoed, mask & (coefficient == 0), nonfinite)]
-    unscored = torch.zeros_like(n)
-    if tokens.batch.rollout_logp is not None:
-        unscored = (tokens.trainable & ~tokens.scored).sum(dtype=torch.float64)
     shares = {
         "clipped": sums[0],
         "truncated": counts[0],
@@ -522,7 +519,7 @@ def loss_metrics(
         "after": torch.stack([cs, squared_cs, number]),
         "before": torch.stack([rs, squared_rs, number]),
         "multiplier_vs_ratio": torch.stack([cs, rs]),
-        "unscored": unscored.reshape(1),
+        "unscored": tokens.unscored.sum(dtype=torch.float64).reshape(1),
         "nonfinite": counts[4].reshape(1),
         "skipped": torch.stack([torch.zeros_like(n), n.new_full((), len(mask))]),
     }

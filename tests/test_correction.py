@@ -245,6 +245,27 @@ def test_probabilities_in_place_of_log_probs(name, heard):
         )
 
 
+@pytest.mark.parametrize(
+    "values, warns",
+    [
+        ([0.05, -1.0, -2.0], True),  # noise on a probability, say
+        ([0.002, 0.009, 0.0001], True),  # probabilities of tokens that are all unlikely
+        ([0.004, -1.0, -2.0], False),  # a rounded bfloat16 log-prob
+        ([1e-6, 2e-7, 1e-6], False),  # three sure tokens in float32
+        ([0.0, 0.0, 0.0], False),
+        ([math.nan, -1.0, -math.inf], False),
+    ],
+)
+def test_small_probabilities_and_rounding_are_told_apart(values, warns, heard):
+    mask = torch.tensor([[True, True, True, False]])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        offcorr.Batch(logp=torch.tensor([[*values, 0.0]]), advantages=torch.ones(1), mask=mask)
+    assert [str(w.message) for w in seen if "were probabilities passed" in str(w.message)] == (
+        ["logp is above 0 on valid tokens, as no log-prob is: were probabilities passed?"] if warns else []
+    )
+
+
 @pytest.mark.parametrize("name, warns", [("prefix_is", True), ("sequence_is", True), ("seq_tis", True), ("ppo", False)])
 def test_half_precision_log_probs_under_a_product(name, warns, heard):
     batch = testing.example()

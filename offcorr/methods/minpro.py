@@ -15,6 +15,7 @@ from __future__ import annotations
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ratios
+from offcorr.stages.checks import check_value
 
 
 @register(
@@ -38,6 +39,8 @@ def minpro(eps_low: float = 1.0, eps_high: float = 0.28, bounded: bool = False) 
     >>> -3 * offcorr.get("minpro")(batch).coefficient  # the multipliers
     tensor([[1.2800, 1.0000, 1.2800]])
     """
+    check_value("minpro", "eps_low", eps_low, low=0)
+    check_value("minpro", "eps_high", eps_high, low=0)
     return Correction(
         ratio=ratios.MinPrefix(bounded=bounded),
         gate=gates.DetachedClip(cap=1 + eps_high, low=1 - eps_low),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +81,16 @@ def decode(
     reports them, without a second pass.  Equal prompts are prefilled once.  Prompts are padded on the left, positions
     count real tokens only, and finished rows leave the batch.
 
+    A model in training is switched to evaluation mode and its gradient checkpointing off for the time of the decode,
+    because checkpointing drops the KV cache; both are restored, module by module.
+
     Args:
         generator: on the model's device; None: torch's global one.
 
     Raises:
         ValueError: an empty prompt, or ``max_new_tokens`` below 1.
         FloatingPointError: the model's logits are not finite.
+        RuntimeError: the model does not write to the KV cache.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
@@ -115,10 +120,11 @@ def decode(
             use_cache=True,
             logits_to_keep=1,
         )
+        _check_grown(cache, seen)
         return output.logits[:, -1]
 
     cache = _roomy_cache(model, max_new_tokens)
-    with torch.autocast(device.type, enabled=False):
+    with _evaluating(model), torch.autocast(device.type, enabled=False):
         prompt_positions = (real[:, :width].cumsum(dim=-1) - 1).clamp_min_(0)
         logits = step(ids, prompt_positions, width)
         if batch > len(unique):
@@ -194,6 +200,35 @@ def _draw(logp: Tensor, generator: torch.Generator | None) -> Tensor:
     race = torch.empty_like(logp).exponential_(generator=generator)
     # Bounded below so that a token of probability 0 never meets 0 / 0.
     return (logp.exp() / race.clamp_min_(torch.finfo(logp.dtype).tiny)).argmax(-1, keepdim=True)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Context in which every module is in evaluation mode, without gradient checkpointing; then as it was."""
+    flags = [
+        (module, name, vars(module)[name])
+        for module in model.modules()
+        for name in ("training", "gradient_checkpointing")
+        if name in vars(module)
+    ]
+    try:
+        for module, name, _ in flags:
+            setattr(module, name, False)
+        yield
+    finally:
+        for module, name, value in flags:
+            setattr(module, name, value)
+
+
+def _check_grown(cache: DynamicCache, seen: int) -> None:
+    """Raise if a cache that should hold ``seen`` tokens holds fewer: the model saw only the last token."""
+    # Layers of linear attention have no length.
+    lengths = [layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")]
+    if (lengths or not cache.layers) and max(lengths, default=0) < seen:
+        raise RuntimeError(
+            f"the KV cache holds {max(lengths, default=0)} tokens after {seen}: the model ignored past_key_values, so "
+            "each token would be drawn without its context. Decode with a module that takes use_cache=True"
+        )
 
 
 class _RoomyLayer(DynamicLayer):

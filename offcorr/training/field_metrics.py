@@ -31,7 +31,8 @@ class Alias(NamedTuple):
 
 
 def _std(v: Mapping[str, float]) -> float:
-    return math.sqrt(max(v["chi2_token"] + 1 - v["ratio_mean"] ** 2, 0.0))
+    # chi2_token is at least 0, so it says nothing of a mean square below 1; ess_token is mean^2 / mean square.
+    return v["ratio_mean"] * math.sqrt(max(1 / v["ess_token"] - 1, 0.0))
 
 
 def _smallest(v: Mapping[str, float]) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
-from offcorr.metrics import Gather, Mean, Metrics, measure
+from offcorr.metrics import Count, Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.training.anchors import Anchor, Rollout, Score, Snapshots, Supplied, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
@@ -23,6 +23,7 @@ from offcorr.training.schedules import Annealed
 from offcorr.training.semantics import Semantics, logprob_semantics
 
 ENGINE = "offcorr/engine/"
+UNSCORED = "offcorr/loss/unscored"
 
 
 class Step:
@@ -94,6 +95,8 @@ class Step:
         self.denominator: float | Tensor | None = None
         self.in_progress = False
         """A step of training has begun, and its last micro-batch is still to come."""
+        self.none_scored = False
+        """The engine reported log-probs of the tokens whose metrics were read last, and none of them was finite."""
         self._begun = False
         self._train = True
         self._placed: Anchor | None = None
@@ -331,7 +334,10 @@ class Step:
         self, batch: Batch, metrics: Metrics | None = None, *, last: bool = True, on_policy: Tensor | None = None
     ) -> None:
         """Measure a micro-batch whose loss is computed elsewhere; arguments as in ``loss``."""
-        self.add(self._complete(measure(batch) if metrics is None else metrics, batch))
+        if metrics is None:
+            unscored = batch.tokens.unscored.sum(dtype=torch.float64).reshape(1)
+            metrics = Metrics({**measure(batch).data, UNSCORED: Count(unscored)})
+        self.add(self._complete(metrics, batch))
         self.in_progress = self._train and not last
         if not self._train or self.ess_lr is None:
             return
@@ -380,6 +386,7 @@ class Step:
         values, self._values[train] = self._values[train], defaultdict(list)
         computed = measured.all_reduce(self._gather).compute()
         computed |= {name: sum(value) / len(value) for name, value in values.items()}
+        self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
         if choice is None:
             return {name: value for name, value in computed.items() if not name.startswith(FIELD)}
         return logged(computed, choice, train)

@@ -13,6 +13,7 @@ import trl
 
 import offcorr
 from offcorr.methods.registry import Method, find
+from offcorr.stages.checks import outside
 from offcorr.training.anchors import ANCHORS
 from offcorr.training.ess_lr import AUTO, RULES
 from offcorr.training.logged import CHOICES
@@ -152,6 +153,11 @@ class CorrectionOptions:
         if self.log_metrics not in CHOICES:
             raise ValueError(f"log_metrics is {self.log_metrics!r}, expected one of {list(CHOICES)}")
         self.ess_base = _ess_base(self.ess_base)
+        if self.ess_lr is None and self.ess_base != 1.0:
+            warnings.warn(
+                f"ess_base={self.ess_base!r} does nothing without ess_lr: set ess_lr to one of {list(RULES)}",
+                stacklevel=outside(),
+            )
 
 
 @dataclass

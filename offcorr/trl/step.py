@@ -41,7 +41,10 @@ def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
     if name is None and options:
         raise ValueError(f"anchor_kwargs={options!r} goes with an anchor: name one in anchor")
     if name is not None:
-        anchor = make_anchor(name, nn.Module(), **options)  # has no weights, but checks the options
+        try:
+            anchor = make_anchor(name, nn.Module(), **options)  # has no weights, but checks the options
+        except ValueError as error:
+            raise ValueError(f"anchor_kwargs: {error}") from error
         if loss is not None:
             anchor.check(loss.at(0.0))
         else:
@@ -79,12 +82,24 @@ def share_done(trainer: Any) -> float:
 
 
 def log_metrics(trainer: Any) -> None:
-    """Hand the metrics of ``args.log_metrics`` to TRL, to be logged; what TRL measured itself stands."""
+    """Hand the metrics of ``args.log_metrics`` to TRL, to be logged; what TRL measured itself stands.
+
+    Warns once per run, on the main process, where the engine's log-probs since the last log are all NaN or infinite.
+    """
     mode = "train" if trainer.model.training else "eval"
     choice = getattr(trainer.args, "log_metrics", "short")
-    for name, value in trainer.correction_step.metrics(mode == "train", choice).items():
+    step = trainer.correction_step
+    for name, value in step.metrics(mode == "train", choice).items():
         if name not in trainer._metrics[mode]:
             trainer._metrics[mode][name] = [value]
+    if step.none_scored and not trainer._warned_unscored:
+        trainer._warned_unscored = True
+        warn_on_main(
+            trainer,
+            "the sampler reported log-probs, and not one since the last log is a finite number: tokens without one "
+            "count as if engine and trainer agreed, so metrics and corrections of that mismatch say nothing. Check "
+            "the logprobs that rollout_func returns or the engine reports",
+        )
 
 
 def report_first_batch(trainer: Any, batch: offcorr.Batch, sampler: str) -> None:

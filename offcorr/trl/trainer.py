@@ -8,7 +8,7 @@ these two need.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import offcorr
 from offcorr.metrics import Mean
 from offcorr.rollout.off_policy import give_fused_head, in_mixed_precision
 from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.stages.checks import nearest, warn_once
 from offcorr.training.anchors import Anchor
 from offcorr.training.ess_lr import AUTO
 from offcorr.training.replica import base_of
@@ -32,6 +33,9 @@ from offcorr.trl.step import StepCallback, log_metrics, make_step, report_first_
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
 """The keys that a ``rollout_func`` may return beside TRL's; they travel with the batch to the loss."""
+
+KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", *SAMPLED)
+"""The keys of a ``rollout_func`` that the loss reads; TRL hands any other to the reward functions."""
 
 GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
 """TRL's methods of generation; a subclass with one of its own may report log-probs."""
@@ -74,6 +78,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         loss: offcorr.Correction | None = None,
         **kwargs: Any,
     ) -> None:
+        _refuse_class(kwargs.get("rollout_func"))
         annealed = choose_correction(args, loss)
         check_skipping(args, annealed)
         self.correction_step = make_step(self, args, annealed)
@@ -84,13 +89,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._sampled: dict[str, list] = {}
         self._groups_made = 0
         self._sampler: Any = None
-        self._warned_idle = self._reported = False
+        self._warned_idle = self._warned_unscored = self._reported = False
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self._corrects:
             self._check_sources(self.args, self.rollout_func)
             self._check_settings()
             self._take_over_vllm_correction()
         if self.rollout_func is not None:
+            _refuse_class(self.rollout_func)
             if hasattr(self.rollout_func, "attach"):
                 self.rollout_func.attach(self)
             self._sampler = self.rollout_func
@@ -342,6 +348,14 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _remember_sampled(self, rollout_func: Callable) -> Callable:
         def remembering(prompts: list, trainer: Any) -> dict[str, Any]:
             output = rollout_func(prompts, trainer)
+            if not isinstance(output, Mapping):
+                raise TypeError(
+                    f"rollout_func returned {_described(output)}, expected a dict with prompt_ids, completion_ids and "
+                    "logprobs"
+                )
+            for name in output:
+                if name not in KEYS and (near := nearest(name, KEYS)):
+                    warn_once(f"rollout_func returned the key {name!r}, which only a reward function may read{near}")
             self._sampled = {name: output[name] for name in SAMPLED if output.get(name) is not None}
             if output.get("completion_ids") is not None:  # else TRL names it as missing
                 self._check_sampled(output)
@@ -501,6 +515,16 @@ def _check_rows(name: str, rows: Any, wanted: list[int]) -> None:
                 continue
             cure = "" if _length(value) is None else "; of several candidates, that of the sampled token"
             raise ValueError(f"{said}[{i}][{t}] = {value!r}, expected a number{cure}")
+
+
+def _refuse_class(rollout_func: Any) -> None:
+    if isinstance(rollout_func, type):
+        name = rollout_func.__name__
+        raise TypeError(f"rollout_func is the class {name}, expected an instance: {name}(...)")
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _length(value: Any) -> int | None:

@@ -346,6 +346,35 @@ def test_same_generator_state_same_samples():
     assert sample(1) != sample(2)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_decode_of_a_model_in_training_with_gradient_checkpointing(every):
+    model, prompts = fresh_model(), prompts_of([4, 11, 7])
+    model.train()
+    model.gradient_checkpointing_enable()
+    model.model.layers[0].gradient_checkpointing = every == 1  # as with checkpoints of every second layer
+    model.model.norm.eval()  # a frozen part
+    before = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in model.modules()]
+    out = decode(model, prompts, max_new_tokens=12, eos_token_ids=[-1])
+    after = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in model.modules()]
+    assert after == before and (True, True) in before and (False, None) in before
+    full = score(model.eval(), prompts, out.completion_ids)
+    assert (flat(out.logp) - flat(full)).abs().max() < 1e-5
+
+
+def test_decode_refuses_a_model_that_ignores_the_cache():
+    model = fresh_model()
+    forward = model.forward
+
+    def without_cache(**kwargs):
+        return forward(**{**kwargs, "past_key_values": None, "use_cache": False})
+
+    before = [module.training for module in model.train().modules()]
+    model.forward = without_cache
+    with pytest.raises(RuntimeError, match="holds 0 tokens after 3: the model ignored past_key_values"):
+        decode(model, [[3, 4, 5]], max_new_tokens=4, eos_token_ids=[EOS])
+    assert [module.training for module in model.modules()] == before
+
+
 def test_decode_refuses_what_it_cannot_do():
     model = fresh_model()
     with pytest.raises(ValueError, match="empty prompt"):

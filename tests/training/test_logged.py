@@ -81,6 +81,19 @@ def test_an_evaluation_is_logged_without_what_is_constant(choice):
     assert "offcorr/loss/kept" in of_a_batch(None, train=False, gap=0.0, moved=0.0)  # measured all the same
 
 
+@pytest.mark.parametrize("size", [1e-3, 0.05, 1.0])
+def test_the_standard_deviation_of_the_engine_ratio(size):
+    """Also where the mean ratio is below 1, so that chi2, which is at least 0, says nothing of the variance."""
+    d = (size * torch.randn(4, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)) - size
+    logp = torch.full_like(d, -9.0)
+    step = Step()
+    everything = torch.ones(4, 50).bool()
+    batch = offcorr.Batch(logp=logp, old_logp=logp, rollout_logp=logp - d, advantages=torch.ones(4), mask=everything)
+    step.observe(step.place(batch))
+    found = step.metrics(choice="aliases")["rollout_corr/rollout_is_std"]
+    assert found == pytest.approx(float(d.exp().std(correction=0)), rel=1e-3)
+
+
 def test_an_unknown_choice_is_refused_by_name():
     with pytest.raises(ValueError, match="choice is 'ful'.* did you mean 'full'"):
         logged({}, "ful")

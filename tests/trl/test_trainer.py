@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import re
 import textwrap
 import warnings
@@ -15,6 +16,7 @@ import trl
 
 import offcorr
 from offcorr.rollout import OffPolicy
+from offcorr.stages.checks import warn_once
 from offcorr.training import Step
 from offcorr.training.field_metrics import ALIASES
 from offcorr.training.logged import CHOICES
@@ -315,6 +317,27 @@ def test_log_probs_are_compared_in_the_first_batch_alone(make_trainer, monkeypat
     trainer = make_trainer(rollout_func=OffPolicy(), loss_type="tis", max_steps=3)
     trainer.train()
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("settings", [dict(loss_type="minpro", anchor="rollout"), dict(loss_type="tis"), dict()])
+@pytest.mark.parametrize("engine", ["nothing", "some"])
+@pytest.mark.filterwarnings("ignore:every staleness ratio")
+def test_an_engine_that_scored_nothing_is_said_once(make_trainer, replay, series, settings, engine):
+    inner = replay("old_logp")
+
+    def rollout_func(prompts, trainer):
+        output = inner(prompts, trainer)
+        scored = 1 if engine == "some" else 0
+        logprobs = [[*row[:scored], *[math.nan] * (len(row) - scored)] for row in output["logprobs"]]
+        return output | {"logprobs": logprobs}
+
+    trainer = make_trainer(rollout_func=rollout_func, max_steps=2, log_metrics="short", **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [w for w in caught if "not one since the last log is a finite number" in str(w.message)]
+    assert len(said) == (engine == "nothing") and all("rollout_func" in str(w.message) for w in said)
+    assert len(series(trainer, "offcorr/loss/unscored")) == 2
 
 
 @pytest.mark.parametrize("anchor", ["snapshot", "rollout", "recomputed"])
@@ -639,6 +662,58 @@ def test_every_token_has_its_number(make_trainer, replay, name, change, message,
         return
     with pytest.raises(ValueError, match=message):
         trainer.train()
+
+
+@pytest.mark.parametrize(("returned", "said"), [(None, "None"), ([1], "a list")])
+@pytest.mark.parametrize("loss_type", ["minpro", "dapo"])
+def test_a_rollout_func_returns_a_dict(make_trainer, returned, said, loss_type):
+    trainer = make_trainer(loss_type=loss_type, rollout_func=lambda prompts, trainer: returned, max_steps=1)
+    with pytest.raises(TypeError, match=f"rollout_func returned {said}, expected a dict with prompt_ids, completion"):
+        trainer.train()
+
+
+def test_a_rollout_func_is_no_class(make_trainer):
+    with pytest.raises(TypeError, match=r"rollout_func is the class OffPolicy, expected an instance: OffPolicy\(...\)"):
+        make_trainer(loss_type="minpro", rollout_func=OffPolicy)
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [("old_logps", "did you mean 'old_logp'"), ("mask", "did you mean 'env_mask'"), ("image", None), ("answer", None)],
+)
+def test_a_misspelt_key_of_a_rollout_func_is_named(make_trainer, replay, key, known):
+    def rollout_func(prompts, trainer):
+        output = replay()(prompts, trainer)
+        return {**output, key: [[1] * len(ids) for ids in output["completion_ids"]]}
+
+    warn_once.cache_clear()
+    trainer = make_trainer(loss_type="minpro", anchor="rollout", rollout_func=rollout_func, max_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(w.message) for w in caught if "rollout_func returned the key" in str(w.message)]
+    assert len(said) == (known is not None) and all(f"{key!r}" in message and known in message for message in said)
+
+
+@pytest.mark.parametrize("settings", [dict(ess_base=0.55), dict(ess_base="auto")])
+def test_ess_base_without_ess_lr_is_said(settings):
+    with pytest.warns(UserWarning, match="ess_base=.* does nothing without ess_lr"):
+        GRPOConfig("out", bf16=False, use_cpu=True, **settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ess_base")
+        GRPOConfig("out", bf16=False, use_cpu=True)
+        GRPOConfig("out", bf16=False, use_cpu=True, ess_lr="sqrt", **settings)
+
+
+def test_an_option_of_the_anchor_is_refused_by_the_name_of_its_mapping(make_trainer):
+    with pytest.raises(ValueError, match="anchor_kwargs: .*window is '4', expected"):
+        make_trainer(loss_type="minpro", anchor="ewma", anchor_kwargs={"window": "4"})
+
+
+@pytest.mark.parametrize("name", ["eps_low", "eps_high"])
+def test_a_bound_of_minpro_is_refused_by_its_name(make_trainer, name):
+    with pytest.raises(ValueError, match=f"minpro: {name} is -1, expected a finite number >= 0"):
+        make_trainer(loss_type="minpro", loss_kwargs={name: -1})
 
 
 def test_every_completion_has_its_row(make_trainer, replay):
