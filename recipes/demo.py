@@ -3,7 +3,7 @@
     make demo            # or: python recipes/demo.py [--short]
 
 TRL's default loss, MinPRO and CTPO, side by side: held-out sampled accuracy at start, peak and end, the mismatch
-between the policies, and how each correction's update differs from the uncorrected one.
+between the policies, and how each correction's update differs from that with the plain ratio.
 """
 
 from __future__ import annotations
@@ -163,22 +163,10 @@ def progress_of(folder: Path) -> State:
     return State(max((int(entry["step"]) for entry in logs), default=0), rewards[-1] if rewards else None)
 
 
-UNCORRECTED = {
-    "offcorr/loss/multiplier_vs_ratio": "1, always",
-    "offcorr/loss/dropped": "none",
-    "offcorr/loss/damped": "none",
-    "offcorr/loss/amplified": "none",
-    "offcorr/loss/ess_before": "no weights",
-    "offcorr/loss/ess_after": "no weights",
-}
-"""What the table says of TRL's own loss: with one update per generation its anchor is recomputed with the weights that
-are trained, so that every ratio, and the multiplier of every token, is 1."""
-
-
 def comparison(logs: dict[str, list[dict[str, Any]]]) -> Table:
     table = Table(
         title=f"lag {LAG}, {PRECISION} sampler",
-        caption=f"{CAPTION} TRL's own loss corrects nothing: all of its ratios are 1.",
+        caption=f"{CAPTION} TRL's own loss has no correction to measure.",
     )
     table.add_column("", no_wrap=True)
     for name in logs:
@@ -198,9 +186,9 @@ def comparison(logs: dict[str, list[dict[str, Any]]]) -> Table:
 
 
 def cell(run: str, entries: list[dict[str, Any]], name: str) -> str:
-    """A metric's mean over a run, or the words for a loss without a correction."""
-    if name in UNCORRECTED and not RUNS[run].corrects:
-        return UNCORRECTED[name]
+    """A metric's mean over a run; a loss without a correction has no effect of one."""
+    if name in EFFECT and not RUNS[run].corrects:
+        return "not measured"
     return f"{means(entries, (name,))[name]:.4f}"
 
 
@@ -227,7 +215,7 @@ def verdict(logs: dict[str, list[dict[str, Any]]], full: bool) -> str:
     ends = listed(f"{RUNS[name].title} ended at {values['end']:.0%}" for name, values in found.items())
     falls = listed(f"{100 * values['fall']:.0f}" for values in found.values())
     second = f"From the same start and with samples as old, {ends}; their largest falls were {falls} points."
-    third = f"Compared with the uncorrected update, {listed(change(name, logs[name]) for name in found)}."
+    third = f"Compared with the update with the plain ratio, {listed(change(name, logs[name]) for name in found)}."
     return "\n".join(textwrap.fill(sentence, 88) for sentence in (first, second, third))
 
 
@@ -302,7 +290,7 @@ def plot(logs: dict[str, list[dict[str, Any]]], file: Path) -> Path:
         ("eval_reward", "held-out sampled accuracy"),
         ("offcorr/staleness/abs_mean", "staleness: mean |log-ratio|, nats"),
         ("offcorr/engine/abs_mean", "engine mismatch: mean |log-ratio|, nats"),
-        ("offcorr/loss/multiplier_vs_ratio", "size of the update, uncorrected = 1"),
+        ("offcorr/loss/multiplier_vs_ratio", "size of the update, plain ratio = 1"),
         ("changed", "tokens dropped, damped or amplified"),
     )
     figure, axes = plt.subplots(1, len(panels), figsize=(21, 4), constrained_layout=True)

@@ -36,7 +36,7 @@ SHORT = (
     Answer(STALENESS + "ess_seq", "What share of the sequences is left, effectively, after that move?"),
     Answer(ENGINE + "abs_mean", "How far is the engine from the trainer, with the same weights?"),
     Answer(ENGINE + "ess_seq", "What share of the sequences is left, effectively, after the engine's error?"),
-    Answer(LOSS + "multiplier_vs_ratio", "How large is the update, compared with the uncorrected one?"),
+    Answer(LOSS + "multiplier_vs_ratio", "How large is the update, compared with that of the plain ratio?"),
     Answer(LOSS + "dropped", "What share of the tokens did the correction drop?"),
     Answer(LOSS + "damped", "What share of the tokens did it damp?"),
     Answer(LOSS + "amplified", "What share of the tokens did it amplify?"),

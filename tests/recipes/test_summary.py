@@ -59,7 +59,7 @@ def drawn(monkeypatch, plot, *args):
 def test_the_summary_says_what_the_correction_did():
     said = shown(history())
     for row in (
-        "size of the update, uncorrected = 1 0.9000",
+        "size of the update, plain ratio = 1 0.9000",
         "tokens dropped 0.1000",
         "tokens damped 0.2500",
         "tokens amplified 0.0500",
@@ -102,8 +102,8 @@ def test_the_table_has_a_word_or_a_number_in_every_cell(logs):
     table = demo.comparison(logs)
     columns = [list(column.cells) for column in table.columns]
     rows = {label: cells for label, *cells in zip(*columns, strict=True)}
-    assert rows["size of the update, uncorrected = 1"] == ["1, always", "0.9000", "0.7000"]
-    assert rows["tokens damped"] == ["none", "0.2500", "0.2500"]
+    assert rows["size of the update, plain ratio = 1"] == ["not measured", "0.9000", "0.7000"]
+    assert rows["tokens damped"] == ["not measured", "0.2500", "0.2500"]
     assert rows["prompts without advantage"] == ["0.1250"] * 3
     assert set(grpo.EFFECT.values()) | set(grpo.MISMATCH.values()) <= rows.keys()
     assert all(cell.strip("- ") for cells in rows.values() for cell in cells)
@@ -165,7 +165,7 @@ def test_the_next_commands_where_the_environment_is_not_active(monkeypatch, tmp_
 
 def test_the_picture_of_the_demo_has_a_line_for_every_legend_entry(monkeypatch, tmp_path, logs):
     panels = drawn(monkeypatch, demo.plot, logs, tmp_path / "demo.png")
-    assert panels["size of the update, uncorrected = 1"][0] == ["MinPRO", "CTPO"]
+    assert panels["size of the update, plain ratio = 1"][0] == ["MinPRO", "CTPO"]
     assert panels["tokens dropped, damped or amplified"][1][0].get_ydata()[0] == pytest.approx(0.1 + 0.25 + 0.05)
     for entries, curves, texts in panels.values():
         assert len(entries) == len(curves) and bool(curves) != bool(texts)
