@@ -166,7 +166,8 @@ def progress_of(folder: Path) -> State:
 def comparison(logs: dict[str, list[dict[str, Any]]]) -> Table:
     table = Table(
         title=f"lag {LAG}, {PRECISION} sampler",
-        caption=f"{CAPTION} TRL's own loss has no correction to measure.",
+        caption=f"{CAPTION} TRL's own loss has no correction to measure. Staleness is measured against the weights "
+        "that sampled; TRL's own loss ignores them, so that its own ratios are all 1.",
     )
     table.add_column("", no_wrap=True)
     for name in logs:

@@ -34,7 +34,7 @@ SHORT = (
     Answer(STALENESS + "lag", "How many optimizer updates old are the samples?"),
     Answer(STALENESS + "abs_mean", "How far has the policy moved since it sampled?"),
     Answer(STALENESS + "ess_seq", "What share of the sequences is left, effectively, after that move?"),
-    Answer(ENGINE + "abs_mean", "How far is the engine from the trainer, with the same weights?"),
+    Answer(ENGINE + "abs_mean", "How far is the engine from the trainer, with the anchor's weights?"),
     Answer(ENGINE + "ess_seq", "What share of the sequences is left, effectively, after the engine's error?"),
     Answer(LOSS + "multiplier_vs_ratio", "How large is the update, compared with that of the plain ratio?"),
     Answer(LOSS + "dropped", "What share of the tokens did the correction drop?"),
