@@ -99,7 +99,7 @@ def logs():
 
 
 def test_the_table_has_a_word_or_a_number_in_every_cell(logs):
-    table = demo.comparison(logs)
+    table = demo.comparison(logs, "a demo")
     columns = [list(column.cells) for column in table.columns]
     rows = {label: cells for label, *cells in zip(*columns, strict=True)}
     assert rows["size of the update, plain ratio = 1"] == ["not measured", "0.9000", "0.7000"]
@@ -113,7 +113,7 @@ def test_the_table_has_a_word_or_a_number_in_every_cell(logs):
 def test_a_correction_that_was_not_logged_is_no_lack_of_one(logs):
     logs["minpro"] = history(corrects=False)
     with pytest.raises(KeyError, match="multiplier_vs_ratio"):
-        demo.comparison(logs)
+        demo.comparison(logs, "a demo")
 
 
 def test_the_demo_ends_with_sentences_from_the_numbers(logs):
@@ -164,7 +164,7 @@ def test_the_next_commands_where_the_environment_is_not_active(monkeypatch, tmp_
 
 
 def test_the_picture_of_the_demo_has_a_line_for_every_legend_entry(monkeypatch, tmp_path, logs):
-    panels = drawn(monkeypatch, demo.plot, logs, tmp_path / "demo.png")
+    panels = drawn(monkeypatch, demo.plot, logs, tmp_path / "demo.png", "a demo")
     assert panels["size of the update, plain ratio = 1"][0] == ["MinPRO", "CTPO"]
     assert panels["tokens dropped, damped or amplified"][1][0].get_ydata()[0] == pytest.approx(0.1 + 0.25 + 0.05)
     for entries, curves, texts in panels.values():
@@ -196,6 +196,26 @@ def test_progress_without_a_terminal(monkeypatch, tmp_path, capsys):
     for title in ("MinPRO", "CTPO"):
         own = [line for line in said if f"{title}: " in line]
         assert len(own) >= 2 and own[-1].endswith("update 8 of 8, reward 0.80")
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_short_demo_has_its_own_folder_and_never_claims_the_lag(monkeypatch, tmp_path, capsys, logs, short):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["demo.py"] + ["--short"] * short)
+    monkeypatch.setattr(demo.toy, "model_path", lambda seed: None)
+    trained = []
+
+    def train_all(runs, folder, steps, seed):
+        folder.mkdir(parents=True)
+        trained.append((str(folder), steps))
+        return logs
+
+    monkeypatch.setattr(demo, "train_all", train_all)
+    assert demo.main() == 0
+    said = capsys.readouterr().out
+    assert trained == [("runs/demo-short", 12) if short else ("runs/demo", 160)]
+    assert said.count("(up to 11 updates here)") == (2 if short else 0)  # the opening text and the title of the table
+    assert (tmp_path / trained[0][0] / "demo.json").exists()
 
 
 @pytest.mark.slow
