@@ -77,6 +77,22 @@ def test_the_summary_of_trls_own_loss_says_so():
     assert "correction none: a loss of TRL's own" in said and "tokens dropped" not in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [
+        ([], "runs/dapo"),
+        (["--loss_type", "offcorr:dapo"], "runs/offcorr-dapo"),
+        (["--loss_type", "minpro?eps_high=0.3&aggregate=sum"], "runs/minpro-eps_high=0.3-aggregate=sum"),
+        (["--config", str(ROOT / "recipes/configs/minpro.yaml")], "runs/minpro"),
+        (["--config", str(ROOT / "recipes/configs/minpro.yaml"), "--loss_type", "gspo"], "runs/gspo"),
+        (["--loss_type", "minpro", "--output_dir", "mine"], "mine"),
+    ],
+)
+def test_every_loss_has_a_folder_of_its_own(monkeypatch, flags, folder):
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--use_cpu", "true", *flags])
+    assert grpo.parse(grpo.Arguments).output_dir == folder
+
+
 @pytest.mark.parametrize("corrects", [True, False])
 def test_the_picture_has_no_empty_and_no_constant_zero_line(monkeypatch, tmp_path, corrects):
     panels = drawn(monkeypatch, grpo.plot, history(corrects), tmp_path / "run.png")
