@@ -35,6 +35,7 @@ help:  ## list the targets
 # install(folder, constraints, further requirements): torch first and pinned, then the rest around it.
 define install
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Installing into $(1), once: about 2.5 GB (more where torch comes with CUDA), two to four minutes."
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet -c $(2) torch hatchling editables
 	$(1)/bin/python -m pip install --quiet -c $(2) --no-build-isolation --editable ".[$(EXTRAS)]" $(3)

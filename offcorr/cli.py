@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="offcorr demo [--short] [--output FOLDER] [--seed SEED]",
         description="Trains a small model three times with a sampler that is 16 optimizer updates behind, with TRL's "
         "loss, MinPRO and CTPO. The first lines say how long it takes. --short: a few updates, too few to compare; "
-        "--output: where the runs go (default: runs/demo).",
+        "--output: where the runs go (default: runs/demo, or runs/demo-short).",
     )
     demo.set_defaults(run=_demo)
     compare.add_parser(commands)

@@ -290,7 +290,7 @@ LOSS = (
     Metric("skipped", "share of sequences left out of the forward pass", Mean),
 )
 """c is the factor on a token's advantage A in the gradient, weight included: dL/dlogp = -c A / Z, but for the
-weight of the row.  r = e^(logp - old_logp), limited to e^(+-20), is what c is in the uncorrected update."""
+weight of the row.  r = e^(logp - old_logp), limited to e^(+-20), is the plain ratio."""
 
 NONFINITE = "offcorr/loss/nonfinite"
 

@@ -3,7 +3,7 @@
     make demo            # or: python recipes/demo.py [--short]
 
 TRL's default loss, MinPRO and CTPO, side by side: held-out sampled accuracy at start, peak and end, the mismatch
-between the policies, and how each correction's update differs from the uncorrected one.
+between the policies, and how each correction's update differs from that with the plain ratio.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ sys.path.insert(0, str(HERE))
 from grpo import CAPTION, EFFECT, MISMATCH, accuracy, lines, means, series  # noqa: E402
 
 LAG, PRECISION = 16, "int8"
+SHORT = 12  # updates of a run of --short
 EVERY = 30  # seconds between two lines of progress of a run, where there is no terminal for a bar
 COST = {
     "full": "This takes 4 to 9 minutes on two cores, and 2.5 GB of memory; no GPU, no download.",
@@ -61,30 +62,43 @@ RUNS = {
     "minpro": Run("MinPRO", ("--loss_type", "minpro", "--anchor", "snapshot"), "snapshot"),
     "ctpo": Run("CTPO", ("--loss_type", "ctpo", "--anchor", "snapshot"), "snapshot"),
 }
-SETTING = f"""\
+SETTING = """\
 A model of 0.1 million parameters learns arithmetic with GRPO, three times, from one start.
-The sampler is {LAG} optimizer updates behind the trainer, with {PRECISION} weights.
+The sampler is {lag} optimizer updates behind the trainer{short}, with {precision} weights.
   TRL's default  the loss of a plain GRPOConfig, one update per generation: its anchor is
                  recomputed with the current weights, so every ratio is 1 at any lag
   MinPRO, CTPO   --loss_type minpro, ctpo: their anchor is a snapshot, the log-probs of
                  the weights that sampled, in the trainer's precision"""
 
 
+def opening(steps: int) -> str:
+    """Model, sampler and the three losses; samples are never older than the run, so a short one stays below the lag."""
+    short = "" if steps > LAG else f" (up to {steps - 1} updates here)"
+    return SETTING.format(lag=LAG, short=short, precision=PRECISION)
+
+
+def sampler(steps: int) -> str:
+    """Lag and precision of the sampler, as a title."""
+    short = "" if steps > LAG else f" (up to {steps - 1} updates here)"
+    return f"lag {LAG}{short}, {PRECISION} sampler"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="a few updates: too few to compare the methods")
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--output", type=Path, help="where the runs go (default: runs/demo, or runs/demo-short)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    steps = 12 if args.short else 160
+    steps = SHORT if args.short else 160
+    args.output = args.output or Path("runs/demo-short" if args.short else "runs/demo")
 
-    print(f"{SETTING}\n{COST['short' if args.short else 'full']}\n", flush=True)
+    print(f"{opening(steps)}\n{COST['short' if args.short else 'full']}\n", flush=True)
     toy.model_path(seed=args.seed)  # the warm start, once, with its progress bar
     print(f"Three runs of recipes/grpo.py, {steps} updates each:", flush=True)
     logs = train_all(RUNS, args.output, steps, args.seed)
-    Console().print(comparison(logs))
+    Console().print(comparison(logs, sampler(steps)))
     print(f"\n{verdict(logs, full=not args.short)}\n")
-    print(f"picture: {plot(logs, args.output / 'demo.png')}")
+    print(f"picture: {plot(logs, args.output / 'demo.png', sampler(steps))}")
     print(f"numbers: {record(logs, args.output / 'demo.json', vars(args) | {'updates': steps})}")
     print(f"\n{next_commands()}")
     return 0
@@ -163,22 +177,11 @@ def progress_of(folder: Path) -> State:
     return State(max((int(entry["step"]) for entry in logs), default=0), rewards[-1] if rewards else None)
 
 
-UNCORRECTED = {
-    "offcorr/loss/multiplier_vs_ratio": "1, always",
-    "offcorr/loss/dropped": "none",
-    "offcorr/loss/damped": "none",
-    "offcorr/loss/amplified": "none",
-    "offcorr/loss/ess_before": "no weights",
-    "offcorr/loss/ess_after": "no weights",
-}
-"""What the table says of TRL's own loss: with one update per generation its anchor is recomputed with the weights that
-are trained, so that every ratio, and the multiplier of every token, is 1."""
-
-
-def comparison(logs: dict[str, list[dict[str, Any]]]) -> Table:
+def comparison(logs: dict[str, list[dict[str, Any]]], title: str) -> Table:
     table = Table(
-        title=f"lag {LAG}, {PRECISION} sampler",
-        caption=f"{CAPTION} TRL's own loss corrects nothing: all of its ratios are 1.",
+        title=title,
+        caption=f"{CAPTION} TRL's own loss has no correction to measure. Staleness is measured against the weights "
+        "that sampled; TRL's own loss ignores them, so that its own ratios are all 1.",
     )
     table.add_column("", no_wrap=True)
     for name in logs:
@@ -198,9 +201,9 @@ def comparison(logs: dict[str, list[dict[str, Any]]]) -> Table:
 
 
 def cell(run: str, entries: list[dict[str, Any]], name: str) -> str:
-    """A metric's mean over a run, or the words for a loss without a correction."""
-    if name in UNCORRECTED and not RUNS[run].corrects:
-        return UNCORRECTED[name]
+    """A metric's mean over a run; a loss without a correction has no effect of one."""
+    if name in EFFECT and not RUNS[run].corrects:
+        return "not measured"
     return f"{means(entries, (name,))[name]:.4f}"
 
 
@@ -227,7 +230,7 @@ def verdict(logs: dict[str, list[dict[str, Any]]], full: bool) -> str:
     ends = listed(f"{RUNS[name].title} ended at {values['end']:.0%}" for name, values in found.items())
     falls = listed(f"{100 * values['fall']:.0f}" for values in found.values())
     second = f"From the same start and with samples as old, {ends}; their largest falls were {falls} points."
-    third = f"Compared with the uncorrected update, {listed(change(name, logs[name]) for name in found)}."
+    third = f"Compared with the update with the plain ratio, {listed(change(name, logs[name]) for name in found)}."
     return "\n".join(textwrap.fill(sentence, 88) for sentence in (first, second, third))
 
 
@@ -292,7 +295,7 @@ def changed(entry: dict[str, Any]) -> dict[str, float]:
     return {"changed": sum(entry[name] for name in shares)} if shares[0] in entry else {}
 
 
-def plot(logs: dict[str, list[dict[str, Any]]], file: Path) -> Path:
+def plot(logs: dict[str, list[dict[str, Any]]], file: Path, title: str) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -302,7 +305,7 @@ def plot(logs: dict[str, list[dict[str, Any]]], file: Path) -> Path:
         ("eval_reward", "held-out sampled accuracy"),
         ("offcorr/staleness/abs_mean", "staleness: mean |log-ratio|, nats"),
         ("offcorr/engine/abs_mean", "engine mismatch: mean |log-ratio|, nats"),
-        ("offcorr/loss/multiplier_vs_ratio", "size of the update, uncorrected = 1"),
+        ("offcorr/loss/multiplier_vs_ratio", "size of the update, plain ratio = 1"),
         ("changed", "tokens dropped, damped or amplified"),
     )
     figure, axes = plt.subplots(1, len(panels), figsize=(21, 4), constrained_layout=True)
@@ -317,7 +320,7 @@ def plot(logs: dict[str, list[dict[str, Any]]], file: Path) -> Path:
             axis.legend()
         else:
             axis.text(0.5, 0.5, "0 throughout", ha="center", transform=axis.transAxes)
-    figure.suptitle(f"lag {LAG}, {PRECISION} sampler")
+    figure.suptitle(title)
     figure.savefig(file, dpi=120)
     plt.close(figure)
     return file

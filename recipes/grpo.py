@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -53,7 +54,7 @@ class Arguments(GRPOConfig):
     eval_size: int = field(default=256, metadata={"help": "held-out examples, one sample each, at temperature 1"})
 
     # 32 prompts x 8 samples per generation, four optimizer updates on each.
-    output_dir: str = field(default="runs/grpo")
+    output_dir: str | None = field(default=None, metadata={"help": "default: runs/<loss_type>"})
     max_steps: int = field(default=160)
     learning_rate: float = field(default=3e-4)
     lr_scheduler_type: str = field(default="constant")
@@ -78,6 +79,8 @@ class Arguments(GRPOConfig):
 
     def __post_init__(self) -> None:
         """What can be refused before data or models are loaded."""
+        if self.output_dir is None:
+            self.output_dir = "runs/" + re.sub(r"[^\w.=-]+", "-", self.loss_type)
         super().__post_init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer warns again
@@ -232,6 +235,8 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
     # Real off-policy data: old weights, low precision, and a record of both.  With vLLM, TRL's own path samples.
     sampler = None if args.use_vllm else OffPolicy(lag=args.lag, precision=args.precision)
     history = History(Path(args.output_dir))
+    if history.file.exists() and not args.resume_from_checkpoint and int(os.environ.get("RANK", 0)) == 0:
+        print(f"{history.file} is of an earlier run, and is replaced; --output_dir keeps both", flush=True)
     trainer = trainer_class(
         model=path,
         args=args,
@@ -314,7 +319,7 @@ MISMATCH = {
 """ESS: effective sample size.  A prompt whose samples all got one reward has no advantage."""
 
 EFFECT = {
-    "offcorr/loss/multiplier_vs_ratio": "size of the update, uncorrected = 1",
+    "offcorr/loss/multiplier_vs_ratio": "size of the update, plain ratio = 1",
     "offcorr/loss/dropped": "tokens dropped",
     "offcorr/loss/damped": "tokens damped",
     "offcorr/loss/amplified": "tokens amplified",

@@ -213,14 +213,14 @@ MUTATIONS = [
         "offcorr/metrics.py",
         "advantaged & (c == 0)",
         "c == 0",
-        f"{METRICS} uncorrected_one",
+        f"{METRICS} plain_ratio",
     ),
     Mutation(
         "damped against 1 rather than the ratio",
         "offcorr/stages/pointwise.py",
         "(c < 0.99 * ratio)",
         "(c < 0.99)",
-        f"{METRICS} uncorrected_one",
+        f"{METRICS} plain_ratio",
     ),
     Mutation(
         "dropped tokens without an advantage counted in the kernel",

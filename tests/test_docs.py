@@ -151,6 +151,31 @@ def test_the_numbers_of_the_metrics_page_are_of_the_kept_runs():
         assert set(panel) & kept["runs"]["minpro"]["series"].keys(), panel
 
 
+def test_the_numbers_of_the_readme_are_those_of_the_kept_demo():
+    """The table, cell for cell, and every number of the sentence below the picture."""
+    page = (ROOT / "README.md").read_text()
+    runs = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())["runs"]
+    rows = re.findall(r"^\| (TRL's default loss|MinPRO|CTPO) \| (.*) \|$", page, flags=re.M)
+    names = {"TRL's default loss": "trl", "MinPRO": "minpro", "CTPO": "ctpo"}
+    assert [names[title] for title, _ in rows] == list(runs)
+    for title, cells in rows:
+        run = runs[names[title]]
+        numbers = [run["accuracy"][key] for key in ("start", "peak", "end", "largest_fall")]
+        numbers.append(run["means"]["offcorr/staleness/abs_mean"])
+        assert cells.split(" | ") == [run["anchor"], *(f"{number:.3f}" for number in numbers)], title
+    said = page.partition("](docs/demo.png)")[2].strip().partition("\n")[0]
+    for title, rest in re.findall(r"(MinPRO|CTPO)'s ([^()]*\([^()]*\))", said):
+        means = {name.removeprefix("offcorr/loss/"): value for name, value in runs[names[title]]["means"].items()}
+        size = f"{means['multiplier_vs_ratio']:.2f}".removeprefix("0")
+        kinds = [kind for kind in ("dropped", "damped", "amplified") if means[kind] >= 0.005]
+        assert re.findall(r"(\.\d+) times|(\d+ %)", rest) == [
+            (size, ""),
+            *(("", f"{100 * means[kind]:.0f} %") for kind in kinds),
+        ], title
+        assert re.findall(r"dropped|damped|amplified", rest) == kinds, title
+    assert len(re.findall(r"\.\d+ times", said)) == 2
+
+
 # --------------------------------------------------------------------------------------------- the command line
 
 

@@ -91,7 +91,7 @@ def test_soft_gates_report_how_much_they_held_back():
 
 
 @pytest.mark.parametrize("name", ["minpro", "tis", "sapo?aggregate=token-mean", "icepop", "prefix_is", "reinforce"])
-def test_how_the_update_differs_from_the_uncorrected_one(name):
+def test_how_the_update_differs_from_that_with_the_plain_ratio(name):
     """c is read off the gradient, and compared with the plain token ratio where there is an advantage."""
     batch = dataclasses.replace(testing.example(seed=5), advantages=torch.tensor([1.5, 0.0, -0.7, 2.0, 0.0, -1.0, 0.5]))
     out = offcorr.resolve(name)(batch)

@@ -92,6 +92,11 @@ class Anchor(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
+    def __str__(self) -> str:
+        """The repr, and the name that configurations use, if it has one."""
+        name = next((name for name, kind in ANCHORS.items() if kind is type(self)), None)
+        return repr(self) if name is None else f"{self!r}, anchor {name!r}"
+
 
 class Supplied(Anchor):
     """The weights that sampled, in the trainer's precision: ``old_logp`` as the sampler supplied it with the batch."""

@@ -135,15 +135,15 @@ class Step:
         >>> import offcorr
         >>> step = Step(offcorr.get("tis"))
         >>> print(step.describe(step.place(offcorr.testing.example())))
-        loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (Supplied(), by default);
-        engine log-probs: yes
+        loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (Supplied(), anchor 'snapshot',
+        by default); engine log-probs: yes
         """
         old_logp = "none, so that every staleness ratio is 1"
         if batch.old_logp is not None and self._placed is not None:
             old_logp = self._placed.policy
         loss = "elsewhere" if self._correction is None else repr(self._correction.method)
         engine = "no" if batch.rollout_logp is None else "yes"
-        return f"loss {loss}; old_logp: {old_logp} ({self._named_anchor()}); engine log-probs: {engine}"
+        return f"loss {loss}; old_logp: {old_logp} ({self._named_anchor(str)}); engine log-probs: {engine}"
 
     def semantics(self, batch: Batch, temperature: float = 1.0) -> Semantics | None:
         """Whether the engine's log-probs of a placed batch are the sampler's probabilities; None without them.
@@ -176,9 +176,9 @@ class Step:
             same_weights=same_weights,
         )
 
-    def _named_anchor(self) -> str:
+    def _named_anchor(self, text: Callable[[object], str] = repr) -> str:
         chosen = self._make_anchor is not None or self._anchor is not None
-        return f"{self.anchor_in_force!r}{'' if chosen else ', by default'}"
+        return f"{text(self.anchor_in_force)}{'' if chosen else ', by default'}"
 
     def __repr__(self) -> str:
         loss = None if self._correction is None else self._correction.method

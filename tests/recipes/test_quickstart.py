@@ -43,4 +43,4 @@ def test_a_command_runs(command, tmp_path):
         reached = [float(x) for x in re.findall(r"sampled accuracy, (?:start|end)\W+([\d.]+)", shown)]
         promised = [float(x) for x in re.findall(r"(?:from|to) about (\.\d+)", PAGE)]
         assert reached == pytest.approx(promised, abs=0.1)  # other processors round differently
-        assert (tmp_path / "runs/grpo/history.png").exists()
+        assert (tmp_path / "runs/minpro/history.png").exists()

@@ -59,7 +59,7 @@ def drawn(monkeypatch, plot, *args):
 def test_the_summary_says_what_the_correction_did():
     said = shown(history())
     for row in (
-        "size of the update, uncorrected = 1 0.9000",
+        "size of the update, plain ratio = 1 0.9000",
         "tokens dropped 0.1000",
         "tokens damped 0.2500",
         "tokens amplified 0.0500",
@@ -75,6 +75,22 @@ def test_the_summary_says_what_the_correction_did():
 def test_the_summary_of_trls_own_loss_says_so():
     said = shown(history(corrects=False))
     assert "correction none: a loss of TRL's own" in said and "tokens dropped" not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [
+        ([], "runs/dapo"),
+        (["--loss_type", "offcorr:dapo"], "runs/offcorr-dapo"),
+        (["--loss_type", "minpro?eps_high=0.3&aggregate=sum"], "runs/minpro-eps_high=0.3-aggregate=sum"),
+        (["--config", str(ROOT / "recipes/configs/minpro.yaml")], "runs/minpro"),
+        (["--config", str(ROOT / "recipes/configs/minpro.yaml"), "--loss_type", "gspo"], "runs/gspo"),
+        (["--loss_type", "minpro", "--output_dir", "mine"], "mine"),
+    ],
+)
+def test_every_loss_has_a_folder_of_its_own(monkeypatch, flags, folder):
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--use_cpu", "true", *flags])
+    assert grpo.parse(grpo.Arguments).output_dir == folder
 
 
 @pytest.mark.parametrize("corrects", [True, False])
@@ -99,11 +115,11 @@ def logs():
 
 
 def test_the_table_has_a_word_or_a_number_in_every_cell(logs):
-    table = demo.comparison(logs)
+    table = demo.comparison(logs, "a demo")
     columns = [list(column.cells) for column in table.columns]
     rows = {label: cells for label, *cells in zip(*columns, strict=True)}
-    assert rows["size of the update, uncorrected = 1"] == ["1, always", "0.9000", "0.7000"]
-    assert rows["tokens damped"] == ["none", "0.2500", "0.2500"]
+    assert rows["size of the update, plain ratio = 1"] == ["not measured", "0.9000", "0.7000"]
+    assert rows["tokens damped"] == ["not measured", "0.2500", "0.2500"]
     assert rows["prompts without advantage"] == ["0.1250"] * 3
     assert set(grpo.EFFECT.values()) | set(grpo.MISMATCH.values()) <= rows.keys()
     assert all(cell.strip("- ") for cells in rows.values() for cell in cells)
@@ -113,7 +129,7 @@ def test_the_table_has_a_word_or_a_number_in_every_cell(logs):
 def test_a_correction_that_was_not_logged_is_no_lack_of_one(logs):
     logs["minpro"] = history(corrects=False)
     with pytest.raises(KeyError, match="multiplier_vs_ratio"):
-        demo.comparison(logs)
+        demo.comparison(logs, "a demo")
 
 
 def test_the_demo_ends_with_sentences_from_the_numbers(logs):
@@ -164,8 +180,8 @@ def test_the_next_commands_where_the_environment_is_not_active(monkeypatch, tmp_
 
 
 def test_the_picture_of_the_demo_has_a_line_for_every_legend_entry(monkeypatch, tmp_path, logs):
-    panels = drawn(monkeypatch, demo.plot, logs, tmp_path / "demo.png")
-    assert panels["size of the update, uncorrected = 1"][0] == ["MinPRO", "CTPO"]
+    panels = drawn(monkeypatch, demo.plot, logs, tmp_path / "demo.png", "a demo")
+    assert panels["size of the update, plain ratio = 1"][0] == ["MinPRO", "CTPO"]
     assert panels["tokens dropped, damped or amplified"][1][0].get_ydata()[0] == pytest.approx(0.1 + 0.25 + 0.05)
     for entries, curves, texts in panels.values():
         assert len(entries) == len(curves) and bool(curves) != bool(texts)
@@ -196,6 +212,26 @@ def test_progress_without_a_terminal(monkeypatch, tmp_path, capsys):
     for title in ("MinPRO", "CTPO"):
         own = [line for line in said if f"{title}: " in line]
         assert len(own) >= 2 and own[-1].endswith("update 8 of 8, reward 0.80")
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_short_demo_has_its_own_folder_and_never_claims_the_lag(monkeypatch, tmp_path, capsys, logs, short):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["demo.py"] + ["--short"] * short)
+    monkeypatch.setattr(demo.toy, "model_path", lambda seed: None)
+    trained = []
+
+    def train_all(runs, folder, steps, seed):
+        folder.mkdir(parents=True)
+        trained.append((str(folder), steps))
+        return logs
+
+    monkeypatch.setattr(demo, "train_all", train_all)
+    assert demo.main() == 0
+    said = capsys.readouterr().out
+    assert trained == [("runs/demo-short", 12) if short else ("runs/demo", 160)]
+    assert said.count("(up to 11 updates here)") == (2 if short else 0)  # the opening text and the title of the table
+    assert (tmp_path / trained[0][0] / "demo.json").exists()
 
 
 @pytest.mark.slow

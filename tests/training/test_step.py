@@ -215,6 +215,14 @@ def test_the_anchor_is_in_the_repr():
     assert repr(Step()) == "Step(loss=None, anchor=None, by default)"
 
 
+def test_an_anchor_is_printed_with_the_name_that_configurations_use():
+    assert str(Supplied()) == "Supplied(), anchor 'snapshot'"
+    assert str(Snapshots(torch.nn.Linear(1, 1), limit=2)) == "Snapshots(limit=2)"  # no configuration names it
+    step = Step(offcorr.get("ppo"))
+    batch = step.place(whole_batch(old_logp=None))
+    assert "(Rollout(), anchor 'rollout', by default)" in step.describe(batch)
+
+
 def test_every_anchor_says_which_policy_it_is():
     said = [anchor.policy for anchor in {*ANCHORS.values(), Snapshots}]
     assert len(set(said)) == len(said) and Anchor.policy not in said
