@@ -346,7 +346,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return torch.where(groups.isnan(), means, groups).flatten()
 
     def _remember_sampled(self, rollout_func: Callable) -> Callable:
-        def remembering(prompts: list, trainer: Any) -> dict[str, Any]:
+        def remembering(prompts: list, trainer: Any) -> Mapping[str, Any]:
             output = rollout_func(prompts, trainer)
             if not isinstance(output, Mapping):
                 raise TypeError(
@@ -363,7 +363,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         return remembering
 
-    def _check_sampled(self, output: dict[str, Any]) -> None:
+    def _check_sampled(self, output: Mapping[str, Any]) -> None:
         """One number for each token: TRL would pad a short row, and every log-prob after the gap would be off."""
         wanted = [len(ids) for ids in output["completion_ids"]]
         for name in ("logprobs", "env_mask", *SAMPLED):
