@@ -368,6 +368,11 @@ def _methods(options: argparse.Namespace) -> int:
     width = _width()
     print(listing(table, width))
     if width is not None:
+        legend = (
+            "r: a token's staleness ratio, e^(logp - old_logp); rho: its engine ratio, e^(old_logp - rollout_logp); "
+        )
+        legend += "R = r rho (in asymre the reward); s: a span's ratio; A: the advantage; T: the length of the span."
+        print(f"\n{textwrap.fill(legend, max(20, width))}")
         hint = "`offcorr methods NAME` shows one method: formula, stages, options, notes, examples."
         print(f"\n{textwrap.fill(hint, max(20, width))}")
     return 0

@@ -9,6 +9,7 @@ between the policies, and how each correction's update differs from that with th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -107,22 +108,25 @@ def main() -> int:
 def train_all(runs: Mapping[str, Run], folder: Path, steps: int, seed: int) -> dict[str, list[dict[str, Any]]]:
     """The histories of all runs, each in a process of its own, as many at a time as the cores can take."""
     waiting, running = list(runs), {}
-    columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    reward = TextColumn("{task.fields[reward]}")
+    columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), reward)
     console, began = Console(), time.monotonic()
     said = dict.fromkeys(runs, began)  # when each run's last line was printed, where there is no bar
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bars = {name: progress.add_task(run.title, total=steps, start=False) for name, run in runs.items()}
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    with bar as progress, contextlib.ExitStack() as at_the_end:
+        bars = {name: progress.add_task(run.title, total=steps, start=False, reward="") for name, run in runs.items()}
         while waiting or running:
             # One more than there are cores, or the last run of an odd number would leave a core idle.
             while waiting and len(running) <= (os.cpu_count() or 1):
                 name = waiting.pop(0)
                 progress.start_task(bars[name])
                 running[name] = launch(runs[name], folder / name, steps, seed)
+                at_the_end.callback(running[name].terminate)  # where another fails, or at Ctrl-C
             time.sleep(0.5)
             for name, process in list(running.items()):
                 ended = process.poll() is not None
                 state = progress_of(folder / name)
-                progress.update(bars[name], completed=state.update)
+                progress.update(bars[name], completed=state.update, reward=state.shown)
                 if not console.is_terminal and (ended or time.monotonic() - said[name] >= EVERY):
                     said[name] = time.monotonic()
                     print(f"  {time.monotonic() - began:4.0f} s  {runs[name].title}: {state.line(steps)}", flush=True)
@@ -131,8 +135,6 @@ def train_all(runs: Mapping[str, Run], folder: Path, steps: int, seed: int) -> d
                 del running[name]
                 progress.stop_task(bars[name])
                 if process.returncode:
-                    for other in running.values():
-                        other.terminate()
                     raise SystemExit(f"the run {name!r} failed; its output is in {folder / name / 'output.txt'}")
     return {name: json.loads((folder / name / "history.json").read_text()) for name in runs}
 
@@ -166,8 +168,12 @@ class State(NamedTuple):
     update: int = 0
     reward: float | None = None
 
+    @property
+    def shown(self) -> str:
+        return "" if self.reward is None else f"reward {self.reward:.2f}"
+
     def line(self, steps: int) -> str:
-        return "starting" if self.reward is None else f"update {self.update} of {steps}, reward {self.reward:.2f}"
+        return f"update {self.update} of {steps}, {self.shown}" if self.shown else "starting"
 
 
 def progress_of(folder: Path) -> State:
@@ -261,10 +267,12 @@ def next_commands() -> str:
         offcorr = shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(python)} -m offcorr"
     return (
         "This was one seed at one learning rate, and is no ranking; docs/which.md compares more. Next:\n"
+        "A run of your own:\n"
         f"  {offcorr} train --loss_type minpro --lag {LAG} --precision {PRECISION}\n"
+        "What a method is:\n"
         f"  {offcorr} methods minpro\n"
-        f"  {offcorr} compare minpro ctpo cispo\n"
-        "A run of your own; what a method is; bias and variance of several, in seconds."
+        "Bias and variance of several, in seconds:\n"
+        f"  {offcorr} compare minpro ctpo cispo"
     )
 
 
@@ -327,4 +335,7 @@ def plot(logs: dict[str, list[dict[str, Any]]], file: Path, title: str) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("stopped; nothing was compared")

@@ -222,6 +222,8 @@ def text_of(completion: Any) -> str:
 def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer] = GRPOTrainer) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is experimental in TRL, and wanted here
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where installed, warns
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and not torch.cuda.is_available():
         # On a CPU DeepSpeed would compile its shared-memory collectives at every first start; gloo does without.
         import deepspeed
@@ -329,8 +331,9 @@ EFFECT = {
 """What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
 
 CAPTION = (
-    "Below accuracy: means over the run. ESS: effective sample size. Prompts without advantage: their samples all got "
-    "one reward. Tokens: those with an advantage; damped and amplified by more than 1 % against the plain ratio."
+    "Rows below the accuracies: means over the run. ESS: effective sample size. Prompts without advantage: their "
+    "samples all got one reward. Tokens: those with an advantage; damped and amplified by more than 1 % against the "
+    "plain ratio."
 )
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged and does not measure"
 

@@ -85,6 +85,7 @@ def test_a_list_folds_to_the_width_of_the_terminal(command, width, monkeypatch, 
     assert not [line for line in lines if len(line) > width and " " in line.strip()[: width - 8]]
     if command == "methods":
         assert {"minpro", "ppo = grpo"} <= set(lines) and any("eps_high=0.28" in line for line in lines)
+        assert "rho: its engine ratio" in " ".join(lines)
 
 
 def test_a_list_in_a_pipe_has_one_line_per_method():
