@@ -153,7 +153,7 @@ def main() -> None:
     head = (
         "Registers a thread / bytes spilled / bytes of shared memory; float32 unless said.\n"
         f"Block {launch.BLOCK}, {launch.WARPS} warps, on NVIDIA GPUs at most {launch.REGISTERS} registers for up to "
-        f"{launch.CROWDED} stages without turns or running spans, triton {triton.__version__}.  "
+        f"{launch.CROWDED} stages without turns, running spans or split rows, triton {triton.__version__}.  "
         "Compiled ahead of time by `python benchmarks/aot.py`; nothing has run."
     )
     report(rows, head, ("methods", "layout"), options.output, block=launch.BLOCK, warps=launch.WARPS)

@@ -31,7 +31,7 @@ from offcorr.stages.base import Plan
 BLOCK, WARPS = 512, 4
 """Tokens a program looks at together (fewer where the rows are shorter), and the warps that do."""
 REGISTERS, CROWDED = 168, 4
-"""Registers per thread; without a limit ptxas spills.  All 255 with turns, a running span or over CROWDED stages."""
+"""Registers per thread; without a limit ptxas spills.  All 255 with turns, running spans, split rows, many stages."""
 FILL, PART = 512, 4096
 """Rows of more than two parts are split, a part is PART tokens or more, until there are FILL programs."""
 ALONE = 256
@@ -166,8 +166,9 @@ class Launch:
     @property
     def options(self) -> dict[str, int]:
         """For the compiler."""
-        stages = self.composition.stages
-        crowded = len(stages) > CROWDED or any(stage.kind in ("turn", "running") for stage in stages)
+        composed = self.composition
+        carries = any(stage.kind in ("turn", "running") for stage in composed.stages)
+        crowded = composed.split or carries or len(composed.stages) > CROWDED
         registers = 255 if crowded else REGISTERS
         return {"num_warps": WARPS} | ({} if torch.version.hip else {"maxnreg": registers})  # ROCm has no such option
 
