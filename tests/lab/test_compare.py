@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ import pytest
 import offcorr
 from offcorr import cli
 from offcorr.lab import compare
+from offcorr.lab.compare import seconds_per_token
 from offcorr.lab.exact import Setting, World
 from offcorr.methods.registry import catalogue
+from offcorr.stages.checks import warn_once
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ("--vocabulary", "2", "--length", "4", "--draws", "10")
@@ -354,3 +357,11 @@ def test_the_hook_is_a_subparser():
     compare.add_parser(parser.add_subparsers(dest="command"))
     options = parser.parse_args(["compare", "ppo", *TINY])
     assert compare.run(options) == 0
+
+
+def test_the_timing_warns_of_nothing():
+    """The batch that is timed has log-probs as a sampler has them."""
+    warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert seconds_per_token(offcorr.get("tis"), repeats=1) > 0
