@@ -124,6 +124,10 @@ class Correction:
             if controller.couples not in COUPLES:
                 what = f"{type(controller).__name__}.couples is {controller.couples!r}"
                 raise ValueError(f"{what}{one_of(controller.couples, COUPLES)}")
+            for name in [controller.needs] if isinstance(controller.needs, str) else controller.needs:
+                if name not in OPTIONAL:
+                    what = f"{type(controller).__name__}.needs has {name!r}"
+                    raise ValueError(f"{what}, expected a frozenset of names{one_of(name, OPTIONAL)}")
         for name in ("count_rejected", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected True or False")
@@ -344,6 +348,9 @@ class Correction:
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Correction) if f.name != "origin")
 """The fields that say what a correction does; they may stand in its configuration."""
+
+OPTIONAL = tuple(f.name for f in dataclasses.fields(Batch) if f.default is None)
+"""The fields of a batch that may be None."""
 
 COUPLES = ("batch", "group")
 """The sequences that may share the statistics of a controller."""

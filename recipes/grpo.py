@@ -337,6 +337,8 @@ CAPTION = (
 )
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged and does not measure"
 
+NOT_LOGGED = "not measured: no update was logged, since max_steps is below logging_steps"
+
 
 def summarise(logs: list[dict[str, float]], title: str) -> None:
     table = Table(title=title, caption=CAPTION, show_header=False)
@@ -347,7 +349,7 @@ def summarise(logs: list[dict[str, float]], title: str) -> None:
             table.add_row(part[name], f"{value:.4f}")
         table.add_section()
     if not means(logs, tuple(EFFECT)):
-        table.add_row("correction", NO_CORRECTION)
+        table.add_row("correction", NO_CORRECTION if series(logs, "loss")[0] else NOT_LOGGED)
     Console().print(table)
 
 

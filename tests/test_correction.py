@@ -328,6 +328,10 @@ class OfRows(offcorr.controllers.Controller):
         return offcorr.gates.Clip()
 
 
+class NeedsWhatIsNoField(OfRows):
+    couples, needs = "batch", frozenset({"rolout_logp"})
+
+
 @pytest.mark.parametrize(
     "call, error, message",
     [
@@ -341,6 +345,11 @@ class OfRows(offcorr.controllers.Controller):
             lambda: offcorr.from_config({"method": "ppo", "gate": {"name": "clip"}}),
             ValueError,
             "gate is given beside method 'ppo', whose own it is: write method 'custom'",
+        ),
+        (
+            lambda: offcorr.Correction(gate=NeedsWhatIsNoField()),
+            ValueError,
+            "NeedsWhatIsNoField.needs has 'rolout_logp'",
         ),
         (lambda: offcorr.Correction(gate=OfRows()), ValueError, "OfRows.couples is 'rows', expected one of"),
         (
