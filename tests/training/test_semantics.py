@@ -295,3 +295,12 @@ def test_step_takes_packed_batches_and_the_temperature():
     )
     result = semantics_of(batch, temperature=0.7)
     assert result.kind == "raw" and "about 1.00, the trainer's 0.70: it sampled at the trainer's" in result.sentence
+
+
+def test_a_kept_mass_over_a_nearly_uniform_policy_is_not_a_missing_normalisation():
+    draw = torch.Generator().manual_seed(0)
+    logp = -7 + 0.2 * torch.randn(8, 64, generator=draw)
+    kept = torch.full_like(logp, 0.9).log() + 0.002 * torch.randn(8, 64, generator=draw)
+    assert logprob_semantics(logp, logp - kept, torch.ones_like(logp).bool()).kind == "kept_mass"
+    halved = logprob_semantics(logp, logp / 1.1, torch.ones_like(logp).bool())
+    assert halved.kind == "unnormalised"
