@@ -57,7 +57,7 @@ class Reduction(NamedTuple):
     """
 
     first: tuple[float, ...]
-    """What each vector of the state is filled with; a lane that still holds it changes no result."""
+    """Start values of the state's vectors; a lane that still holds its start value changes no result."""
     step: Any
     """``(state, x, mask, p) -> state``, for each block."""
     fold: Any
