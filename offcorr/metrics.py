@@ -21,12 +21,31 @@ from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.shapes import PerToken, TokenMask
 from offcorr.stages import pointwise
 
-__all__ = ["Accumulator", "Count", "Gather", "Histogram", "LogSumExp", "Max", "Mean", "Metrics", "Moments", "measure"]
+__all__ = [
+    "Accumulator",
+    "Count",
+    "Extremes",
+    "Gather",
+    "Histogram",
+    "LogSumExp",
+    "Max",
+    "Mean",
+    "Metrics",
+    "Moments",
+    "measure",
+]
 
 Gather = Callable[[Tensor], Tensor]
 """[K] of this rank to [ranks, K]: ``lambda vector: accelerator.gather(vector[None])``."""
 
 Self = TypeVar("Self", bound="Accumulator")
+
+_NONE = -1e300
+"""The largest of no values: finite, because infinity - infinity would be NaN."""
+
+
+def _finite_exp(x: float) -> float:
+    return math.exp(min(x, 700.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +156,34 @@ class Max(Accumulator):
         return torch.maximum(a, b)
 
 
+class Extremes(Accumulator):
+    """(largest x, largest -x): both tails of x and of e^x."""
+
+    size = 2
+
+    @staticmethod
+    def of(values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+        """Both extremes of ``values[where]``; -1e300 twice where there are none."""
+        values, where = values.flatten(start).double(), where.flatten(start)
+        if not values.shape[-1]:
+            return values.new_full((*values.shape[:-1], 2), _NONE)
+        tails = [torch.where(where, x, _NONE).amax(-1) for x in (values, -values)]
+        return torch.stack(tails, -1)
+
+    @staticmethod
+    def merged(a: Tensor, b: Tensor) -> Tensor:
+        """The larger of each."""
+        return torch.maximum(a, b)
+
+    @staticmethod
+    def values(numbers: list[float]) -> tuple[float, ...] | None:
+        """(largest |x|, smallest e^x, largest e^x)."""
+        largest, smallest = numbers[0], -numbers[1]
+        if largest < smallest:  # none were seen
+            return None
+        return max(largest, -smallest), _finite_exp(smallest), _finite_exp(largest)
+
+
 class LogSumExp(Accumulator):
     """(largest x, sum e^(x - largest), sum e^(2 (x - largest)), number): moments and ESS of e^x, never clamped."""
 
@@ -149,7 +196,7 @@ class LogSumExp(Accumulator):
         if not values.shape[-1]:
             return values.new_zeros((*values.shape[:-1], 4), dtype=torch.float64)
         x = torch.where(where, values.double(), -torch.inf)
-        largest = x.amax(-1, keepdim=True).clamp(min=-1e300)
+        largest = x.amax(-1, keepdim=True).clamp(min=_NONE)
         scaled = (x - largest).exp()
         return torch.stack(
             [largest[..., 0], scaled.sum(-1), scaled.square().sum(-1), where.sum(-1, dtype=torch.float64)], -1
@@ -159,9 +206,7 @@ class LogSumExp(Accumulator):
     def merged(a: Tensor, b: Tensor) -> Tensor:
         """Both, scaled by the larger of the two maxima."""
         # An accumulator that has seen nothing has n = 0 and must not set the maximum.
-        top = torch.maximum(
-            torch.where(a[..., 3] > 0, a[..., 0], -1e300), torch.where(b[..., 3] > 0, b[..., 0], -1e300)
-        )
+        top = torch.maximum(torch.where(a[..., 3] > 0, a[..., 0], _NONE), torch.where(b[..., 3] > 0, b[..., 0], _NONE))
         shift_a, shift_b = ((v[..., 0] - top).clamp(max=0).exp() * (v[..., 3] > 0) for v in (a, b))
         return torch.stack(
             [
@@ -179,13 +224,9 @@ class LogSumExp(Accumulator):
         largest, first, second, n = numbers
         if not n:
             return None
-
-        def finite_exp(x: float) -> float:
-            return math.exp(min(x, 700.0))
-
         return (
-            finite_exp(largest + math.log(first / n)),
-            max(finite_exp(2 * largest + math.log(second / n)) - 1, 0.0),  # a sample's may be below
+            _finite_exp(largest + math.log(first / n)),
+            max(_finite_exp(2 * largest + math.log(second / n)) - 1, 0.0),  # a sample's may be below
             first * first / (n * second),
         )
 
@@ -248,7 +289,7 @@ class Metric(NamedTuple):
 
 MISMATCH = (
     Metric("abs_mean", "mean |d|", Mean),
-    Metric("abs_max", "max |d|", Max),
+    Metric("extremes", "max |d|, min e^d, max e^d", Extremes, ("abs_max", "ratio_min", "ratio_max")),
     Metric("abs_histogram", "99th percentile of |d|, to a bin", Histogram, ("abs_p99",)),
     Metric("k1", "mean -d: KL(second || first policy), unbiased", Mean),
     Metric("k3", "mean e^d - 1 - d: the same KL, never negative", Mean),
@@ -365,7 +406,7 @@ class Metrics:
         """(value, weight) of each metric that is a mean, by one transfer to the host: for trainers that average.
 
         The mean of the values over micro-batches and ranks, by their weights, is the value of the whole; without the
-        weights it is so where every part has as many tokens.  Maxima, percentiles, effective sample sizes,
+        weights it is so where every part has as many tokens.  Extremes, percentiles, effective sample sizes,
         chi-squares and counts are left out, because a mean of them is another number.
 
         >>> import torch
@@ -462,7 +503,7 @@ def _mismatch_vectors(d: Tensor, seen: Tensor, first: TokenMask) -> dict[str, Te
     n = count.sum(1, dtype=torch.float64)
     return {
         "abs_mean": torch.stack([size.sum((1, 2)), n], 1),
-        "abs_max": size.flatten(1).amax(1, keepdim=True) if size.numel() else size.new_zeros(len(size), 1),
+        "extremes": Extremes.of(d, seen, 1),
         "abs_histogram": Histogram.of(size, seen, 1),
         "k1": torch.stack([-total.sum(1), n], 1),
         "k3": torch.stack([pointwise.nonnegative_kl(d).sum((1, 2)), n], 1),

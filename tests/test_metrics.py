@@ -13,7 +13,7 @@ import torch
 
 import offcorr
 from offcorr import Batch, Correction, Metrics, gates, ratios, rejections, testing, weights
-from offcorr.metrics import LOSS, MISMATCH, Count, Histogram, LogSumExp, Mean
+from offcorr.metrics import LOSS, MISMATCH, Count, Extremes, Histogram, LogSumExp, Mean
 
 
 def valid_log_ratios(batch, ours, theirs):
@@ -33,6 +33,8 @@ def test_mismatch_series(series, ours, theirs):
     expected = {
         "abs_mean": np.abs(d).mean(),
         "abs_max": np.abs(d).max(),
+        "ratio_min": np.exp(d.min()),
+        "ratio_max": np.exp(d.max()),
         "k1": -d.mean(),
         "k3": (np.exp(d) - 1 - d).mean(),
         "ratio_mean": np.exp(d).mean(),
@@ -148,6 +150,30 @@ def test_merging_with_nothing_seen_changes_nothing():
     assert none.merge(none).read() is None
 
 
+@pytest.mark.parametrize("values", [[0.5, 2.0], [-0.5, -2.0], [-1.0, 3.0, 0.0], [0.0], [-0.25]])
+def test_both_tails_of_a_ratio(values):
+    """Ratios that are all above 1, all below 1, or on both sides of it, in parts as well as together."""
+    d = torch.tensor(values)
+    made = [Extremes(Extremes.of(part, torch.ones_like(part).bool())) for part in (d, d[:1], d[1:])]
+    wanted = (max(map(abs, values)), math.exp(min(values)), math.exp(max(values)))
+    for extremes in (made[0], made[1].merge(made[2]), made[2].merge(made[1])):
+        assert extremes.read() == pytest.approx(wanted)
+
+
+def test_no_ratio_has_no_tails():
+    nothing = Extremes(Extremes.of(torch.tensor([5.0]), torch.tensor([False])))
+    assert nothing.read() is nothing.merge(nothing).read() is None
+    assert Extremes(Extremes.of(torch.zeros(0), torch.zeros(0).bool())).read() is None
+
+
+def test_a_masked_token_is_in_no_tail():
+    logp = torch.tensor([[0.3, 9.0, -9.0, 0.2]])
+    batch = Batch(logp=logp, old_logp=0 * logp, advantages=torch.ones(1), mask=torch.tensor([[1, 0, 0, 1]]))
+    got = offcorr.metrics.measure(batch).compute()
+    tails = [got["offcorr/staleness/" + name] for name in ("abs_max", "ratio_min", "ratio_max")]
+    assert tails == pytest.approx([0.3, math.exp(0.2), math.exp(0.3)])
+
+
 def test_every_metric_says_what_it_is():
     for metric in (*MISMATCH, *LOSS):
         assert metric.formula and "/" not in metric.name
@@ -170,8 +196,9 @@ def test_one_name_has_one_kind():
 def test_empty_metrics():
     assert Metrics().compute() == {}
     batch = testing.example()
-    nothing = offcorr.get("tis")(Batch(**{**vars(batch), "mask": torch.zeros_like(batch.mask)}))
-    assert all(math.isfinite(value) for value in nothing.metrics.compute().values())
+    nothing = offcorr.get("tis")(Batch(**{**vars(batch), "mask": torch.zeros_like(batch.mask)})).metrics.compute()
+    assert all(math.isfinite(value) for value in nothing.values())
+    assert not [name for name in nothing if "/engine/" in name or "/staleness/" in name]
 
 
 def test_self_normalised_weights_have_mean_one():
@@ -188,6 +215,21 @@ def test_needs_and_compares():
     assert offcorr.get("opsm").needs == {"old_logp"}  # total if rollout_logp is given, otherwise staleness
     loss_fn = offcorr.Correction(reject=(rejections.K2(0.1), rejections.DPPO()))
     assert loss_fn.compares == {"staleness", "engine", "total"}
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-4, 0.3, 3.0, 2000.0])
+def test_no_quantile_above_the_maximum_and_no_chi_square_below_0(scale):
+    generator = torch.Generator().manual_seed(0)
+    for width in (1, 3, 50):
+        d = scale * torch.randn(4, width, generator=generator)
+        batch = Batch(logp=d, old_logp=torch.zeros_like(d), advantages=torch.ones(4), mask=torch.ones(4, width))
+        got = offcorr.metrics.measure(batch).compute()
+        got = {name.removeprefix("offcorr/staleness/"): value for name, value in got.items()}
+        assert 0 <= got["abs_p99"] <= got["abs_max"]
+        assert got["chi2_token"] >= 0 and got["chi2_seq"] >= 0
+        assert 0 <= got["ratio_min"] <= got["ratio_mean"] * (1 + 1e-12) and got["ratio_mean"] <= got["ratio_max"] * (
+            1 + 1e-12
+        )
 
 
 def test_readings_that_no_distribution_has():

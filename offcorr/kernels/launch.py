@@ -306,8 +306,9 @@ def _layout(series: tuple[tuple[int, int], ...], device: torch.device) -> Layout
             "first_token": [mismatch["first_token"]],
             "first_seen": [mismatch["first_token"] + 1],
             "rows": [seq + 3, mismatch["ppl_ratio"] + 1],
-            "max": [mismatch["abs_max"]],
-            **{name: [token + i] for i, name in enumerate(("top", "first", "second"))},
+            "bottom": [mismatch["extremes"] + 1],
+            "top": [mismatch["extremes"], token],
+            **{name: [token + i] for i, name in enumerate(("first", "second"), 1)},
             **{name: [seq + i] for i, name in enumerate(("seq_top", "seq_first", "seq_second"))},
             "ppl_first": [mismatch["ppl_ratio"]],
         }

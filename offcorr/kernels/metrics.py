@@ -26,8 +26,8 @@ LOSS_COLUMNS = (
 MISMATCH_COLUMNS = (
     # added up
     *("abs", "seen", "k1", "k3", "first_token", "first_seen", "rows"),
-    # the largest taken
-    "max",
+    # the largest -d; the largest d is "top"
+    "bottom",
     # moments of e^x, scaled: the largest x, sum e^(x - largest), sum e^(2 (x - largest)); x of a token, of a sequence,
     # and minus the sequence's mean
     *("top", "first", "second"),
@@ -53,7 +53,7 @@ LOSS, KEPT, UNSCORED, VALID, ADVANTAGED, TRAINABLE, REJECTED, NO_ADVANTAGE, ROWS
     tl.constexpr(LOSS_COLUMNS.index(name))
     for name in ("loss", "kept", "unscored", "valid", "advantaged", "trainable", "rejected", "no_advantage", "rows")
 )
-ABS, SEEN, K1, K3, FIRST_TOKEN, FIRST_SEEN, PRESENT, MAX, TOP, _, _, SEQ, _, _, PPL, _, _ = map(
+ABS, SEEN, K1, K3, FIRST_TOKEN, FIRST_SEEN, PRESENT, BOTTOM, TOP, _, _, SEQ, _, _, PPL, _, _ = map(
     tl.constexpr, range(len(MISMATCH_COLUMNS))
 )
 
@@ -94,13 +94,13 @@ def later(last, index):
 @triton.jit
 def mismatch_start(BLOCK: tl.constexpr):
     zeros = tl.zeros([BLOCK // FOLD], tl.float32)
-    return zeros, zeros, zeros, zeros, tl.max(zeros, 0) + _NOTHING, zeros, zeros, tl.zeros([128], tl.int32)
+    return zeros, zeros + _NOTHING, zeros, zeros, tl.max(zeros, 0) + _NOTHING, zeros, zeros, tl.zeros([128], tl.int32)
 
 
 @triton.jit
 def mismatch_step(state, d, seen, edges_ptr):
     """One block of unclamped log-ratios."""
-    size_sum, largest, k1, k3, top, moment, second, bins = state
+    size_sum, bottom, k1, k3, top, moment, second, bins = state
 
     # The nearest of the 63 edges, far apart: one comparison settles the bin.
     size = tl.abs(d)
@@ -109,14 +109,14 @@ def mismatch_step(state, d, seen, edges_ptr):
     bin_of = nearest + tl.where(size > tl.load(edges_ptr + nearest), 1, 0)
     bins += tl.histogram(tl.where(seen, bin_of, 127), 128)
 
+    bottom = tl.maximum(bottom, _folded_max(tl.where(seen, -d, _NOTHING)))
     d = tl.where(seen, d, 0.0)
-    size = tl.abs(d)
     new_top = tl.maximum(top, tl.max(tl.where(seen, d, _NOTHING), 0))
     shrink = tl.exp(top - new_top)
     scaled = tl.where(seen, tl.exp(d - new_top), 0.0)
     return (
-        size_sum + _folded(size),
-        tl.maximum(largest, _folded_max(size)),
+        size_sum + _folded(tl.abs(d)),
+        bottom,
         k1 - _folded(d),
         k3 + _folded(nonnegative_kl(d)),
         new_top,
@@ -134,10 +134,10 @@ def _added_but_the_second(a, b, c, d, e, f, a2, b2, c2, d2, e2, f2):
 @triton.jit
 def mismatch_store(state, seen, first, series_ptr):
     """``seen``: tokens compared; ``first``: |d| at the row's first valid token, below 0 where it is not compared."""
-    size_sum, largest, k1, k3, top, moment, second, bins = state
+    size_sum, bottom, k1, k3, top, moment, second, bins = state
     # The sum over the row is an exponent, so that its rounding would be a relative error.
-    size_sum, largest, minus_d, k3, moment, second = tl.reduce(
-        (size_sum, largest, k1.to(tl.float64), k3, moment, second), 0, _added_but_the_second
+    size_sum, bottom, minus_d, k3, moment, second = tl.reduce(
+        (size_sum, bottom, k1.to(tl.float64), k3, moment, second), 0, _added_but_the_second
     )
     column = tl.arange(0, SERIES_WIDE)
     numbers = tl.where(column == ABS, size_sum, 0.0)
@@ -146,7 +146,7 @@ def mismatch_store(state, seen, first, series_ptr):
     numbers = tl.where(column == K3, k3, numbers)
     numbers = tl.where(column == FIRST_TOKEN, tl.maximum(first, 0.0), numbers)
     numbers = tl.where(column == FIRST_SEEN, tl.where(first >= 0, 1.0, 0.0), numbers)
-    numbers = tl.where(column == MAX, largest, numbers)
+    numbers = tl.where(column == BOTTOM, bottom, numbers)
     numbers = tl.where(column == TOP, top, numbers)
     numbers = tl.where(column == TOP + 1, moment, numbers)
     numbers = tl.where(column == TOP + 2, second, numbers)
@@ -324,7 +324,7 @@ def _merged_series(series_ptr, count, SIZE: tl.constexpr, ROW: tl.constexpr):
         bins += tl.sum(counts.to(tl.float64), 0)
         top = largest
         series_ptr += LANES * SIZE
-    total = tl.where((column == MAX) | (column == TOP) | (column == SEQ) | (column == PPL), top, total)
+    total = tl.where((column == BOTTOM) | (column == TOP) | (column == SEQ) | (column == PPL), top, total)
     if ROW:
         total = _of_a_row(total, _one(total, K1), _one(total, SEEN))
     return total, bins
@@ -389,7 +389,8 @@ def _publish(buffers, from_ptr, count, rows, PLAN: tl.constexpr):
         perplexity = _one(of_series, PPL + 1) * tl.exp(_one(of_series, PPL))
         of_series = tl.where(column == PPL + 1, perplexity, of_series)
         # as an empty accumulator has it
-        of_series = tl.where(((column == TOP) | (column == SEQ)) & (of_series <= _NOTHING), -1e300, of_series)
+        is_largest = (column == BOTTOM) | (column == TOP) | (column == SEQ)
+        of_series = tl.where(is_largest & (of_series <= _NOTHING), -1e300, of_series)
         places_of_ptr = buffers.places + (1 + series * 2) * WIDE * PLACES
         _place(of_series, places_of_ptr, buffers.merged)
         first_bin = tl.load(places_of_ptr + WIDE * PLACES)

@@ -35,10 +35,6 @@ def _std(v: Mapping[str, float]) -> float:
     return v["ratio_mean"] * math.sqrt(max(1 / v["ess_token"] - 1, 0.0))
 
 
-def _smallest(v: Mapping[str, float]) -> float:
-    return 1 / v["inverse_max"]
-
-
 ALIASES = {
     "rollout_corr/kl": Alias("verl", "k1"),
     "rollout_corr/k3_kl": Alias("verl", "k3"),
@@ -48,8 +44,8 @@ ALIASES = {
     "rollout_corr/log_ppl_diff": Alias("verl", "log_ppl_diff", "mean over sequences of -(mean d)"),
     "rollout_corr/rollout_is_mean": Alias("verl", "ratio_mean"),
     "rollout_corr/rollout_is_std": Alias("verl", _std, "standard deviation of e^d"),
-    "rollout_corr/rollout_is_min": Alias("verl", _smallest, "min e^d"),
-    "rollout_corr/rollout_is_max": Alias("verl", "ratio_max", "max e^d"),
+    "rollout_corr/rollout_is_min": Alias("verl", "ratio_min"),
+    "rollout_corr/rollout_is_max": Alias("verl", "ratio_max"),
     "rollout_corr/rollout_is_eff_sample_size": Alias("verl", "ess_token"),
     "train_rollout_logprob_abs_diff": Alias("slime", "abs_mean"),
     "mismatch_kl": Alias("prime-rl", "k3"),
@@ -60,9 +56,9 @@ ALIASES = {
     # With vLLM TRL logs these itself, and the ratio after truncation; what it logs itself stands.
     "sampling/sampling_logp_difference/mean": Alias("TRL", "abs_mean"),
     "sampling/sampling_logp_difference/max": Alias("TRL", "abs_max"),
-    "sampling/importance_sampling_ratio/min": Alias("TRL", _smallest, "min e^d"),
+    "sampling/importance_sampling_ratio/min": Alias("TRL", "ratio_min"),
     "sampling/importance_sampling_ratio/mean": Alias("TRL", "ratio_mean"),
-    "sampling/importance_sampling_ratio/max": Alias("TRL", "ratio_max", "max e^d"),
+    "sampling/importance_sampling_ratio/max": Alias("TRL", "ratio_max"),
 }
 """The names of other frameworks, as ``log_metrics="aliases"`` logs them."""
 
@@ -92,8 +88,6 @@ def field_metrics(batch: Batch, *, contains_rollout: bool) -> Metrics:
             FIELD + "k2": Mean(Mean.of(d.square() / 2, seen)),
             FIELD + "mult_error": Mean(Mean.of(d.abs().exp(), seen)),
             FIELD + "log_ppl_diff": Mean(Mean.of(-d.sum(1) / count.clamp(min=1), count > 0)),
-            FIELD + "ratio_max": Max(Max.of(d.exp(), seen)),
-            FIELD + "inverse_max": Max(Max.of((-d).exp(), seen)),
         }
     return Metrics(data)
 

@@ -53,7 +53,7 @@ def test_means_over_parts_are_those_of_the_whole():
         assert math.isclose(sum(v * w for v, w in seen) / weight, value, rel_tol=1e-9, abs_tol=1e-12), name
     left_out = {name.rpartition("/")[2] for name in computed.keys() - whole.means().keys()}
     assert left_out == {
-        *("abs_max", "abs_p99", "chi2_token", "chi2_seq", "ess_token", "ess_seq"),
+        *("abs_max", "abs_p99", "ratio_min", "ratio_max", "chi2_token", "chi2_seq", "ess_token", "ess_seq"),
         *("ess_before", "ess_after", "unscored", "nonfinite"),
     }
 

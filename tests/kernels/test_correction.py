@@ -447,6 +447,23 @@ def test_extreme_ratios_stay_finite():
         assert all(math.isfinite(value) for value in out.metrics.compute().values()), name
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("gap", [0.5, -0.5])
+def test_both_tails_of_ratios_on_one_side_of_1(gap, split, request):
+    """No ratio of 1 comes in from masked tokens, empty lanes or empty rows."""
+    if split:
+        request.getfixturevalue("split_rows")
+    batch = padded()
+    rollout_logp = batch.old_logp - gap - 0.1 * torch.rand(batch.logp.shape, generator=torch.Generator().manual_seed(0))
+    loss_fn, batch = offcorr.get("tis"), dataclasses.replace(batch, rollout_logp=rollout_logp)
+    assert is_split(loss_fn, batch) == split
+    got = within_budget(loss_fn, batch).metrics.compute()
+    d = (batch.old_logp - rollout_logp)[batch.mask]
+    assert got["offcorr/engine/ratio_min"] == pytest.approx(math.exp(d.min()), rel=1e-5)
+    assert got["offcorr/engine/ratio_max"] == pytest.approx(math.exp(d.max()), rel=1e-5)
+    assert got["offcorr/engine/abs_max"] == pytest.approx(float(d.abs().max()), rel=1e-5)
+
+
 def test_moments_of_ratios_that_are_all_tiny():
     batch = padded()
     far = dataclasses.replace(batch, rollout_logp=torch.where(batch.mask, batch.old_logp + 200.0, math.nan))
