@@ -13,6 +13,7 @@ from offcorr.training.anchors import (
 )
 from offcorr.training.baselines import OPOB, token_baseline
 from offcorr.training.ess_lr import ESSLearningRate
+from offcorr.training.parallel import gather_over, gather_sequences
 from offcorr.training.precision import PRECISIONS, Precision
 from offcorr.training.replica import Replica
 from offcorr.training.schedules import Annealed, Linear, share_done
@@ -42,6 +43,8 @@ __all__ = [
     "Step",
     "Supplied",
     "changing_weights",
+    "gather_over",
+    "gather_sequences",
     "logprob_semantics",
     "make_anchor",
     "share_done",
