@@ -480,7 +480,11 @@ def _all_reduced(part: Any, gather: Gather) -> Any:
     make: Any = type(part)
     columns = {f.name: _gathered(getattr(part, f.name), gather) for f in dataclasses.fields(part)}
     ranks = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return functools.reduce(lambda a, b: a.merge(b), (make(**row) for row in ranks))
+    parts = [make(**row) for row in ranks]
+    while len(parts) > 1:  # neighbours first: one after another, statistics that join would be copied once per rank
+        odd = parts[len(parts) // 2 * 2 :]
+        parts = [a.merge(b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
+    return parts[0]
 
 
 def _gathered(values: Tensor, gather: Gather) -> list[Tensor]:

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, reduce
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -383,8 +383,12 @@ class Metrics:
         """Merged over ranks, which must have the same metrics; ``gather`` takes [K] to [ranks, K]."""
         if not self.data:
             return self
-        merged = reduce(lambda a, b: _merged_packed(self._layout, a, b), gather(self.pack()))
-        return self.unpack(merged)
+        ranks = gather(self.pack())
+        while len(ranks) > 1:  # pairs of ranks, all at once
+            half = len(ranks) // 2
+            pairs = _merged_packed(self._layout, ranks[:half], ranks[half : 2 * half])
+            ranks = torch.cat([pairs, ranks[2 * half :]])
+        return self.unpack(ranks[0])
 
     def compute(self) -> dict[str, float]:
         """Plain floats, by one transfer to the host; a metric that measured nothing is left out."""
@@ -444,10 +448,10 @@ def _warn_of_nonfinite(tokens: float) -> None:
 
 
 def _merged_packed(layout: tuple[tuple[str, type[Accumulator]], ...], a: Tensor, b: Tensor) -> Tensor:
-    """Two packed vectors of one layout: added, and then each kind that does not merge by adding, all of it at once."""
+    """Packed vectors [..., K] of one layout: added, then each kind that does not merge by adding, all of it at once."""
     merged = a + b
     for kind, places in _merged_otherwise(layout, a.device):
-        merged[places] = kind.merged(a[places], b[places])
+        merged[..., places] = kind.merged(a[..., places], b[..., places])
     return merged
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import math
 import pickle
 import subprocess
@@ -140,6 +141,21 @@ def test_pack_and_ranks():
     stacked = torch.stack([part.pack() for part in parts])
     assert stacked.ndim == 2 and parts[0].unpack(stacked[0]).compute() == pytest.approx(parts[0].compute())
     assert parts[0].all_reduce(lambda vector: stacked).compute() == pytest.approx(merged)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8, 300])
+def test_many_ranks_merge_in_few_steps(ranks, monkeypatch):
+    """Some ranks have seen no token; the host's work grows with the logarithm of the ranks."""
+    made = [offcorr.get("tis")(testing.example(seed)).metrics for seed in range(4)]
+    empty = dataclasses.replace(testing.example(), mask=torch.zeros_like(testing.example().mask))
+    made.append(offcorr.get("tis")(empty).metrics)
+    parts = [made[rank % len(made)] for rank in range(ranks)]
+    together = functools.reduce(Metrics.merge, parts).compute()
+    calls, merged_packed = [], offcorr.metrics._merged_packed
+    monkeypatch.setattr(offcorr.metrics, "_merged_packed", lambda *args: calls.append(1) or merged_packed(*args))
+    merged = parts[0].all_reduce(lambda vector: torch.stack([part.pack() for part in parts]))
+    assert merged.compute() == pytest.approx(together, rel=1e-12)
+    assert len(calls) <= 2 * math.log2(ranks)
 
 
 def test_merging_with_nothing_seen_changes_nothing():

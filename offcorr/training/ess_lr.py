@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offcorr.batch import Batch
-from offcorr.metrics import Gather, LogSumExp
+from offcorr.metrics import Gather, LogSumExp, Metrics
 
 RULES = {"sqrt": 0.5, "linear": 1.0}
 """The exponent of ess / base."""
@@ -122,8 +121,8 @@ class ESSLearningRate:
         """
         if self._seen is None:
             raise ValueError("no batch was added since the last step: call add(batch) on every micro-batch")
-        ranks = gather(self._seen.vector) if gather else self._seen.vector[None]
-        moments = reduce(LogSumExp.merge, map(LogSumExp, ranks)).read()
+        seen = Metrics({"ess": self._seen})
+        moments = (seen.all_reduce(gather) if gather else seen).data["ess"].read()
         return moments[2] if moments else 1.0
 
     def scale(self, gather: Gather | None = None) -> float:

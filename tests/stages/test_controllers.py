@@ -503,3 +503,27 @@ def test_a_token_that_the_engine_could_not_score_is_in_the_budget_that_judges_it
     for tau, kept in ((0.2, 3), (0.3, 4)):  # the mean over all four squares is 1 / 4
         loss_fn = offcorr.Correction(reject=MomentBudget(tau, mismatch="total"))
         assert loss_fn(batch).metrics.compute()["offcorr/loss/kept"] == kept / 4
+
+
+def test_statistics_that_join_are_copied_a_few_times_whatever_the_number_of_ranks():
+    """One rank after another, the first rank's values would be copied once for every rank."""
+    copied = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Joined:
+        values: torch.Tensor
+
+        def merge(self, other):
+            copied.append(len(self.values) + len(other.values))
+            return Joined(torch.cat([self.values, other.values]))
+
+    for ranks in (1, 2, 7, 64, 100):
+        copied.clear()
+        numbers = torch.arange(3.0 * ranks).view(ranks, 3)
+
+        def gather(vector, numbers=numbers):  # [1]: the lengths
+            return vector.expand(len(numbers), 1) if len(vector) == 1 else numbers
+
+        merged = offcorr.correction.Statistics({"gate": Joined(numbers[0])}).all_reduce(gather)
+        assert torch.equal(merged.parts["gate"].values, numbers.flatten())  # in the order of the ranks
+        assert sum(copied) <= 3 * ranks * math.ceil(math.log2(ranks))
