@@ -37,6 +37,7 @@ LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metrics.
 GOLDEN = f"{ORACLE}::test_golden_table"
 SPANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "offcorr/batch.py"
 REFERENCE, STRUCTURE = "offcorr/stages/reference.py", "tests/test_structure.py"
+PARALLEL, SPLIT = "offcorr/training/parallel.py", "tests/training/test_parallel.py"
 LAB, EXACT = "offcorr/lab/exact.py", "tests/lab/test_exact.py"
 
 MUTATIONS = [
@@ -195,11 +196,39 @@ MUTATIONS = [
         f"{PITFALLS} ess",
     ),
     Mutation(
-        "maxima merged by adding",
+        "extremes merged by adding",
         "offcorr/metrics.py",
-        "return torch.maximum(a, b)",
-        "return a + b",
+        '"""The larger of each."""\n        return torch.maximum(a, b)',
+        '"""The larger of each."""\n        return a + b',
         f"{CONTRACT} splitting and tis",
+    ),
+    Mutation(
+        "a ratio of 1 for every masked token",
+        "offcorr/metrics.py",
+        "torch.where(where, x, _NONE).amax(-1)",
+        "torch.where(where, x, 0).amax(-1)",
+        f"{METRICS} in_no_tail",
+    ),
+    Mutation(
+        "the kernel's smallest ratio at most 1",
+        METERING,
+        "return zeros, zeros + _NOTHING, zeros",
+        "return zeros, zeros, zeros",
+        f"{KERNEL} one_side_of_1",
+    ),
+    Mutation(
+        "slices of sequences joined in the order of the ranks",
+        PARALLEL,
+        "whole = {name: value[:, source] for",
+        "whole = {name: value for",
+        f"{SPLIT} whole_ones and zig-zag and minpro",
+    ),
+    Mutation(
+        "every rank's gradient is the first slice's",
+        PARALLEL,
+        "own = torch.arange(start, start + width",
+        "own = torch.arange(width",
+        f"{SPLIT} whole_ones and uneven and minpro",
     ),
     Mutation(
         "mismatch measured over padding",
