@@ -208,7 +208,7 @@ def counted(calls: list[tuple[str, int]]) -> Iterator[None]:
 def work(rank: int, ranks: int, width_list: Sequence[int], rounds: int, folder: str) -> None:
     """One process: counts and times every part; the first one writes them."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
     rows = []
     for width in width_list:
         size = Size(ranks, width)
@@ -319,18 +319,17 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(map(str, cells))} |")
     about = report["machine"]
     lines += ["", f"Bytes with {ranks[-1]} ranks; tokens of a rank, {MICRO_BATCHES} micro-batches of {SEQUENCES}.", ""]
+    heads = (f"{number} rank{'s' * (number > 1)}" for number in ranks)
     lines += [
-        f"| milliseconds (of a processor), {tokens[-1]:,} tokens | "
-        + " | ".join(f"{number} ranks" for number in ranks)
-        + " |",
+        f"| milliseconds (of a processor), {tokens[-1]:,} tokens | {' | '.join(heads)} |",
         "| --- |" + " --- |" * len(ranks),
     ]
     for name in (*PARTS, CORRECTION):
         taken = [rows[name, tokens[-1], number] for number in ranks]
         lines.append(f"| {name} | " + " | ".join(f"{row['wall_ms']:.2f} ({row['cpu_ms']:.2f})" for row in taken) + " |")
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines += ["", f"Medians of {report['settings']['rounds']} rounds; {about['cores']} cores ({about['processor']}),"]
-    lines[-1] += f" gloo, {versions}."
+    shared = f"{about['cores']} cores ({about['processor']}) that other programs used too (load {about['load']})"
+    lines += ["", f"Medians of {report['settings']['rounds']} rounds; {shared}, gloo, {versions}."]
     lines += ["", "| host, milliseconds | " + " | ".join(f"{number} ranks" for number in (8, *EXTRAPOLATED)) + " |"]
     lines.append("| --- |" + " --- |" * (1 + len(EXTRAPOLATED)))
     times = {(row["part"], row["ranks"]): row["ms"] for row in report["merging"]}
