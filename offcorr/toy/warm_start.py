@@ -30,7 +30,7 @@ class Recipe:
     hidden_size: int = 64
     intermediate_size: int = 192
     layers: int = 2
-    heads: int = 4
+    heads: int = 2
     steps: int = 900
     batch_size: int = 32
     learning_rate: float = 6e-3
