@@ -19,7 +19,7 @@ from torch import Tensor
 
 import offcorr
 from offcorr.metrics import Mean
-from offcorr.rollout.off_policy import give_fused_head, in_mixed_precision
+from offcorr.rollout.sampler import give_fused_head, in_mixed_precision
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.checks import nearest, warn_once
 from offcorr.training.anchors import Anchor
