@@ -89,16 +89,18 @@ def engine_model(seed: int, folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def server(python: Path, model: Path, log: Path, *arguments: str) -> Iterator[str]:
+def server(python: Path, model: Path, log: Path, *arguments: str, port: int | None = None) -> Iterator[str]:
     """A running vLLM server's vllm://host:port; it is stopped at the end, however that comes.
 
     Args:
         log: the file that its output goes to.
         arguments: further ones of vLLM's server.
+        port: None: one that is free.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    if port is None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
     command = [str(python.absolute()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.resolve())]
     command += ["--host", "127.0.0.1", "--port", str(port), "--logprobs-mode", "processed_logprobs"]
     command += ["--enforce-eager", "--max-num-seqs", "64", *arguments]

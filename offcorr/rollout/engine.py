@@ -16,11 +16,11 @@ from typing import Any
 
 from offcorr.rollout.decode import Decoded, Sampling
 
-START = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --port {port}   (on a CPU: "
-    "VLLM_CPU_KVCACHE_SPACE=1 VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL "
-    "--logprobs-mode processed_logprobs --enforce-eager --port {port})"
-)
+START = """\
+  VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --port {port}
+or, with vLLM's build for CPUs:
+  VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model MODEL \\
+      --logprobs-mode processed_logprobs --enforce-eager --port {port}"""
 """How a server is started that can do everything this library asks of it."""
 
 UNMARKED = "default"
@@ -227,7 +227,7 @@ class Engine:
             if time.monotonic() - began + pause > self.patience:
                 raise EngineError(
                     f"no answer from a vLLM server at {url}{path.partition('?')[0]} for {self.patience:g} seconds "
-                    f"({reason}). Start one, and wait until it answers:\n  {START.format(port=url.rpartition(':')[2])}"
+                    f"({reason}). Start one, and wait until it answers:\n{START.format(port=url.rpartition(':')[2])}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
@@ -237,7 +237,7 @@ class Engine:
             port = url.rpartition(":")[2]
             return (
                 f"the vLLM server at {url} has no {path}: it must be started in development mode:\n"
-                f"  {START.format(port=port)}"
+                f"{START.format(port=port)}"
             )
         return f"the vLLM server at {url} refused {path} with status {code}: {said}"
 

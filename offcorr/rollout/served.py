@@ -115,14 +115,19 @@ class ServedWeights:
         self, url: str, version: int, found: Tensor, wanted: Tensor, weights: Mapping[str, Tensor], known: Any
     ) -> None:
         gap = (found - wanted).abs().mean().item()
-        for part, stale in self._stale(weights, known):
-            share, error = regression(found - wanted, stale - wanted)
-            if share > 0.5 and share > 4 * error:
-                raise EngineError(
-                    f"the vLLM server at {url} said that it loaded the weights of version {version}, but its log-probs "
-                    f"are those with {part} of version {self._version}: mean |difference| {gap:.2g} from the new "
-                    f"weights, {(found - stale).abs().mean().item():.2g} from those. {CURE[part]}"
-                )
+        suspects = {
+            (found - stale).abs().mean().item(): part
+            for part, stale in self._stale(weights, known)
+            if is_partly(stale, found, wanted)
+        }
+        if suspects:
+            left = min(suspects)
+            part = suspects[left] if left < 0.7 * gap else "some of the weights"
+            raise EngineError(
+                f"the vLLM server at {url} said that it loaded the weights of version {version}, but its log-probs are "
+                f"those with {part} of version {self._version}: mean |difference| {gap:.2g} from the new weights, "
+                f"{left:.2g} from the old. {CURE.get(part, CURE['all weights'])}"
+            )
         if not gap <= self.tolerance:
             raise EngineError(
                 f"the vLLM server at {url} loaded the weights of version {version}, and its log-probs differ from the "
@@ -157,19 +162,24 @@ CURE = {
 }
 
 
-def regression(difference: Tensor, direction: Tensor) -> tuple[float, float]:
-    """The share of ``direction`` in ``difference`` by least squares, and its standard error; (0, inf) where it is 0.
+def is_partly(stale: Tensor, found: Tensor, wanted: Tensor) -> bool:
+    """Whether ``found`` lies rather at ``stale`` than at ``wanted``, and by more than its noise can make it.
 
-    >>> direction = torch.tensor([1.0, -2.0, 3.0])
-    >>> regression(0.5 * direction, direction)
-    (0.5, 0.0)
+    The share of ``stale - wanted`` in ``found - wanted``, by least squares, is above a half and above four standard
+    errors.
+
+    >>> wanted = torch.zeros(4)
+    >>> stale = torch.tensor([1.0, -2.0, 3.0, 1.0])
+    >>> is_partly(stale, 0.9 * stale, wanted), is_partly(stale, torch.tensor([0.1, 0.2, 0.1, 0.0]), wanted)
+    (True, False)
     """
+    direction, difference = stale - wanted, found - wanted
     size = direction.square().sum().item()
     if size == 0:
-        return 0.0, float("inf")
+        return False
     share = (difference * direction).sum().item() / size
     noise = (difference - share * direction).square().mean().item()
-    return share, (noise / size) ** 0.5
+    return share > 0.5 and share > 4 * (noise / size) ** 0.5
 
 
 def save_for_engine(model: Any, folder: str | Path) -> None:
