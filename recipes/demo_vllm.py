@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -117,7 +118,12 @@ def server(python: Path, model: Path, log: Path, *arguments: str, port: int | No
     with open(log, "wb") as output:
         # A session of its own, so that the engine's own processes can be stopped with it.
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
     try:
         _wait(process, f"http://127.0.0.1:{port}", log)
@@ -125,6 +131,11 @@ def server(python: Path, model: Path, log: Path, *arguments: str, port: int | No
     finally:
         _stop(process)
         signal.signal(signal.SIGTERM, before)
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to end this process when the one that started it is killed, which runs no `finally`."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 def _wait(process: subprocess.Popen[Any], url: str, log: Path) -> None:

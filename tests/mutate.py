@@ -31,6 +31,7 @@ class Mutation(NamedTuple):
 
 CONTRACT, ORACLE, PITFALLS = "tests/test_testing.py", "tests/methods/test_oracle.py", "tests/methods/test_pitfalls.py"
 METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/rollout/test_rollout_trl.py", "tests/trl/test_trainer.py"
+ENGINE = "tests/rollout/test_engine.py"
 ANCHORS, KERNEL = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py"
 SOURCE = "offcorr/kernels/correction.py"
 LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metrics.py"
@@ -305,6 +306,27 @@ MUTATIONS = [
         "max(0, now - self.lag) if training",
         "max(0, now - self.lag + 1) if training",
         f"{ROLLOUT}::test_lag_k_samples_with_the_weights_of_k_updates_ago",
+    ),
+    Mutation(
+        "weights of somebody else taken for one's own",
+        "offcorr/rollout/engine.py",
+        "if found not in (None, self._mark(version)):",
+        "if False:",
+        f"{ENGINE}::test_the_version_is_that_of_this_run_or_an_error",
+    ),
+    Mutation(
+        "one seed for equal prompts of several requests",
+        "offcorr/rollout/engine.py",
+        "int(seeds[rows[0]]) % 2**63",
+        "int(seeds[0]) % 2**63",
+        f"{ENGINE}::test_equal_neighbours_are_one_request_and_servers_share_the_prompts",
+    ),
+    Mutation(
+        "a head that stayed old goes unnoticed",
+        "offcorr/rollout/served.py",
+        "nn.Parameter(old, requires_grad=False)",
+        "nn.Parameter(old.clone().zero_(), requires_grad=False)",
+        f"{ENGINE}::test_weights_that_stayed_old_are_found_and_named",
     ),
     Mutation(
         "accumulation left out of the denominator",

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from offcorr.rollout import Engine, EngineError, Sampling, VLLMServer, decode, save_for_engine, score
@@ -221,7 +222,7 @@ class Recording(VLLMServer):
         return returned
 
 
-def trainer_of(sampler, folder, callbacks=(), **options):
+def trainer_of(sampler, folder, callbacks=(), peft=None, **options):
     settings = {
         "loss_type": "minpro",
         "per_device_train_batch_size": 16,
@@ -250,6 +251,7 @@ def trainer_of(sampler, folder, callbacks=(), **options):
         processing_class=tokenizer(),
         rollout_func=sampler,
         callbacks=list(callbacks),
+        peft_config=peft,
     )
 
 
@@ -269,6 +271,15 @@ def test_the_lag_is_real_and_both_gaps_are_measured(bf16, tmp_path):
     assert logs[0]["offcorr/staleness/abs_mean"] < 1e-6 < logs[3]["offcorr/staleness/abs_mean"]
     assert all(1e-4 < entry["offcorr/engine/abs_mean"] < 0.05 for entry in logs)
     assert not (tmp_path / "engine_weights").exists()
+
+
+def test_lora_adapters_reach_the_server_merged(fp32, tmp_path):
+    sampler = Recording(url=fp32)
+    adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer = trainer_of(sampler, tmp_path, max_steps=4, peft=adapters)
+    trainer.train()
+    assert [(step, out["rollout_version"][0]) for step, _, out in sampler.calls] == [(0, 0), (2, 2)]
+    assert max(gap(out["logprobs"], out["old_logp"]).max() for _, _, out in sampler.calls) < 1e-4
 
 
 class KillAt(TrainerCallback):
