@@ -13,7 +13,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 import offcorr
-from offcorr.stages.checks import outside
+from offcorr.batch import ABOVE_ZERO
+from offcorr.stages.checks import outside, warn_once
 from offcorr.training import schedules
 from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
@@ -116,7 +117,9 @@ def report_first_batch(trainer: Any, batch: offcorr.Batch, sampler: str) -> None
     if trainer.correction is not None:
         agreement = "" if found is None or found.wrong else f"; {found.sentence}"
         logger.warning("offcorr: %s; sampled by %s%s", step.describe(batch), sampler, agreement)
-    if found is not None and found.wrong:
+    if found is not None and found.kind == "probabilities":
+        warn_once(ABOVE_ZERO.format("rollout_logp"))  # on a CPU the batch has said so
+    elif found is not None and found.wrong:
         warnings.warn(f"in the first batch {found.sentence}: {found.mend}", stacklevel=outside())
 
 

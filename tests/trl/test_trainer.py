@@ -297,6 +297,25 @@ def test_log_probs_that_are_not_the_samplers_are_a_warning(
     assert len(said) == (loss_type == "tis") and all("mean |d|" not in line for line in said)
 
 
+@pytest.mark.parametrize("loss_type", ["tis", "dapo"])
+def test_probabilities_as_log_probs_are_one_warning(make_trainer, loss_type):
+    def rollout_func(prompts, trainer):
+        output = sampler(prompts, trainer)
+        return output | {"logprobs": [[math.exp(x) for x in row] for row in output["logprobs"]]}
+
+    sampler = OffPolicy()
+    rollout_func.attach = sampler.attach
+    settings = {"per_device_train_batch_size": 32, "max_completion_length": 16}
+    trainer = make_trainer(rollout_func=rollout_func, loss_type=loss_type, max_steps=2, **settings)
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(w.message) for w in caught if "log-prob" in str(w.message)]
+    assert said == ["rollout_logp is above 0 on valid tokens, as no log-prob is: were probabilities passed?"]
+    warn_once.cache_clear()
+
+
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"anchor": "rollout"}, {"anchor": "recomputed"}])
 def test_log_probs_that_agree_are_half_a_sentence(make_trainer, caplog, settings):
     settings = {"loss_type": "minpro", "per_device_train_batch_size": 32, "max_completion_length": 16} | settings
