@@ -374,13 +374,23 @@ class Tokens:
         return repeat(self.batch.rewards.detach().to(self.dtype), "b -> b t", t=self.mask.shape[1])
 
     def log_ratio(self, mismatch: Mismatch) -> LogRatio:
-        """The two policies that ``mismatch`` names, compared; detached."""
+        """The two policies that ``mismatch`` names, compared; detached.
+
+        Without ``rollout_logp`` the total ratio is the staleness ratio alone, with a warning; a stage that names
+        ``rollout_logp`` in ``needs`` refuses such a batch instead.
+        """
         if mismatch not in self._log_ratios:
             if mismatch not in get_args(Mismatch):
                 raise ValueError(f"mismatch is {mismatch!r}{one_of(mismatch, get_args(Mismatch))}")
             if mismatch == "engine" and self.batch.rollout_logp is None:
                 raise ValueError(
                     "rollout_logp is None, but log_ratio('engine') compares with it; a stage names it in needs"
+                )
+            if mismatch == "total" and self.batch.rollout_logp is None:
+                warn_once(
+                    "rollout_logp is None, so a total ratio (log_ratio('total'), the ESS learning rate) is logp "
+                    "against old_logp, the staleness alone. The engine's mismatch counts where its log-probs are given; "
+                    "rollout_logp=old_logp says that there is none"
                 )
             first = self.old_logp if mismatch == "engine" else self.logp.detach()
             second = self.old_logp if mismatch == "staleness" else self.rollout_logp

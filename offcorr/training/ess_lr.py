@@ -29,7 +29,8 @@ class ESSLearningRate:
     w_i = exp(sum over the trajectory of (logp - rollout_logp)), computed by logsumexp and never clamped: a clamp would
     put a floor under the ESS and hide a collapse.  ess = (sum w)^2 / (B sum w^2) over the whole optimizer batch, all
     micro-batches and ranks; B counts the trajectories that have a valid token.  For a token without a ``rollout_logp``
-    (not scored by the engine, or none given at all) ``old_logp`` takes its place.
+    (not scored by the engine, or none given at all) ``old_logp`` takes its place.  Where none is given this is the ESS
+    of the staleness alone, and it warns once.
 
     The rate is scaled inside the optimizer's own ``step``, by its hooks, and restored before ``step`` returns.  No
     scheduler, warm-up, log or checkpoint ever sees a scaled rate, wherever the step happens: in ``optimizer.step()``,
