@@ -245,6 +245,7 @@ def _train(options: argparse.Namespace) -> int:
     _need("offcorr train")
     flags = ["--help" if flag == "--help-all" else flag for flag in flags]
     recipe = _recipes() / "grpo.py"
+    os.environ["OFFCORR_COMMAND"] = "offcorr train"  # as which the recipe names itself, in every process
     if not launcher:
         return _run(recipe, flags)
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, str(recipe), *flags]
@@ -254,6 +255,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     _need("offcorr demo")
+    os.environ["OFFCORR_COMMAND"] = "offcorr demo"
     return _run(_recipes() / "demo.py", options.flags)
 
 

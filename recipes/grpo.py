@@ -119,7 +119,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def parse(arguments: type[Any]) -> Any:
     """The flags and the YAML file of ``--config``; a mistake ends the program with one line that names the flag."""
-    parser = TrlParser(arguments, usage="%(prog)s [--config FILE.yaml] [flags]     (--help lists the flags)")
+    command = os.environ.get("OFFCORR_COMMAND")  # "offcorr train", where it runs this file
+    parser = TrlParser(arguments, prog=command, usage="%(prog)s [--config FILE.yaml] [flags]")
     try:
         if "--config" in sys.argv[1:-1]:
             file = Path(sys.argv[sys.argv.index("--config") + 1])

@@ -243,6 +243,17 @@ def test_training_in_two_processes(tmp_path):
     assert "--num_processes 2" in trained(tmp_path, "--config", "minpro", "--num_processes", "2", *batch)
 
 
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_a_mistaken_flag_is_one_of_the_command(command, monkeypatch, capsys):
+    """Not one of the recipe that the command runs."""
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    assert cli.main([command, "--no-such-flag", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: offcorr {command} ") and f"\noffcorr {command}: error: " in said
+    assert ".py" not in said
+
+
 MISTAKES = {
     "--lagg 16": "'lagg' (did you mean 'lag'?)",
     "--lag two": "--lag: invalid int value: 'two'",
