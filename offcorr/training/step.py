@@ -132,18 +132,21 @@ class Step:
     def describe(self, batch: Batch) -> str:
         """One line on a placed batch: the loss, the policy that supplies ``old_logp``, the engine's log-probs.
 
+        Of a loss that is computed elsewhere it says what is measured.
+
         >>> import offcorr
         >>> step = Step(offcorr.get("tis"))
         >>> print(step.describe(step.place(offcorr.testing.example())))
         loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (Supplied(), anchor 'snapshot',
         by default); engine log-probs: yes
         """
-        old_logp = "none, so that every staleness ratio is 1"
-        if batch.old_logp is not None and self._placed is not None:
-            old_logp = self._placed.policy
-        loss = "elsewhere" if self._correction is None else repr(self._correction.method)
-        engine = "no" if batch.rollout_logp is None else "yes"
-        return f"loss {loss}; old_logp: {old_logp} ({self._named_anchor(str)}); engine log-probs: {engine}"
+        engine = f"engine log-probs: {'no' if batch.rollout_logp is None else 'yes'}"
+        policy = None if batch.old_logp is None or self._placed is None else self._placed.policy
+        if self._correction is None:
+            against = f"against {policy}" if policy else "against nothing, as there is no old_logp"
+            return f"nothing is corrected; staleness is measured {against}; {engine}"
+        old_logp = f"{policy or 'none, so that every staleness ratio is 1'} ({self._named_anchor(str)})"
+        return f"loss {self._correction.method!r}; old_logp: {old_logp}; {engine}"
 
     def semantics(self, batch: Batch, temperature: float = 1.0) -> Semantics | None:
         """Whether the engine's log-probs of a placed batch are the sampler's probabilities; None without them.
