@@ -262,6 +262,12 @@ class Batch:
         return torch.where(inside, repeat(ends[:-1], "s -> s 1") + place, 0), inside
 
 
+def check_batch(batch: object) -> None:
+    """Raise ``TypeError`` for anything but a ``Batch``."""
+    if not isinstance(batch, Batch):
+        raise TypeError(f"batch is a {type(batch).__name__}, expected an offcorr.Batch")
+
+
 def above_zero(logp: Tensor) -> bool:
     """Whether these [N] are no log-probs: above 0 by more than rounding."""
     # Rounding alone gives up to 1e-6 in float32, 5e-3 in bfloat16, and hardly on every token.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch
+from offcorr.batch import Batch, check_batch
 from offcorr.metrics import Gather, LogSumExp
 
 RULES = {"sqrt": 0.5, "linear": 1.0}
@@ -102,6 +102,7 @@ class ESSLearningRate:
         Raises:
             ValueError: the batch has neither ``rollout_logp`` nor ``old_logp``.
         """
+        check_batch(batch)
         if batch.rollout_logp is None and batch.old_logp is None:
             raise ValueError(
                 "rollout_logp and old_logp are None, so there is no policy to compare logp with: pass rollout_logp, "

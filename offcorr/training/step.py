@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch
+from offcorr.batch import Batch, check_batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.metrics import Count, Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
@@ -304,6 +304,7 @@ class Step:
             score: runs the batch through a module, for anchors that hold weights.
             recomputed: log-probs that the loop computed before its first update on these samples, if it did.
         """
+        check_batch(batch)
         self._placed = self.anchor or default_anchor(batch, self._correction)
         return self._placed.place(batch, score, recomputed)
 
@@ -337,6 +338,7 @@ class Step:
         self, batch: Batch, metrics: Metrics | None = None, *, last: bool = True, on_policy: Tensor | None = None
     ) -> None:
         """Measure a micro-batch whose loss is computed elsewhere; arguments as in ``loss``."""
+        check_batch(batch)
         if metrics is None:
             unscored = batch.tokens.unscored.sum(dtype=torch.float64).reshape(1)
             metrics = Metrics({**measure(batch).data, UNSCORED: Count(unscored)})
