@@ -143,8 +143,10 @@ class Step:
         engine = f"engine log-probs: {'no' if batch.rollout_logp is None else 'yes'}"
         policy = None if batch.old_logp is None or self._placed is None else self._placed.policy
         if self._correction is None:
-            against = f"against {policy}" if policy else "against nothing, as there is no old_logp"
-            return f"nothing is corrected; staleness is measured {against}; {engine}"
+            measured = "not measured, as there are no log-probs of older weights"
+            if policy is not None:
+                measured = f"measured against {policy}"
+            return f"nothing is corrected; staleness is {measured}; {engine}"
         old_logp = f"{policy or 'none, so that every staleness ratio is 1'} ({self._named_anchor(str)})"
         return f"loss {self._correction.method!r}; old_logp: {old_logp}; {engine}"
 

@@ -475,7 +475,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         else:
             lacking = "there are no log-probs of the weights that sampled"
             cure = "Sample with offcorr.rollout.OffPolicy, which supplies them"
-            more = ", sample with an engine that reports log-probs (use_vllm=True)" if alone else ""
+            more = ", or with an engine that reports log-probs (use_vllm=True)" if alone else ""
         warn_on_main(
             self,
             f"every staleness ratio of {correction.method!r} will be 1, whatever the lag: {lacking}, and each "

@@ -205,7 +205,7 @@ def test_idle_ratio_is_said_once(make_trainer):
         (["old_logp"], "minpro", "Take anchor='snapshot', which uses those that rollout_func supplies", "OffPolicy"),
         ([], "minpro", "Take anchor='rollout', which uses those that rollout_func reports", "OffPolicy"),
         ([], "tis", "Sample with offcorr.rollout.OffPolicy, which supplies them", "anchor='rollout'"),
-        (None, "minpro", r"with offcorr.rollout.OffPolicy, .*, sample with an engine .*\(use_vllm=True\)", "anchor="),
+        (None, "minpro", r"with offcorr.rollout.OffPolicy, .*, or with an engine .*\(use_vllm=True\)", "anchor="),
     ],
 )
 def test_advice_against_an_idle_ratio_fits_the_sampler(make_trainer, replay, keys, loss_type, said, unsaid):
@@ -267,8 +267,8 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
         (
             None,
             dict(loss_type="dapo"),
-            "TRL's own loss 'dapo': nothing is corrected; staleness is measured against nothing, as there is no "
-            "old_logp; engine log-probs: no; sampled by TRL's own generation",
+            "TRL's own loss 'dapo': nothing is corrected; staleness is not measured, as there are no log-probs of "
+            "older weights; engine log-probs: no; sampled by TRL's own generation",
             "Recomputed()",
         ),
     ],
