@@ -85,7 +85,8 @@ def sampler(steps: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    command = os.environ.get("OFFCORR_COMMAND")  # "offcorr demo", where it runs this file
+    parser = argparse.ArgumentParser(prog=command, description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="a few updates: too few to compare the methods")
     parser.add_argument("--output", type=Path, help="where the runs go (default: runs/demo, or runs/demo-short)")
     parser.add_argument("--seed", type=int, default=0)

@@ -139,7 +139,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def parse(arguments: type[Any]) -> Any:
     """The flags and the YAML file of ``--config``; a mistake ends the program with one line that names the flag."""
-    parser = TrlParser(arguments, usage="%(prog)s [--config FILE.yaml] [flags]     (--help lists the flags)")
+    command = os.environ.get("OFFCORR_COMMAND")  # "offcorr train", where it runs this file
+    parser = TrlParser(arguments, prog=command, usage="%(prog)s [--config FILE.yaml] [flags]")
     try:
         if "--config" in sys.argv[1:-1]:
             file = Path(sys.argv[sys.argv.index("--config") + 1])
@@ -351,8 +352,8 @@ EFFECT = {
     "offcorr/loss/dropped": "tokens dropped",
     "offcorr/loss/damped": "tokens damped",
     "offcorr/loss/amplified": "tokens amplified",
-    "offcorr/loss/ess_before": "ESS before, share of tokens",
-    "offcorr/loss/ess_after": "ESS after, share of tokens",
+    "offcorr/loss/ess_before": "ESS of the tokens, plain ratio",
+    "offcorr/loss/ess_after": "ESS of the tokens, corrected",
 }
 """What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
 
@@ -361,7 +362,7 @@ CAPTION = (
     "samples all got one reward. Tokens: those with an advantage; damped and amplified by more than 1 % against the "
     "plain ratio."
 )
-NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged and does not measure"
+NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 
 NOT_LOGGED = "not measured: no update was logged, since max_steps is below logging_steps"
 
