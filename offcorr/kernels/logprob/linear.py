@@ -137,6 +137,15 @@ def linear_logprob(
     >>> kept = torch.tensor([[0, 3], [-1, -1]])
     >>> linear_logprob(hidden, weight, torch.tensor([0, 7]), support=kept).logp.exp()
     tensor([0.5000, 0.1250])
+
+    With tensor parallelism, where a rank has ``weight[start:end]``; here there is one rank:
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> part = {"group": dist.group.WORLD, "vocabulary_start": 0}
+    >>> linear_logprob(hidden, weight, torch.tensor([0, 7]), **part).logp.exp()
+    tensor([0.1250, 0.1250])
+    >>> dist.destroy_process_group()
     """
     dtype = check_head(hidden, weight, bias)
     check_targets(target, mask, hidden.shape[:-1], "hidden", hidden.device)
