@@ -34,6 +34,7 @@ CASES = {
         ("float64", "reference", SPLITS, ("all", "ids", "ragged", "mask")),
         ("float32", "reference", ("uneven",), ("all", "ids")),
         ("float32", "triton", ("uneven",), ("all", "ids")),
+        ("bfloat16", "triton", ("uneven",), ("all", "ids")),
     )
     for split in splits
     for frozen in (False, True)

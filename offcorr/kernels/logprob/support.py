@@ -34,10 +34,10 @@ class Support(NamedTuple):
         if self.whole is None:
             mask[: len(kept), :columns] = kept
         else:
+            mask[: len(kept)] = self.whole[positions][:, None]
             column = kept.long() - first
             inside = (column >= 0) & (column < columns)
             mask[: len(kept)].scatter_(1, torch.where(inside, column, columns), True)
-            mask[: len(kept)] |= self.whole[positions][:, None]
         return mask[:, :columns]
 
 
