@@ -371,7 +371,8 @@ def test_a_target_outside_its_support_is_counted_on_a_gpu(form, frozen):
     [
         (ValueError, r"support has shape \(3, 2\), expected \(2, 3\) and one dimension more", torch.zeros(3, 2).long()),
         (ValueError, r"support has shape \(2, 1, 5\), expected \(2, 3\)", torch.zeros(2, 1, 5).long()),
-        (ValueError, r"support has 6 columns, expected .* 7 tokens", torch.ones(2, 3, 6).bool()),
+        (ValueError, r"support has 6 columns, expected 7: one for each token", torch.ones(2, 3, 6).bool()),
+        (ValueError, r"support has 8 columns, expected 7: one for each token", torch.ones(2, 3, 8).bool()),
         (ValueError, "support is on meta, expected", torch.zeros(2, 3, 5, device="meta").long()),
         (TypeError, "support is torch.float32, expected integers or bool", torch.zeros(2, 3, 5)),
         (

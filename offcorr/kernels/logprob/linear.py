@@ -109,6 +109,7 @@ def linear_logprob(
             ``weight`` [V_rank, H] and ``bias`` [V_rank] are the rank's part, of any size; everything else, ``support``
             and the incoming gradients included, is the same on all of them.  Results and the gradient of hidden are
             those of the whole head, on every rank; the gradients of weight and bias are those of the rank's part.
+            Every rank has to take part in each forward and each backward pass.
         vocabulary_start: with ``group``, the token that the first row of ``weight`` is for.
 
     A valid target outside the vocabulary (-100, for example) makes every result of its token NaN and is counted
@@ -173,7 +174,7 @@ def linear_logprob(
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     kept = None
     if support is not None:
-        kept = support_of(support, target.shape, target.device, start + len(weight))
+        kept = support_of(support, target.shape, target.device, start + len(weight), split=group is not None)
     targets = _prepare_targets(target, mask, start, len(weight), plan, kept)
     return _reshaped(_LinearLogProb.apply(flat, weight, bias, targets, plan), target.shape)
 
@@ -385,8 +386,8 @@ def _prepare_targets(
         place = [int(x) for x in torch.unravel_index(torch.tensor(wrong[0]), shape)]
         others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise ValueError(
-            f"target{place} is {target[wrong[0]]}{others}, expected one of the tokens that support{place} keeps: the "
-            "sampler drew its tokens from them, so the two belong to different positions"
+            f"target{place} is {target[wrong[0]]}{others}, expected one of the tokens that support{place} keeps, from "
+            "which the sampler drew; are target and support of the same positions?"
         )
     return targets
 

@@ -41,8 +41,12 @@ class Support(NamedTuple):
         return mask[:, :columns]
 
 
-def support_of(given: Tensor | tuple[Tensor, Tensor], shape: torch.Size, device: torch.device, end: int) -> Support:
-    """The checked argument ``support`` for targets of ``shape``; a mask has to reach to ``end`` in the vocabulary.
+def support_of(
+    given: Tensor | tuple[Tensor, Tensor], shape: torch.Size, device: torch.device, end: int, split: bool = False
+) -> Support:
+    """The checked argument ``support`` for targets of ``shape``.
+
+    ``end`` is the end of the head's vocabulary, beyond which a mask goes on only if the head is ``split`` over ranks.
 
     Raises:
         ValueError: wrong shape or device, or offsets that do not divide the ids.
@@ -58,8 +62,11 @@ def support_of(given: Tensor | tuple[Tensor, Tensor], shape: torch.Size, device:
         )
     if given.dtype != torch.bool:
         return _of_ids(given.reshape(shape.numel(), given.shape[-1]))
-    if given.shape[-1] < end:
-        raise ValueError(f"support has {given.shape[-1]} columns, expected one for each of the {end} tokens")
+    if given.shape[-1] < end or (given.shape[-1] > end and not split):
+        wanted = f"{'at least ' if split else ''}{end}"
+        raise ValueError(
+            f"support has {given.shape[-1]} columns, expected {wanted}: one for each token of the vocabulary"
+        )
     return Support(given.reshape(shape.numel(), given.shape[-1]), None)
 
 
