@@ -39,6 +39,7 @@ GOLDEN = f"{ORACLE}::test_golden_table"
 SPANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "offcorr/batch.py"
 REFERENCE, STRUCTURE = "offcorr/stages/reference.py", "tests/test_structure.py"
 LAB, EXACT = "offcorr/lab/exact.py", "tests/lab/test_exact.py"
+TWIN, SPLIT = "support.py twin", "parallel.py"
 
 MUTATIONS = [
     Mutation("sequence taken as geometric", SPANS, "over_row(_total(x), rows)", "over_row(x.mean(1), rows)", GOLDEN),
@@ -621,6 +622,61 @@ MUTATIONS = [
         "if blocks[-1] and label + sum",
         "if blocks[-1] and sum",
         "tests/lab/test_compare.py::test_the_table_folds_to_the_width",
+    ),
+    *(
+        Mutation(what, f"offcorr/kernels/logprob/{file}.py", right, wrong, f"tests/kernels/test_logprob_{test}")
+        for what, file, right, wrong, test in (
+            (
+                "support: the kernel ignores it",
+                "fold",
+                "if kept_ptr is not None:\n        z =",
+                "if False:\n        z =",
+                TWIN,
+            ),
+            (
+                "support: not in the backward pass",
+                "tiles",
+                "z.masked_fill_(~kept, -torch.inf)",
+                "pass",
+                "support.py gradcheck",
+            ),
+            (
+                "support: a position without an id keeps nothing",
+                "support",
+                "mask[: len(kept)] = self.whole[positions][:, None]",
+                "pass",
+                "support.py everything",
+            ),
+            (
+                "support: a target outside it is overlooked",
+                "linear",
+                "unsupported = targets.valid(~support.contains(target))",
+                "unsupported = torch.zeros_like(target, dtype=torch.bool)",
+                "support.py outside",
+            ),
+            (
+                "split head: support taken as the rank's own",
+                "linear",
+                "self.start + first, columns)",
+                "first, columns)",
+                SPLIT,
+            ),
+            (
+                "split head: hidden's gradient is not summed",
+                "linear",
+                "dist.all_reduce(gradient, group=plan.group)",
+                "pass",
+                SPLIT,
+            ),
+            ("split head: sums of different maxima", "tiles", "(factor * total).sum(0)", "total.sum(0)", SPLIT),
+            (
+                "split head: two ranks have one token",
+                "linear",
+                "ranks[:, 5].sum(0) == 1",
+                "ranks[:, 5].sum(0) >= 1",
+                SPLIT,
+            ),
+        )
     ),
     *(
         Mutation(what, f"offcorr/integrations/{module}.py", right, wrong, f"tests/integrations/test_{module}.py")

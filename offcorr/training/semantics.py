@@ -45,7 +45,7 @@ MENDS: dict[Kind, str] = {
     "temperature": f"set the same temperature= for the sampler and the trainer, and {PROCESSED}",
     "raw": PROCESSED,
     "kept_mass": "sample without truncation (top_p=1.0, top_k=0, min_p=0.0), or renormalise the trainer's log-probs "
-    "over the tokens that the engine kept",
+    "over the tokens that the engine kept, with offcorr.linear_logprob(..., support=)",
     "unnormalised": f"divide the logits by the temperature before log_softmax, not the log-probs after it: {PROCESSED}",
     "unlogged": "set the sampler's temperature= for the trainer, too, sample with top_p=1.0, top_k=0, min_p=0.0, and "
     + PROCESSED,

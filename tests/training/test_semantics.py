@@ -237,7 +237,8 @@ def test_every_kind_has_a_mend_unless_nothing_is_wrong():
     assert MENDS.keys() == set(get_args(Kind))
     assert {kind for kind, mend in MENDS.items() if not mend} == {"agrees", "unknown"}
     result = found(top_p=0.9)
-    assert result.wrong and "top_p=1.0" in result.mend and result.sentence.endswith("512 tokens)")
+    assert result.wrong and "top_p=1.0" in result.mend and "linear_logprob(..., support=)" in result.mend
+    assert result.sentence.endswith("512 tokens)")
     assert not found().wrong
 
 
