@@ -278,7 +278,7 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         trainer.evaluate()
 
     if trainer.accelerator.is_main_process:
-        summarise(history.logs, title=f"{args.loss_type}, {sampled_by(args)}")
+        summarise(history.logs, title=f"{args.loss_type} {sampled_by(args)}")
         print(f"history: {history.file}\npicture: {plot(history.logs, history.file.with_suffix('.png'))}")
     # A process that ends while gloo still holds its tensors aborts (pytorch/pytorch#190489).
     trainer.accelerator.wait_for_everyone()
@@ -287,9 +287,9 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
 
 def sampled_by(args: Arguments) -> str:
     if args.use_vllm:
-        return "sampled by TRL's vLLM path"
+        return "with TRL's vLLM path"
     if args.sampler != "local":
-        return f"vLLM server with new weights every {args.sync_every} updates"
+        return f"on a vLLM server with new weights every {args.sync_every} updates"
     return f"at lag {args.lag}, {args.precision} sampler"
 
 

@@ -128,7 +128,7 @@ class Engine:
         return self._call(url, "/v1/completions", request | {"model": self.model(url)["id"], "return_token_ids": True})
 
     def model(self, url: str) -> dict[str, Any]:
-        """What the server says of its model: ``id``, ``root`` (its folder), ``max_model_len``."""
+        """The server's answer on its model: ``id``, ``root`` (its folder), ``max_model_len``."""
         if url not in self._models:
             self._models[url] = self._call(url, "/v1/models")["data"][0]
         return self._models[url]

@@ -199,7 +199,7 @@ def test_progress_without_a_terminal(monkeypatch, tmp_path, capsys):
         "    file.with_suffix('.tmp').replace(file)\n"
     )
 
-    def launch(run, folder, steps, seed):
+    def launch(run, folder, steps, seed, sampler):
         folder.mkdir(parents=True)
         return subprocess.Popen([sys.executable, "-c", writes, str(folder)])
 
