@@ -18,8 +18,8 @@ from offcorr.rollout.engine import Engine, EngineError
 from offcorr.stages.checks import warn_once
 from offcorr.training.replica import Replica, base_of, is_peft
 
-SEQUENCES, TOKENS = 16, 512
-"""Known sequences that a replacement of the weights is checked with, and how much of each."""
+SEQUENCES, TOKENS = 16, 256
+"""Known sequences that a replacement of the weights is checked with, and the tokens of each, at most."""
 
 
 class ServedWeights:
@@ -43,9 +43,11 @@ class ServedWeights:
         """Take some of these sequences as those that the next replacement is checked with."""
         every = max(1, len(prompt_ids) // SEQUENCES)
         pairs = list(zip(prompt_ids, completion_ids, strict=True))[::every][:SEQUENCES]
-        longest = self.engine.longest() - 1
-        self._known = [([*p, *c][: min(longest, len(p) + TOKENS)], len(p)) for p, c in pairs]
-        self._known = [(sequence, start) for sequence, start in self._known if len(sequence) > start]
+        longest = min(TOKENS, self.engine.longest() - 1)
+        # The completion is compared, or everything where a long prompt leaves little room for it.
+        starts = [len(p) if c and len(p) <= longest // 2 else 1 for p, c in pairs]
+        cut = (([*p, *c][:longest], start) for (p, c), start in zip(pairs, starts, strict=True))
+        self._known = [(sequence, start) for sequence, start in cut if len(sequence) > start]
 
     def ensure(self, version: int, weights: Mapping[str, Tensor], prompt_ids: Sequence[Sequence[int]]) -> None:
         """Let every server have ``weights`` (named as by ``changing_weights``), which are those of ``version``.
@@ -65,7 +67,7 @@ class ServedWeights:
         else:
             warn_once(f"a vLLM server ({', '.join(self.engine.urls)}) was restarted; it gets its weights again")
         if not self._known:
-            self._known = [(list(p)[:TOKENS], 1) for p in prompt_ids[:SEQUENCES]]
+            self.remember(prompt_ids, [[]] * len(prompt_ids))
         try:
             save_for_engine(self.replica.load(weights), self.folder)
             self.engine.replace_weights(str(self.folder), version)
@@ -105,6 +107,8 @@ class ServedWeights:
     def _check(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Compare the engine's log-probs of known sequences with those of the weights that it should have."""
         known = self._known
+        if not known:  # prompts of one token, before anything was sampled
+            return
         sequences = [sequence for sequence, _ in known]
         wanted = self._score(weights, known)
         for url, rows in zip(self.engine.urls, self.engine.score(sequences), strict=True):
@@ -149,7 +153,8 @@ class ServedWeights:
         return self._scored(self.replica.load(weights), known)
 
     def _scored(self, module: nn.Module, known: Any) -> Tensor:
-        rows = score(module, [s[:start] for s, start in known], [s[start:] for s, start in known])
+        # One at a time, since a model's logits over a large vocabulary take most of the memory.
+        rows = [score(module, [sequence[:start]], [sequence[start:]])[0] for sequence, start in known]
         return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
 
 
