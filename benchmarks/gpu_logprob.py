@@ -34,7 +34,7 @@ from torch import Tensor
 import offcorr
 from offcorr.kernels.dispatch import use
 from offcorr.kernels.logprob import linear as logprob
-from offcorr.kernels.logprob import linear_logprob, logits_logprob, naive_logprob, out_of_vocabulary
+from offcorr.kernels.logprob import linear_logprob, logits_logprob, naive_logprob, out_of_support, out_of_vocabulary
 
 KEPT = 0.4
 """The fraction of tokens with a gradient in the target."""
@@ -121,6 +121,31 @@ def check_masks_and_targets(run: Run) -> Any:
     return "NaN under the mask, a target outside the vocabulary"
 
 
+def check_support(run: Run) -> Any:
+    """Kept tokens as ids and as a mask against the definition in float64; a target outside them is NaN and counted."""
+    hidden, weight, target, d = problem(run, *((777, 128, 33001) if run.gpu else (9, 8, 70)), torch.bfloat16)
+    ids = torch.randint(len(weight), (len(target), 20), device=run.device)
+    ids[:, 0], ids[1:, 15:], ids[2] = target, -1, -1
+    mask = torch.zeros(len(target), len(weight) + 1, dtype=torch.bool, device=run.device)
+    mask = mask.scatter_(1, torch.where(ids < 0, len(weight), ids), True)[:, :-1]
+    mask[2] = True
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    want = naive_logprob(*exact, target, support=mask)
+    want_grads = torch.autograd.grad(((want.logp + want.entropy) * d).sum(), exact)
+    worst = 0.0
+    for support in (ids, mask):
+        got = linear_logprob(hidden, weight, target, support=support, entropy=True, sum_sq_probs=True, chunk=chunk(run))
+        worst = max(worst, *((mine - true).abs().max().item() for mine, true in zip(got, want, strict=True)))
+        grads = torch.autograd.grad(((got.logp + got.entropy) * d).sum(), [hidden, weight])
+        errors = [relative(mine, true) for mine, true in zip(grads, want_grads, strict=True)]
+        assert worst < 1e-4 and max(errors) < 2**-7, f"results {worst} off, gradients {errors}"
+    out_of_support(reset=True)
+    ids[0] = (target[0] + 1) % len(weight)
+    found = linear_logprob(hidden, weight, target, support=ids, chunk=chunk(run)).logp
+    assert found[0].isnan() and found[1:].isfinite().all() and out_of_support(reset=True) == 1
+    return f"within {worst:.1e} of float64"
+
+
 def check_batch_invariance(run: Run) -> Any:
     """Bit for bit, in small tiles and in those that are used; gradients the same twice."""
     sizes = [(3000, 512, 33001, 1024), (9000, 1024, 40000, None)] if run.gpu else [(10, 8, 70, 4)]
@@ -153,12 +178,14 @@ def check_no_synchronisation(run: Run) -> Any:
     hidden, weight, target, _ = problem(run, 700, 128, 5001, torch.bfloat16)
     mask = torch.rand(700, device=run.device) < 0.6
     linear_logprob(hidden, weight, target, mask=mask, entropy=True).logp.sum().backward()
+    kept = target[:, None].repeat(1, 3)
+    linear_logprob(hidden, weight, target, support=kept)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = linear_logprob(hidden, weight, target, mask=mask, entropy=True, sum_sq_probs=True)
         logits_logprob((hidden @ weight.T).detach(), target, mask=mask, entropy=True)
-        linear_logprob(hidden, weight, target, frozen_head=True).logp.sum().backward()
+        linear_logprob(hidden, weight, target, frozen_head=True, support=kept).logp.sum().backward()
         loss = found.logp.sum()
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as said_by_torch:
@@ -480,6 +507,7 @@ def table(found: dict[str, Any]) -> str:
 CHECKS = (
     check_against_float64,
     check_masks_and_targets,
+    check_support,
     check_batch_invariance,
     check_no_synchronisation,
     check_past_int32,

@@ -8,7 +8,7 @@ from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.kernels.dispatch import backend
 from offcorr.kernels.dispatch import use as use_backend
-from offcorr.kernels.logprob import LogProbs, linear_logprob, logits_logprob, out_of_vocabulary
+from offcorr.kernels.logprob import LogProbs, linear_logprob, logits_logprob, out_of_support, out_of_vocabulary
 from offcorr.methods.registry import available, from_config, get, register, resolve, unregister
 from offcorr.metrics import Metrics
 from offcorr.stages import controllers, gates, ops, ratios, rejections, spans, weights
@@ -39,6 +39,7 @@ __all__ = [
     "logits_logprob",
     "metrics",
     "ops",
+    "out_of_support",
     "out_of_vocabulary",
     "ratios",
     "register",

@@ -21,6 +21,9 @@ __all__ = ["Batch", "LOG_LIMIT", "LogRatio", "Rows", "Tokens"]
 LOG_LIMIT = 20.0
 """Log-ratios (nats) are clamped to +-LOG_LIMIT, token by token and again before ``exp``."""
 
+ABOVE_ZERO = "{} is above 0 on valid tokens, as no log-prob is: were probabilities passed?"
+"""The warning where ``above_zero`` holds of a field."""
+
 _PER_TOKEN = (
     "mask",
     "old_logp",
@@ -157,12 +160,8 @@ class Batch:
         mask = self.mask.bool()
         for name in ("logp", "old_logp", "rollout_logp"):
             values = getattr(self, name)
-            if values is None or not values.numel():
-                continue
-            # Rounding alone gives up to 1e-6 in float32, 5e-3 in bfloat16, and hardly on every token.
-            above, all_above = torch.where(mask, values.detach(), 0), (torch.where(mask, values.detach(), 1) > 0).all()
-            if ((above > 0.01) | ((above > 1e-3) & all_above)).any():
-                warn_once(f"{name} is above 0 on valid tokens, as no log-prob is: were probabilities passed?")
+            if values is not None and above_zero(values.detach()[mask]):
+                warn_once(ABOVE_ZERO.format(name))
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -261,6 +260,18 @@ class Batch:
         place = torch.arange(width, device=ends.device)
         inside = place < repeat(lengths, "s -> s 1")
         return torch.where(inside, repeat(ends[:-1], "s -> s 1") + place, 0), inside
+
+
+def check_batch(batch: object) -> None:
+    """Raise ``TypeError`` for anything but a ``Batch``."""
+    if not isinstance(batch, Batch):
+        raise TypeError(f"batch is a {type(batch).__name__}, expected an offcorr.Batch")
+
+
+def above_zero(logp: Tensor) -> bool:
+    """Whether these [N] are no log-probs: above 0 by more than rounding."""
+    # Rounding alone gives up to 1e-6 in float32, 5e-3 in bfloat16, and hardly on every token.
+    return bool(((logp > 0.01) | ((logp > 1e-3) & (logp > 0).all())).any())
 
 
 def rises_to(tokens: int, ends: Tensor) -> BoolScalar:
@@ -369,13 +380,23 @@ class Tokens:
         return repeat(self.batch.rewards.detach().to(self.dtype), "b -> b t", t=self.mask.shape[1])
 
     def log_ratio(self, mismatch: Mismatch) -> LogRatio:
-        """The two policies that ``mismatch`` names, compared; detached."""
+        """The two policies that ``mismatch`` names, compared; detached.
+
+        Without ``rollout_logp`` the total ratio is the staleness ratio alone, with a warning; a stage that names
+        ``rollout_logp`` in ``needs`` refuses such a batch instead.
+        """
         if mismatch not in self._log_ratios:
             if mismatch not in get_args(Mismatch):
                 raise ValueError(f"mismatch is {mismatch!r}{one_of(mismatch, get_args(Mismatch))}")
             if mismatch == "engine" and self.batch.rollout_logp is None:
                 raise ValueError(
                     "rollout_logp is None, but log_ratio('engine') compares with it; a stage names it in needs"
+                )
+            if mismatch == "total" and self.batch.rollout_logp is None:
+                warn_once(
+                    "rollout_logp is None, so a total ratio (log_ratio('total'), the ESS learning rate) is logp "
+                    "against old_logp, the staleness alone. The engine's mismatch counts where its log-probs are "
+                    "given; rollout_logp=old_logp says that there is none"
                 )
             first = self.old_logp if mismatch == "engine" else self.logp.detach()
             second = self.old_logp if mismatch == "staleness" else self.rollout_logp

@@ -245,6 +245,7 @@ def _train(options: argparse.Namespace) -> int:
     _need("offcorr train")
     flags = ["--help" if flag == "--help-all" else flag for flag in flags]
     recipe = _recipes() / "grpo.py"
+    os.environ["OFFCORR_COMMAND"] = "offcorr train"  # as which the recipe names itself, in every process
     if not launcher:
         return _run(recipe, flags)
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, str(recipe), *flags]
@@ -254,6 +255,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     _need("offcorr demo")
+    os.environ["OFFCORR_COMMAND"] = "offcorr demo"
     return _run(_recipes() / "demo.py", options.flags)
 
 
@@ -404,10 +406,10 @@ def about(spec: str, width: int) -> str:
     one_file_each = method.build.__module__.startswith("offcorr.methods.")
     docstring = (inspect.getdoc(sys.modules[method.build.__module__]) or "") if one_file_each else own
     meaning = _arguments(own)
-    options = {
-        f"{option}={given.get(option, default.default)!r}": meaning.get(option, "")
-        for option, default in method.options.items()
-    }
+    options: dict[str, str] = {}  # by what they mean, since a bound's two sides may share a sentence
+    for option, default in method.options.items():
+        text, shown = meaning.get(option, ""), f"{option}={given.get(option, default.default)!r}"
+        options[text] = f"{options[text]}, {shown}" if text in options else shown
     schedules = [f"{option}: {dict(schedule)}" for option, schedule in method.schedules.items()]
     called = name if ":" in name else f"offcorr:{method.name}"
     kwargs = json.dumps(given) if given else _first(method)
@@ -418,7 +420,7 @@ def about(spec: str, width: int) -> str:
         "where": [_SYMBOLS],
         "stages": [f"{place}: {shown}" for place, shown in _stages(loss_fn).items() if shown != "none"],
         "needs": [", ".join(["logp", "advantages", "mask", *sorted(loss_fn.needs)])],
-        "options": [f"{option}  {text}".rstrip() for option, text in options.items()] or ["none of its own"],
+        "options": [f"{shown}  {text}".rstrip() for text, shown in options.items()] or ["none of its own"],
         "schedule": schedules,
         "paper": [method.paper],
         "read in": [method.provenance],
@@ -462,9 +464,15 @@ def _arguments(docstring: str) -> dict[str, str]:
 
 
 def listing(table: Table, width: int | None) -> str:
-    """A table as aligned columns where they fit into ``width``, else a paragraph per row; None: of any width."""
+    """A table as aligned columns where they fit into ``width``, else a paragraph per row.
+
+    Args:
+        width: None: a line per row, its columns separated by tabs, for other programs.
+    """
+    if width is None:
+        return "\n".join("\t".join(row) for row in (table[0], *(row.values() for row in table)))
     columns = {name: max(len(name), *(len(row[name]) for row in table)) for name in table[0]}
-    if width is None or sum(columns.values()) + 2 * (len(columns) - 1) <= width:
+    if sum(columns.values()) + 2 * (len(columns) - 1) <= width:
         rows = ({name: name for name in columns}, *table)
         return "\n".join("  ".join(row[name].ljust(size) for name, size in columns.items()).rstrip() for row in rows)
     first, second, *others = columns

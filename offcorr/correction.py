@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offcorr import metrics as measures
-from offcorr.batch import Batch
+from offcorr.batch import Batch, check_batch
 from offcorr.kernels import dispatch
 from offcorr.metrics import CONTROL, Gather, Mean, Metrics
 from offcorr.shapes import Scalar
@@ -299,8 +299,7 @@ class Correction:
         return {}
 
     def _check(self, batch: Batch, denominator: float | Tensor | None) -> None:
-        if not isinstance(batch, Batch):
-            raise TypeError(f"batch is a {type(batch).__name__}, expected an offcorr.Batch")
+        check_batch(batch)
         for name in self.needs:
             if name != "old_logp" and getattr(batch, name) is None:
                 users = [repr(stage) for stage in self.stages.values() if name in _needed_by(stage)]

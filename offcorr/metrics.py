@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from offcorr.batch import LOG_LIMIT, Batch, Tokens
+from offcorr.batch import LOG_LIMIT, Batch, Tokens, check_batch
 from offcorr.shapes import PerToken, TokenMask
 from offcorr.stages import pointwise
 
@@ -478,6 +478,7 @@ def measure(batch: Batch) -> Metrics:
     >>> round(measure(batch).compute()["offcorr/engine/k1"], 4)
     -0.1
     """
+    check_batch(batch)
     return Metrics(mismatch(batch.tokens))
 
 

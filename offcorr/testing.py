@@ -317,6 +317,8 @@ def _resolve(method: Any) -> tuple[Correction, bool]:
     if isinstance(method, str):
         known = {m.name: m for m in catalogue()}.get(get(method).method)
         return get(method).with_max_length(32), known.on_policy if known else True
+    if not callable(method):
+        raise TypeError(f"method is {method!r}, expected a name, an offcorr.Correction, or a function that returns one")
     known = registered(method)
     built = known() if known else method()
     if not isinstance(built, Correction):

@@ -2,6 +2,7 @@
 
     accelerate launch recipes/async_grpo.py                               # the toy model, a sampler thread, on a CPU
     accelerate launch recipes/async_grpo.py --loss_type minpro --max_staleness 8 --precision int8
+    accelerate launch recipes/async_grpo.py --sampler vllm://127.0.0.1:8000     # a vLLM server, its weights over HTTP
 
     CUDA_VISIBLE_DEVICES=0 VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --dtype float32 \\
         --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "nccl"}'
@@ -27,7 +28,7 @@ from offcorr import toy
 from offcorr.rollout import Sampling, decode
 from offcorr.training import Replica, changing_weights
 from offcorr.trl.async_grpo import ASYNC_HELP, AsyncGRPOConfig, AsyncGRPOTrainer
-from offcorr.trl.local_worker import LocalWorker
+from offcorr.trl.local_worker import LocalWorker, VLLMWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
 from grpo import Bar, History, Task, load_task, parse, plot, summarise  # noqa: E402
@@ -39,7 +40,10 @@ class Arguments(AsyncGRPOConfig):
 
     model: str = field(default="toy", metadata={"help": "toy, a local folder, or any hub name"})
     task: str = field(default="toy", metadata={"help": "as in recipes/grpo.py"})
-    sampler: str = field(default="local", metadata={"help": "local: a thread here; vllm: TRL's own worker and server"})
+    sampler: str = field(
+        default="local",
+        metadata={"help": "local: a thread here; vllm://host:port: a server, without NCCL; vllm: TRL's own worker"},
+    )
     precision: str = field(default="fp32", metadata={"help": "of the local sampler: fp32, bf16, int8, fp8_e4m3 ..."})
     train_size: int = field(default=4096, metadata={"help": "examples to train on"})
     eval_size: int = field(default=256, metadata={"help": "held-out examples, one sample each, at temperature 1"})
@@ -64,8 +68,10 @@ class Arguments(AsyncGRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sampler not in ("local", "vllm"):
-            raise ValueError(f"sampler is {self.sampler!r}, expected local or vllm")
+        if self.sampler not in ("local", "vllm") and not self.sampler.startswith("vllm://"):
+            raise ValueError(f"sampler is {self.sampler!r}, expected local, vllm://host:port, or vllm")
+        if self.sampler != "local" and self.precision != "fp32":
+            raise ValueError(f"precision is {self.precision!r}, an option of --sampler local: leave it out")
 
 
 def main() -> None:
@@ -76,9 +82,13 @@ def main() -> None:
     task = load_task(args, tokenizer)
 
     backend: dict[str, Any] = {}
-    if args.sampler == "local":
+    if args.sampler != "vllm":
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(args.device)
-        worker = LocalWorker(model, tokenizer, task.train, task.reward, args, precision=args.precision)
+        parts = (model, tokenizer, task.train, task.reward, args)
+        if args.sampler == "local":
+            worker = LocalWorker(*parts, precision=args.precision)
+        else:
+            worker = VLLMWorker(*parts, url=args.sampler)
         backend = {"rollout_worker": worker, "weight_transfer": worker}
     history = History(Path(args.output_dir))
     trainer = AsyncGRPOTrainer(

@@ -85,7 +85,8 @@ def sampler(steps: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    command = os.environ.get("OFFCORR_COMMAND")  # "offcorr demo", where it runs this file
+    parser = argparse.ArgumentParser(prog=command, description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="a few updates: too few to compare the methods")
     parser.add_argument("--output", type=Path, help="where the runs go (default: runs/demo, or runs/demo-short)")
     parser.add_argument("--seed", type=int, default=0)
@@ -105,8 +106,26 @@ def main() -> int:
     return 0
 
 
-def train_all(runs: Mapping[str, Run], folder: Path, steps: int, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """The histories of all runs, each in a process of its own, as many at a time as the cores can take."""
+SAMPLER = {"lag": LAG, "precision": PRECISION}
+"""The flags of recipes/grpo.py that choose the sampler."""
+
+
+def train_all(
+    runs: Mapping[str, Run],
+    folder: Path,
+    steps: int,
+    seed: int,
+    sampler: Mapping[str, Any] = SAMPLER,
+    at_once: int | None = None,
+) -> dict[str, list[dict[str, Any]]]:
+    """The histories of all runs, each in a process of its own.
+
+    Args:
+        sampler: flags of recipes/grpo.py that choose it.
+        at_once: runs at a time; None: one more than there are cores, or the last run of an odd number would leave a
+            core idle.
+    """
+    at_once = at_once or (os.cpu_count() or 1) + 1
     waiting, running = list(runs), {}
     reward = TextColumn("{task.fields[reward]}")
     columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), reward)
@@ -116,11 +135,10 @@ def train_all(runs: Mapping[str, Run], folder: Path, steps: int, seed: int) -> d
     with bar as progress, contextlib.ExitStack() as at_the_end:
         bars = {name: progress.add_task(run.title, total=steps, start=False, reward="") for name, run in runs.items()}
         while waiting or running:
-            # One more than there are cores, or the last run of an odd number would leave a core idle.
-            while waiting and len(running) <= (os.cpu_count() or 1):
+            while waiting and len(running) < at_once:
                 name = waiting.pop(0)
                 progress.start_task(bars[name])
-                running[name] = launch(runs[name], folder / name, steps, seed)
+                running[name] = launch(runs[name], folder / name, steps, seed, sampler)
                 at_the_end.callback(running[name].terminate)  # where another fails, or at Ctrl-C
             time.sleep(0.5)
             for name, process in list(running.items()):
@@ -139,12 +157,11 @@ def train_all(runs: Mapping[str, Run], folder: Path, steps: int, seed: int) -> d
     return {name: json.loads((folder / name / "history.json").read_text()) for name in runs}
 
 
-def launch(run: Run, folder: Path, steps: int, seed: int) -> subprocess.Popen[bytes]:
+def launch(run: Run, folder: Path, steps: int, seed: int, sampler: Mapping[str, Any]) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "history.json").unlink(missing_ok=True)
     flags = {
-        "lag": LAG,
-        "precision": PRECISION,
+        **sampler,
         "max_steps": steps,
         "eval_steps": max(4, steps // 10),
         "learning_rate": 5e-4,
@@ -219,8 +236,12 @@ def largest_fall(entries: list[dict[str, Any]]) -> float:
     return max(max(values[: i + 1]) - value for i, value in enumerate(values))
 
 
-def verdict(logs: dict[str, list[dict[str, Any]]], full: bool) -> str:
-    """Three sentences: what happened without a correction, what with one, and what the corrections did."""
+def verdict(logs: dict[str, list[dict[str, Any]]], full: bool, age: str = f"{LAG} updates") -> str:
+    """Three sentences: what happened without a correction, what with one, and what the corrections did.
+
+    Args:
+        age: of the samples, in words.
+    """
     found = {name: accuracy(entries) | {"fall": largest_fall(entries)} for name, entries in logs.items()}
     own = found.pop("trl")
     course = f"accuracy went from {own['start']:.0%} to {own['end']:.0%}, with a fall of {100 * own['fall']:.0f} points"
@@ -230,7 +251,7 @@ def verdict(logs: dict[str, list[dict[str, Any]]], full: bool) -> str:
         first = f"With TRL's default loss {course}: on this machine the setting shows too little."
     else:
         first = (
-            f"With TRL's default loss {course} from its peak on the way: the samples were {LAG} updates old, and the "
+            f"With TRL's default loss {course} from its peak on the way: the samples were {age} old, and the "
             "loss took them for new ones."
         )
     ends = listed(f"{RUNS[name].title} ended at {values['end']:.0%}" for name, values in found.items())
@@ -276,13 +297,15 @@ def next_commands() -> str:
     )
 
 
-def record(logs: dict[str, list[dict[str, Any]]], file: Path, settings: dict[str, Any]) -> Path:
+def record(
+    logs: dict[str, list[dict[str, Any]]], file: Path, settings: dict[str, Any], sampler: Mapping[str, Any] = SAMPLER
+) -> Path:
     """Writes the numbers of the table and the curves, with machine and versions."""
     packages = ("torch", "transformers", "trl", "accelerate", "reasoning-gym", "offcorr")
     report = {
         "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
         "versions": {package: importlib.metadata.version(package) for package in packages},
-        "settings": {name: str(value) for name, value in settings.items()} | {"lag": LAG, "precision": PRECISION},
+        "settings": {name: str(value) for name, value in settings.items()} | dict(sampler),
         "runs": {
             name: {
                 "anchor": RUNS[name].anchor,

@@ -4,6 +4,7 @@
     accelerate launch recipes/grpo.py --config recipes/configs/minpro.yaml      # stale, quantised sampler and MinPRO
     accelerate launch recipes/grpo.py --loss_type ctpo --lag 16 --precision int8
     accelerate launch recipes/grpo.py --config recipes/configs/gsm8k.yaml      # a hub model and data set, on a GPU
+    accelerate launch recipes/grpo.py --sampler vllm://127.0.0.1:8000 --sync_every 16       # a running vLLM server
 
 Every option of TRL's GRPOConfig is a flag here, and a key of the YAML file; a flag wins over the file.  Read from top
 to bottom; to adapt it to your own model, start at ``Arguments`` and ``load_task``.
@@ -31,7 +32,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback
 from trl import TrlParser
 
 from offcorr import toy
-from offcorr.rollout import OffPolicy
+from offcorr.rollout import OffPolicy, VLLMServer
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 from offcorr.trl.config import choose_correction
 
@@ -48,6 +49,11 @@ class Arguments(GRPOConfig):
         default="toy",
         metadata={"help": "toy, a reasoning-gym name, a hub dataset such as openai/gsm8k, or a .jsonl file"},
     )
+    sampler: str = field(
+        default="local",
+        metadata={"help": "local: in this process, with lag and precision; or vllm://host:port, a running vLLM server"},
+    )
+    sync_every: int = field(default=1, metadata={"help": "optimizer updates between two weights of the vLLM server"})
     lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})
     precision: str = field(default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, fp8_e4m3 ..."})
     train_size: int = field(default=4096, metadata={"help": "examples to train on"})
@@ -88,13 +94,15 @@ class Arguments(GRPOConfig):
         for name in ("train_size", "eval_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more examples")
-        if self.use_vllm and (self.lag, self.precision) != (0, "fp32"):
+        if (self.use_vllm or self.sampler != "local") and (self.lag, self.precision) != (0, "fp32"):
+            other = "use_vllm" if self.use_vllm else f"sampler {self.sampler!r}"
             raise ValueError(
-                f"lag is {self.lag} and precision is {self.precision!r}, but with use_vllm TRL's own sampler runs, "
-                "which has neither: leave both out"
+                f"lag is {self.lag} and precision is {self.precision!r}, options of the local sampler, and {other} "
+                "takes its place: leave both out"
             )
-        if not self.use_vllm:
-            OffPolicy(lag=self.lag, precision=self.precision)
+        if self.sampler == "local" and self.sync_every != 1:
+            raise ValueError(f"sync_every is {self.sync_every}, which goes with --sampler vllm://host:port")
+        self.make_sampler()
         for name in ("model", "resume_from_checkpoint"):
             path = getattr(self, name)
             if path and (path.startswith((".", "/", "~")) or name != "model") and not Path(path).is_dir():
@@ -111,6 +119,18 @@ class Arguments(GRPOConfig):
                     "set (owner/name), or a name of reasoning-gym"
                 )
 
+    def make_sampler(self) -> OffPolicy | VLLMServer | None:
+        """Real off-policy data, old or of another precision, with a record of both; None: TRL's own vLLM path."""
+        if self.use_vllm and self.sampler != "local":
+            raise ValueError(f"use_vllm is True and sampler is {self.sampler!r}: two samplers, leave one out")
+        if self.use_vllm:
+            return None
+        if self.sampler == "local":
+            return OffPolicy(lag=self.lag, precision=self.precision)
+        if not self.sampler.startswith("vllm://"):
+            raise ValueError(f"sampler is {self.sampler!r}, expected local or vllm://host:port")
+        return VLLMServer(url=self.sampler, sync_every=self.sync_every)
+
 
 def nearest(name: str, names: Iterable[str]) -> str:
     found = difflib.get_close_matches(name, names, n=1)
@@ -119,7 +139,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def parse(arguments: type[Any]) -> Any:
     """The flags and the YAML file of ``--config``; a mistake ends the program with one line that names the flag."""
-    parser = TrlParser(arguments, usage="%(prog)s [--config FILE.yaml] [flags]     (--help lists the flags)")
+    command = os.environ.get("OFFCORR_COMMAND")  # "offcorr train", where it runs this file
+    parser = TrlParser(arguments, prog=command, usage="%(prog)s [--config FILE.yaml] [flags]")
     try:
         if "--config" in sys.argv[1:-1]:
             file = Path(sys.argv[sys.argv.index("--config") + 1])
@@ -234,8 +255,6 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(args, tokenizer)
 
-    # Real off-policy data: old weights, low precision, and a record of both.  With vLLM, TRL's own path samples.
-    sampler = None if args.use_vllm else OffPolicy(lag=args.lag, precision=args.precision)
     history = History(Path(args.output_dir))
     if history.file.exists() and not args.resume_from_checkpoint and int(os.environ.get("RANK", 0)) == 0:
         print(f"{history.file} is of an earlier run, and is replaced; --output_dir keeps both", flush=True)
@@ -246,7 +265,7 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         train_dataset=task.train,
         eval_dataset=task.test,
         processing_class=tokenizer,
-        rollout_func=sampler,
+        rollout_func=args.make_sampler(),
         callbacks=[history],
     )
     for quiet in (ProgressCallback, PrinterCallback):  # they print every log; the history file has them all
@@ -259,11 +278,19 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         trainer.evaluate()
 
     if trainer.accelerator.is_main_process:
-        summarise(history.logs, title=f"{args.loss_type} at lag {args.lag}, {args.precision} sampler")
+        summarise(history.logs, title=f"{args.loss_type} {sampled_by(args)}")
         print(f"history: {history.file}\npicture: {plot(history.logs, history.file.with_suffix('.png'))}")
     # A process that ends while gloo still holds its tensors aborts (pytorch/pytorch#190489).
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+
+
+def sampled_by(args: Arguments) -> str:
+    if args.use_vllm:
+        return "with TRL's vLLM path"
+    if args.sampler != "local":
+        return f"on a vLLM server with new weights every {args.sync_every} updates"
+    return f"at lag {args.lag}, {args.precision} sampler"
 
 
 class Bar(ProgressCallback):
@@ -325,8 +352,8 @@ EFFECT = {
     "offcorr/loss/dropped": "tokens dropped",
     "offcorr/loss/damped": "tokens damped",
     "offcorr/loss/amplified": "tokens amplified",
-    "offcorr/loss/ess_before": "ESS before, share of tokens",
-    "offcorr/loss/ess_after": "ESS after, share of tokens",
+    "offcorr/loss/ess_before": "ESS of the tokens, plain ratio",
+    "offcorr/loss/ess_after": "ESS of the tokens, corrected",
 }
 """What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
 
@@ -335,7 +362,7 @@ CAPTION = (
     "samples all got one reward. Tokens: those with an advantage; damped and amplified by more than 1 % against the "
     "plain ratio."
 )
-NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged and does not measure"
+NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 
 NOT_LOGGED = "not measured: no update was logged, since max_steps is below logging_steps"
 

@@ -31,6 +31,7 @@ TRAINER = ("transformers", "trl", "accelerate", "datasets", "peft", "tokenizers"
 NEEDS = {
     "kernels": ("triton",),
     "recipes": (*TRAINER, "matplotlib", "reasoning_gym", "rich", "yaml"),
+    "engine": TRAINER,
     "rollout": TRAINER,
     "toy": ("transformers", "tokenizers", "datasets", "reasoning_gym", "rich"),
     "trl": TRAINER,

@@ -31,6 +31,7 @@ class Mutation(NamedTuple):
 
 CONTRACT, ORACLE, PITFALLS = "tests/test_testing.py", "tests/methods/test_oracle.py", "tests/methods/test_pitfalls.py"
 METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/rollout/test_rollout_trl.py", "tests/trl/test_trainer.py"
+ENGINE = "tests/rollout/test_engine.py"
 ANCHORS, KERNEL = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py"
 SOURCE = "offcorr/kernels/correction.py"
 LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metrics.py"
@@ -39,6 +40,7 @@ SPANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "
 REFERENCE, STRUCTURE = "offcorr/stages/reference.py", "tests/test_structure.py"
 PARALLEL, SPLIT = "offcorr/training/parallel.py", "tests/training/test_parallel.py"
 LAB, EXACT = "offcorr/lab/exact.py", "tests/lab/test_exact.py"
+TWIN, SPLIT = "support.py twin", "parallel.py"
 
 MUTATIONS = [
     Mutation("sequence taken as geometric", SPANS, "over_row(_total(x), rows)", "over_row(x.mean(1), rows)", GOLDEN),
@@ -336,6 +338,27 @@ MUTATIONS = [
         f"{ROLLOUT}::test_lag_k_samples_with_the_weights_of_k_updates_ago",
     ),
     Mutation(
+        "weights of somebody else taken for one's own",
+        "offcorr/rollout/engine.py",
+        "if found not in (None, self._mark(version)):",
+        "if False:",
+        f"{ENGINE}::test_the_version_is_that_of_this_run_or_an_error",
+    ),
+    Mutation(
+        "one seed for equal prompts of several requests",
+        "offcorr/rollout/engine.py",
+        "int(seeds[rows[0]]) % 2**63",
+        "int(seeds[0]) % 2**63",
+        f"{ENGINE}::test_equal_neighbours_are_one_request_and_servers_share_the_prompts",
+    ),
+    Mutation(
+        "a head that stayed old goes unnoticed",
+        "offcorr/rollout/served.py",
+        "nn.Parameter(old, requires_grad=False)",
+        "nn.Parameter(old.clone().zero_(), requires_grad=False)",
+        f"{ENGINE}::test_weights_that_stayed_old_are_found_and_named",
+    ),
+    Mutation(
         "accumulation left out of the denominator",
         "offcorr/trl/trainer.py",
         "sequences * accumulation",
@@ -628,6 +651,61 @@ MUTATIONS = [
         "if blocks[-1] and label + sum",
         "if blocks[-1] and sum",
         "tests/lab/test_compare.py::test_the_table_folds_to_the_width",
+    ),
+    *(
+        Mutation(what, f"offcorr/kernels/logprob/{file}.py", right, wrong, f"tests/kernels/test_logprob_{test}")
+        for what, file, right, wrong, test in (
+            (
+                "support: the kernel ignores it",
+                "fold",
+                "if kept_ptr is not None:\n        z =",
+                "if False:\n        z =",
+                TWIN,
+            ),
+            (
+                "support: not in the backward pass",
+                "tiles",
+                "z.masked_fill_(~kept, -torch.inf)",
+                "pass",
+                "support.py gradcheck",
+            ),
+            (
+                "support: a position without an id keeps nothing",
+                "support",
+                "mask[: len(kept)] = self.whole[positions][:, None]",
+                "pass",
+                "support.py everything",
+            ),
+            (
+                "support: a target outside it is overlooked",
+                "linear",
+                "unsupported = targets.valid(~support.contains(target))",
+                "unsupported = torch.zeros_like(target, dtype=torch.bool)",
+                "support.py outside",
+            ),
+            (
+                "split head: support taken as the rank's own",
+                "linear",
+                "self.start + first, columns)",
+                "first, columns)",
+                SPLIT,
+            ),
+            (
+                "split head: hidden's gradient is not summed",
+                "linear",
+                "dist.all_reduce(gradient, group=plan.group)",
+                "pass",
+                SPLIT,
+            ),
+            ("split head: sums of different maxima", "tiles", "(factor * total).sum(0)", "total.sum(0)", SPLIT),
+            (
+                "split head: two ranks have one token",
+                "linear",
+                "ranks[:, 5].sum(0) == 1",
+                "ranks[:, 5].sum(0) >= 1",
+                SPLIT,
+            ),
+        )
     ),
     *(
         Mutation(what, f"offcorr/integrations/{module}.py", right, wrong, f"tests/integrations/test_{module}.py")

@@ -265,3 +265,36 @@ def test_a_loss_from_a_file(tmp_path):
     with pytest.raises(ValueError, match="defines no 'MyLos', did you mean 'MyLoss'"):
         offcorr.resolve(f"{tmp_path}/my_file.py:MyLos")
     assert offcorr.resolve("offcorr:dapo", eps_high=0.3) == offcorr.get("dapo", eps_high=0.3)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda batch: offcorr.backend(offcorr.get("ppo"), batch),
+        lambda batch: offcorr.get("ppo")(batch),
+        lambda batch: offcorr.metrics.measure(batch),
+        lambda batch: offcorr.training.Step(offcorr.get("ppo")).place(batch),
+        lambda batch: offcorr.training.Step().observe(batch),
+        lambda batch: offcorr.training.ESSLearningRate(torch.optim.SGD([torch.zeros(1)], 0.1)).add(batch),
+    ],
+)
+def test_what_is_no_batch_is_refused_by_name(call):
+    with pytest.raises(TypeError, match="batch is a dict, expected an offcorr.Batch"):
+        call(dict(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda batch: offcorr.backend("minpro", batch), r"loss_fn is 'minpro', expected an offcorr.Correction, for"),
+        (
+            lambda batch: offcorr.backend(offcorr.get, batch),
+            r"loss_fn is a function, expected an offcorr.Correction",
+        ),
+        (lambda batch: offcorr.training.Step("minpro"), r"loss is 'minpro', expected an offcorr.Correction"),
+        (lambda batch: offcorr.testing.check(3), r"method is 3, expected a name, an offcorr.Correction, or a function"),
+    ],
+)
+def test_what_is_no_correction_is_refused_by_name(call, said):
+    with pytest.raises(TypeError, match=said):
+        call(Batch(**GOOD))

@@ -42,10 +42,16 @@ def test_a_page_about_a_method(name, capsys):
     for text in (method.multiplier, method.paper, method.provenance, method.notes):
         assert " ".join(text.split()) in words
     for option, parameter in method.options.items():
-        assert re.search(rf"{option}={re.escape(repr(parameter.default))} [\w\"]", words), (
-            f"{option} has no description"
-        )
+        shown = rf"{option}={re.escape(repr(parameter.default))}(, \w+=[^ ]+)* [\w\"]"
+        assert re.search(shown, words), f"{option} has no description"
     assert max(map(len, page.splitlines())) <= 100 and f"offcorr.get('{name}')" in page
+
+
+def test_options_that_share_a_sentence_stand_before_it_together(capsys):
+    assert cli.main(["methods", "minpro"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert page.count("distances of the bounds from 1") == 1
+    assert "eps_low=1.0, eps_high=0.28 distances" in page and "1 for the first, which has none" in page
 
 
 def test_pages_of_several_names_and_given_options(capsys):
@@ -89,9 +95,13 @@ def test_a_list_folds_to_the_width_of_the_terminal(command, width, monkeypatch, 
 
 
 def test_a_list_in_a_pipe_has_one_line_per_method():
+    """Columns are separated by tabs, so that no line is filled up to the longest."""
     lines = run("methods").stdout.splitlines()
-    assert len(lines) == len(NAMES) + 1
-    assert any(line.startswith("minpro") and "eps_high=0.28" in line and "2601.22718" in line for line in lines)
+    assert len(lines) == len(NAMES) + 1 and not any("   " in line for line in lines)
+    (minpro,) = (line.split("\t") for line in lines if line.startswith("minpro"))
+    assert lines[0].split("\t") == ["method", "multiplier", "options", "paper"]
+    assert "eps_high=0.28" in minpro[2] and minpro[3] == "2601.22718"
+    assert all(line.count("\t") == 3 for line in run("metrics").stdout.splitlines())
 
 
 def refused(*words: str, capsys) -> str:
@@ -231,6 +241,17 @@ def test_training_from_a_folder_without_recipes(tmp_path):
 def test_training_in_two_processes(tmp_path):
     batch = ("--per_device_train_batch_size", "32")
     assert "--num_processes 2" in trained(tmp_path, "--config", "minpro", "--num_processes", "2", *batch)
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_a_mistaken_flag_is_one_of_the_command(command, monkeypatch, capsys):
+    """Not one of the recipe that the command runs."""
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    assert cli.main([command, "--no-such-flag", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: offcorr {command} ") and f"\noffcorr {command}: error: " in said
+    assert ".py" not in said
 
 
 MISTAKES = {

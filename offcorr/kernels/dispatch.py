@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch
+from offcorr.batch import Batch, check_batch
 from offcorr.kernels.rebind import NotFused
 from offcorr.metrics import Accumulator
 from offcorr.stages.base import Plan
@@ -65,7 +65,19 @@ def chosen() -> Choice:
 
 
 def backend(loss_fn: Correction, batch: Batch) -> str:
-    """ "triton", or "reference: " and the reason, for a correction on a batch like this one."""
+    """ "triton", or "reference: " and the reason, for a correction on a batch like this one.
+
+    Raises:
+        TypeError: ``loss_fn`` is no ``Correction`` (a name, say), or ``batch`` no ``Batch``.
+
+    >>> import offcorr
+    >>> backend(offcorr.get("minpro"), offcorr.testing.example())
+    'reference: logp is on cpu'
+    """
+    if not hasattr(loss_fn, "stages"):  # the class itself is defined on top of this module
+        shown = repr(loss_fn) if isinstance(loss_fn, str) else f"a {type(loss_fn).__name__}"
+        raise TypeError(f"loss_fn is {shown}, expected an offcorr.Correction, for instance offcorr.get('minpro')")
+    check_batch(batch)
     reason = _why_reference(batch)
     if reason is None:
         from offcorr.kernels import launch

@@ -129,7 +129,7 @@ COLUMNS = (
     Column(
         "multiplier",
         "mean c",
-        "mean |c A| / mean |A| over the sampled tokens: the size of the update against that of no correction",
+        "mean |c A| / mean |A| over the sampled tokens: the size of the update against that of reinforce, whose c is 1",
         lambda row: row.measured.multiplier,
         _two,
     ),
@@ -389,7 +389,7 @@ def picture(world: World, rows: Sequence[Row], path: Path) -> None:
     dots(effect, [row.measured.kept for row in rows], "C2o", "kept")
     dots(effect, [row.measured.multiplier for row in rows], "C4D", "mean c, size of the update")
     effect.axvline(1, color="black", linewidth=0.8)
-    effect.set_title("effect on the tokens\n1: as without a correction", fontsize=10)
+    effect.set_title("effect on the tokens\n1: as with reinforce", fontsize=10)
     effect.set_xlim(-0.05, 1.05 * max(1, *(row.measured.multiplier for row in rows)))
 
     direction.set_yticks(places, [_label(row) for row in rows], fontsize=8)

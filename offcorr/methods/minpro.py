@@ -23,10 +23,13 @@ from offcorr.stages.checks import check_value
     multiplier="clip(r_t min_{s < t} r_s, 1 - eps_low, 1 + eps_high)",
     paper="2601.22718",
     provenance="secondary notes",
-    notes="eps is unpublished; no official code",
+    notes="the minimum is over the earlier valid tokens, and 1 for the first, which has none; eps is unpublished; "
+    "no official code",
 )
 def minpro(eps_low: float = 1.0, eps_high: float = 0.28, bounded: bool = False) -> Correction:
     """Surrogate sg(clip(w, 1 - eps_low, 1 + eps_high)) A log pi, with w the ratio times the smallest ratio before it.
+
+    The first valid token has none before it: there the minimum is 1, and w is the token's own ratio.
 
     Args:
         eps_low, eps_high: distances of the bounds from 1; eps_low = 1 is no lower bound.

@@ -29,9 +29,12 @@ def one_of(word: Any, words: Any) -> str:
 
 
 def outside() -> int:
-    """The ``stacklevel`` of the first caller outside this library, for a warning of the function that asks."""
+    """The ``stacklevel`` of the first caller outside this library, for a warning of the function that asks.
+
+    Frames of torch are passed over: its decorators lie between this library's own.
+    """
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("offcorr."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("offcorr.", "torch.")):
         level, frame = level + 1, frame.f_back
     return level
 

@@ -101,7 +101,7 @@ class PrefixGeometric(Ratio):
 
 @dataclass(frozen=True)
 class MinPrefix(Ratio):
-    """The token's ratio times the smallest ratio before it (MinPRO, 2601.22718).
+    """The token's ratio times the smallest ratio before it (MinPRO, 2601.22718); for the first token its ratio alone.
 
     Args:
         bounded: the smallest ratio is taken to be at most 1.

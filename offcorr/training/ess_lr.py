@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch
+from offcorr.batch import Batch, check_batch
 from offcorr.metrics import Gather, LogSumExp, Metrics
 
 RULES = {"sqrt": 0.5, "linear": 1.0}
@@ -28,7 +28,8 @@ class ESSLearningRate:
     w_i = exp(sum over the trajectory of (logp - rollout_logp)), computed by logsumexp and never clamped: a clamp would
     put a floor under the ESS and hide a collapse.  ess = (sum w)^2 / (B sum w^2) over the whole optimizer batch, all
     micro-batches and ranks; B counts the trajectories that have a valid token.  For a token without a ``rollout_logp``
-    (not scored by the engine, or none given at all) ``old_logp`` takes its place.
+    (not scored by the engine, or none given at all) ``old_logp`` takes its place.  Where none is given this is the ESS
+    of the staleness alone, and it warns once.
 
     The rate is scaled inside the optimizer's own ``step``, by its hooks, and restored before ``step`` returns.  No
     scheduler, warm-up, log or checkpoint ever sees a scaled rate, wherever the step happens: in ``optimizer.step()``,
@@ -100,6 +101,7 @@ class ESSLearningRate:
         Raises:
             ValueError: the batch has neither ``rollout_logp`` nor ``old_logp``.
         """
+        check_batch(batch)
         if batch.rollout_logp is None and batch.old_logp is None:
             raise ValueError(
                 "rollout_logp and old_logp are None, so there is no policy to compare logp with: pass rollout_logp, "

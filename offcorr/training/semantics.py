@@ -12,7 +12,20 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Kind = Literal["agrees", "temperature", "raw", "kept_mass", "unnormalised", "unlogged", "shifted", "differs", "unknown"]
+from offcorr.batch import above_zero
+
+Kind = Literal[
+    "agrees",
+    "probabilities",
+    "temperature",
+    "raw",
+    "kept_mass",
+    "unnormalised",
+    "unlogged",
+    "shifted",
+    "differs",
+    "unknown",
+]
 
 UNCERTAIN, CERTAIN = 32, -0.05
 """Number of tokens with a log-prob below the second that are needed: the others look alike at every temperature."""
@@ -28,16 +41,18 @@ PROCESSED = "let the engine report what it samples from (vLLM: logprobs_mode='pr
 MENDS: dict[Kind, str] = {
     "agrees": "",
     "unknown": "",
+    "probabilities": "pass the logarithms of the probabilities",
     "temperature": f"set the same temperature= for the sampler and the trainer, and {PROCESSED}",
     "raw": PROCESSED,
     "kept_mass": "sample without truncation (top_p=1.0, top_k=0, min_p=0.0), or renormalise the trainer's log-probs "
-    "over the tokens that the engine kept",
+    "over the tokens that the engine kept, with offcorr.linear_logprob(..., support=)",
     "unnormalised": f"divide the logits by the temperature before log_softmax, not the log-probs after it: {PROCESSED}",
     "unlogged": "set the sampler's temperature= for the trainer, too, sample with top_p=1.0, top_k=0, min_p=0.0, and "
     + PROCESSED,
     "shifted": "the log-prob at index t must be that of the token at index t: move one of the two by one token",
     "differs": "score the same tokens with the same weights on both sides: look for a weight sync that missed "
-    "parameters, another chat template, placeholders among the log-probs",
+    "parameters, another chat template, placeholders among the log-probs. Or the engine is quantised or computes in a "
+    "lower precision: then this is its true mismatch, which an engine weight corrects (tis, icepop)",
 }
 """For each kind what to change, with TRL's and vLLM's option names."""
 
@@ -57,6 +72,7 @@ class Semantics:
         kind: one of
 
             - "agrees": the two are the same log-probs, up to noise;
+            - "probabilities": the engine's log-probs are above 0, so they are none;
             - "temperature": the engine sampled at another temperature than the trainer scores at;
             - "raw": the engine sampled from the trainer's distribution, and reported log-probs at another temperature;
             - "kept_mass": the engine renormalised over the tokens that top-p, top-k or min-p kept, the trainer did not;
@@ -162,6 +178,8 @@ def logprob_semantics(
     def result(kind: Kind, finding: str, carried: Estimate | None = None) -> Semantics:
         return Semantics(kind, len(d), gap, ratio, carried, surprise, finding + measured)
 
+    if above_zero(e):
+        return result("probabilities", "the engine's log-probs are above 0, as no log-prob is: probabilities, it seems")
     if (torch.minimum(t, e) < CERTAIN).sum() < UNCERTAIN:
         return result("unknown", "too few uncertain tokens to compare the engine's log-probs with the trainer's")
     if (e == e[0]).all():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch
+from offcorr.batch import Batch, check_batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.metrics import Count, Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
@@ -132,18 +132,23 @@ class Step:
     def describe(self, batch: Batch) -> str:
         """One line on a placed batch: the loss, the policy that supplies ``old_logp``, the engine's log-probs.
 
+        Of a loss that is computed elsewhere it says what is measured.
+
         >>> import offcorr
         >>> step = Step(offcorr.get("tis"))
         >>> print(step.describe(step.place(offcorr.testing.example())))
         loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (Supplied(), anchor 'snapshot',
         by default); engine log-probs: yes
         """
-        old_logp = "none, so that every staleness ratio is 1"
-        if batch.old_logp is not None and self._placed is not None:
-            old_logp = self._placed.policy
-        loss = "elsewhere" if self._correction is None else repr(self._correction.method)
-        engine = "no" if batch.rollout_logp is None else "yes"
-        return f"loss {loss}; old_logp: {old_logp} ({self._named_anchor(str)}); engine log-probs: {engine}"
+        engine = f"engine log-probs: {'no' if batch.rollout_logp is None else 'yes'}"
+        policy = None if batch.old_logp is None or self._placed is None else self._placed.policy
+        if self._correction is None:
+            measured = "not measured, as there are no log-probs of older weights"
+            if policy is not None:
+                measured = f"measured against {policy}"
+            return f"nothing is corrected; staleness is {measured}; {engine}"
+        old_logp = f"{policy or 'none, so that every staleness ratio is 1'} ({self._named_anchor(str)})"
+        return f"loss {self._correction.method!r}; old_logp: {old_logp}; {engine}"
 
     def semantics(self, batch: Batch, temperature: float = 1.0) -> Semantics | None:
         """Whether the engine's log-probs of a placed batch are the sampler's probabilities; None without them.
@@ -301,6 +306,7 @@ class Step:
             score: runs the batch through a module, for anchors that hold weights.
             recomputed: log-probs that the loop computed before its first update on these samples, if it did.
         """
+        check_batch(batch)
         self._placed = self.anchor or default_anchor(batch, self._correction)
         return self._placed.place(batch, score, recomputed)
 
@@ -334,6 +340,7 @@ class Step:
         self, batch: Batch, metrics: Metrics | None = None, *, last: bool = True, on_policy: Tensor | None = None
     ) -> None:
         """Measure a micro-batch whose loss is computed elsewhere; arguments as in ``loss``."""
+        check_batch(batch)
         if metrics is None:
             unscored = batch.tokens.unscored.sum(dtype=torch.float64).reshape(1)
             metrics = Metrics({**measure(batch).data, UNSCORED: Count(unscored)})

@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 
 import offcorr
 from offcorr.optional import require
-from offcorr.rollout.off_policy import in_mixed_precision
+from offcorr.rollout.sampler import in_mixed_precision
 from offcorr.training.anchors import Anchor
 from offcorr.training.replica import base_of
 from offcorr.training.schedules import Annealed

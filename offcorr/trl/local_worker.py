@@ -1,4 +1,4 @@
-"""``LocalWorker``: a rollout worker for ``AsyncGRPOTrainer`` in a thread of its own, without a vLLM server.
+"""``LocalWorker`` and ``VLLMWorker``: rollout workers for ``AsyncGRPOTrainer`` in a thread of its own process.
 
 For machines without vLLM, small models and experiments with asynchrony: trainer and sampler run at the same time,
 through the same two interfaces as TRL's own worker and weight transfer.
@@ -11,17 +11,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offcorr.rollout import Sampling, decode, score
+from offcorr.rollout import Engine, Sampling, decode, score
+from offcorr.rollout.decode import Decoded
+from offcorr.rollout.served import ServedWeights
 from offcorr.training import Precision, Replica
 from offcorr.trl.async_grpo import CorrectedSample
 
-__all__ = ["LocalWorker"]
+__all__ = ["LocalWorker", "VLLMWorker"]
 
 
 class LocalWorker:
@@ -91,10 +94,10 @@ class LocalWorker:
     def check_health(self, stale_after_s: float) -> None:
         """Raise ``RuntimeError`` if the thread has ended by an error, or has produced nothing for too long."""
         if self._error is not None:
-            raise RuntimeError("the local worker's thread has ended") from self._error
+            raise RuntimeError(f"the rollout worker's thread has ended: {self._error}") from self._error
         idle = time.time() - self._last_put
         if idle > stale_after_s:
-            raise RuntimeError(f"the local worker has produced nothing for {idle:.0f} s")
+            raise RuntimeError(f"the rollout worker has produced nothing for {idle:.0f} s")
 
     # TRL's WeightTransferProtocol
 
@@ -144,14 +147,7 @@ class LocalWorker:
                 raise RuntimeError("no weights were sent: pass the worker as weight_transfer= as well")
             version, weights = self._weights
         prompts = [self._encode(row["prompt"]) for row in rows]
-        decoded = decode(
-            self._replica.load(weights, self.precision),
-            prompts,
-            max_new_tokens=self.args.max_completion_length,
-            eos_token_ids=[self.tokenizer.eos_token_id],
-            sampling=self.sampling,
-            generator=generator,
-        )
+        decoded = self._decode(version, weights, prompts, generator)
         scorer = self._replica.load(weights)
         old_logp = score(scorer, prompts, decoded.completion_ids, temperature=self.sampling.temperature)
         texts = self.tokenizer.batch_decode(decoded.completion_ids, skip_special_tokens=True)
@@ -181,10 +177,73 @@ class LocalWorker:
             )
         return samples
 
+    def _decode(
+        self, version: int, weights: dict[str, Tensor], prompts: list[list[int]], generator: torch.Generator
+    ) -> Decoded:
+        return decode(
+            self._replica.load(weights, self.precision),
+            prompts,
+            max_new_tokens=self.args.max_completion_length,
+            eos_token_ids=[self.tokenizer.eos_token_id],
+            sampling=self.sampling,
+            generator=generator,
+        )
+
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer(prompt)["input_ids"]
         return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+class VLLMWorker(LocalWorker):
+    """A ``LocalWorker`` whose samples come from a running vLLM server, with weights sent through a folder.
+
+    It needs no NCCL, and runs with servers on CPUs and GPUs.  The server's weights are replaced between two batches of
+    samples, by the thread that samples, so that no sequence is of two versions; each replacement is checked, as
+    ``offcorr.rollout.VLLMServer`` describes.
+
+    Args:
+        model: of the trainer's kind, for ``old_logp``; its weights are replaced.
+        url, tolerance, timeout, patience: see ``offcorr.rollout.VLLMServer``.
+        folder: for the weights on their way to the server, which must find it under the same name; None:
+            ``engine_weights`` in ``args.output_dir``.
+        All other arguments are those of ``LocalWorker``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processing_class: Any,
+        dataset: Any,
+        reward_func: Callable[..., list[float]],
+        args: Any,
+        *,
+        url: str,
+        prompts: int = 4,
+        tolerance: float = 0.1,
+        folder: str | None = None,
+        timeout: float = 600.0,
+        patience: float = 10.0,
+    ) -> None:
+        super().__init__(model, processing_class, dataset, reward_func, args, prompts=prompts)
+        self.engine = Engine(url, timeout=timeout, patience=patience)
+        place = Path(folder or Path(args.output_dir, "engine_weights")).resolve()
+        self._served = ServedWeights(self.engine, self._replica, place, tolerance, self.sampling)
+
+    def _decode(
+        self, version: int, weights: dict[str, Tensor], prompts: list[list[int]], generator: torch.Generator
+    ) -> Decoded:
+        self._served.ensure(version, weights, prompts)
+        seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=generator.device).tolist()
+        decoded = self._served.sample(
+            version,
+            prompts,
+            max_new_tokens=self.args.max_completion_length,
+            eos_token_ids=[self.tokenizer.eos_token_id],
+            seeds=seeds,
+        )
+        self._served.remember(prompts, decoded.completion_ids)
+        return decoded
 
 
 def _messages(said: Any, role: str) -> list[dict[str, str]]:

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 import offcorr
-from offcorr.stages.checks import outside
+from offcorr.batch import ABOVE_ZERO
+from offcorr.stages.checks import outside, warn_once
 from offcorr.training import schedules
 from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
@@ -106,18 +107,26 @@ def report_first_batch(trainer: Any, batch: offcorr.Batch, sampler: str) -> None
     """Log one line at a run's first batch, on the main process: loss, anchor and the engine's log-probs.
 
     It goes to the logger "offcorr" at the level of warnings, the lowest that is shown where nothing is configured.
-    TRL's own loss has no such line.  Engine log-probs that are not the sampler's probabilities are a warning that names
-    what to change, under any loss.
+    Under TRL's own loss it says that nothing is corrected, and what is measured.  Engine log-probs that are not the
+    sampler's probabilities are a warning that names what to change.
     """
     if not trainer.accelerator.is_main_process:
         return
     step = trainer.correction_step
     found = step.semantics(batch, trainer.temperature)
-    if trainer.correction is not None:
-        agreement = "" if found is None or found.wrong else f"; {found.sentence}"
-        logger.warning("offcorr: %s; sampled by %s%s", step.describe(batch), sampler, agreement)
-    if found is not None and found.wrong:
+    whose = "" if trainer.correction is not None else f"{trls_loss(trainer.args)}: "
+    agreement = "" if found is None or found.wrong else f"; {found.sentence}"
+    logger.warning("offcorr: %s%s; sampled by %s%s", whose, step.describe(batch), sampler, agreement)
+    if found is not None and found.kind == "probabilities":
+        warn_once(ABOVE_ZERO.format("rollout_logp"))  # on a CPU the batch has said so
+    elif found is not None and found.wrong:
         warnings.warn(f"in the first batch {found.sentence}: {found.mend}", stacklevel=outside())
+
+
+def trls_loss(args: Any) -> str:
+    """TRL's own loss in words; the asynchronous trainer's has no name."""
+    name = getattr(args, "loss_type", None)
+    return "TRL's own loss" if name is None else f"TRL's own loss {name!r}"
 
 
 def warn_on_main(trainer: Any, message: str) -> None:

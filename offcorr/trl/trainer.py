@@ -19,7 +19,7 @@ from torch import Tensor
 
 import offcorr
 from offcorr.metrics import Mean
-from offcorr.rollout.off_policy import give_fused_head, in_mixed_precision
+from offcorr.rollout.sampler import give_fused_head, in_mixed_precision
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.checks import nearest, warn_once
 from offcorr.training.anchors import Anchor
@@ -227,7 +227,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._reported = True
             report_first_batch(self, batch, self._sampler_name)
         if batch.old_logp is None:
-            self._warn_if_idle()
+            self._warn_if_idle(inputs)
         return batch
 
     @property
@@ -455,25 +455,33 @@ class GRPOTrainer(trl.GRPOTrainer):
                 'give it an engine weight, for instance loss_kwargs={"weight": {"name": "truncate", "cap": 2.0}}',
             )
 
-    def _warn_if_idle(self) -> None:
+    def _warn_if_idle(self, inputs: dict[str, Any]) -> None:
         """Recomputed log-probs are those of the current weights: with one optimizer step per generation every ratio
         is 1.
         """
-        if self._warned_idle or not self._corrects or "staleness" not in self.correction_step.correction.compares:
+        correction = self.correction_step.correction if self._corrects else None
+        if self._warned_idle or correction is None or "staleness" not in correction.compares:
             return
         window = self.args.steps_per_generation * self.num_iterations
-        if self.args.gradient_accumulation_steps % window == 0:
-            self._warned_idle = True
-            chosen = getattr(self.args, "anchor", None) == "recomputed"
-            lacking = "anchor='recomputed' takes none" if chosen else "there are no log-probs"
-            warn_on_main(
-                self,
-                f"every staleness ratio of {self.correction_step.correction.method!r} will be 1, whatever the lag: "
-                f"{lacking} of the weights that sampled, and each generation is used for one optimizer "
-                "step, so old_logp is logp. Sample with offcorr.rollout.OffPolicy (anchor='snapshot'), take "
-                "anchor='rollout' where the engine reports log-probs, or take more optimizer steps per generation "
-                "(num_iterations, steps_per_generation)",
-            )
+        if self.args.gradient_accumulation_steps % window:
+            return
+        self._warned_idle = True
+        lacking, more = "anchor='recomputed' takes no log-probs of the weights that sampled", ""
+        alone = "engine" not in correction.compares  # else anchor='rollout' would count the mismatch twice
+        if "old_logp" in inputs:
+            cure = f"Take anchor='snapshot', which uses those that {self._sampler_name} supplies"
+        elif "sampling_per_token_logps" in inputs and alone:
+            cure = f"Take anchor='rollout', which uses those that {self._sampler_name} reports"
+        else:
+            lacking = "there are no log-probs of the weights that sampled"
+            cure = "Sample with offcorr.rollout.OffPolicy, which supplies them"
+            more = ", or with an engine that reports log-probs (use_vllm=True)" if alone else ""
+        warn_on_main(
+            self,
+            f"every staleness ratio of {correction.method!r} will be 1, whatever the lag: {lacking}, and each "
+            f"generation is used for one optimizer step, so old_logp is logp. {cure}{more}, or take more optimizer "
+            "steps per generation (num_iterations, steps_per_generation)",
+        )
 
 
 @cache

@@ -63,8 +63,8 @@ def test_the_summary_says_what_the_correction_did():
         "tokens dropped 0.1000",
         "tokens damped 0.2500",
         "tokens amplified 0.0500",
-        "ESS before, share of tokens 0.9700",
-        "ESS after, share of tokens 0.8800",
+        "ESS of the tokens, plain ratio 0.9700",
+        "ESS of the tokens, corrected 0.8800",
         "prompts without advantage 0.1250",
     ):
         assert row in said
@@ -199,7 +199,7 @@ def test_progress_without_a_terminal(monkeypatch, tmp_path, capsys):
         "    file.with_suffix('.tmp').replace(file)\n"
     )
 
-    def launch(run, folder, steps, seed):
+    def launch(run, folder, steps, seed, sampler):
         folder.mkdir(parents=True)
         return subprocess.Popen([sys.executable, "-c", writes, str(folder)])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import offcorr
+from offcorr.stages.checks import warn_once
 from offcorr.training.ess_lr import ESSLearningRate
 from tests.training.ess_worker import LENGTH, LOSS, SEQUENCES, STEPS, batch_of, build, reference
 
@@ -314,3 +316,22 @@ def test_the_applied_rate_is_the_computed_one_on_two_processes(backend, tmp_path
         for read, computed in zip(found["read"], found["computed"], strict=True):
             assert read and set(read) == {computed}
         torch.testing.assert_close(found["weights"], weights, rtol=0, atol=1e-5)
+
+
+def test_an_ess_without_the_engines_log_probs_warns_once():
+    """The total ratio is then the staleness alone."""
+    old_logp = -torch.ones(4, 1)
+    columns = dict(logp=old_logp + torch.randn(4, 1), advantages=torch.ones(4), mask=torch.ones(4, 1).bool())
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+            ESSLearningRate(optimizer).add(offcorr.Batch(old_logp=old_logp, **columns))
+            ESSLearningRate(optimizer).add(offcorr.Batch(old_logp=old_logp, rollout_logp=old_logp, **columns))
+        offcorr.get("dapo")(offcorr.Batch(old_logp=old_logp, **columns))  # asks for no total ratio
+        offcorr.get("opsm")(offcorr.Batch(old_logp=old_logp, **columns))  # the total ratio only where there is one
+    (said,) = [w for w in caught if "rollout_logp" in str(w.message)]
+    assert "so a total ratio" in str(said.message) and "rollout_logp=old_logp" in str(said.message)
+    assert said.filename == __file__  # the caller, not torch's no_grad around the library
+    warn_once.cache_clear()

@@ -169,6 +169,17 @@ def test_one_number_for_every_token():
     assert result.kind == "differs" and "the log-prob 0 for every token" in result.sentence
 
 
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_probabilities_are_named_and_nothing_else(with_entropy):
+    logp, rollout_logp, mask, entropy = sampled()
+    result = logprob_semantics(logp, rollout_logp.exp(), mask, entropy=entropy if with_entropy else None)
+    assert result.kind == "probabilities" and "probabilities, it seems" in result.sentence and "log" in result.mend
+
+
+def test_what_differs_may_be_a_quantised_engine():
+    assert "quantised" in found(noise=0.4).mend and found(noise=0.4).kind == "differs"
+
+
 @pytest.mark.parametrize("placeholder", [-20.0, -1.0])
 def test_a_few_placeholders_hide_no_temperature(placeholder):
     for seed in range(10):
@@ -226,7 +237,8 @@ def test_every_kind_has_a_mend_unless_nothing_is_wrong():
     assert MENDS.keys() == set(get_args(Kind))
     assert {kind for kind, mend in MENDS.items() if not mend} == {"agrees", "unknown"}
     result = found(top_p=0.9)
-    assert result.wrong and "top_p=1.0" in result.mend and result.sentence.endswith("512 tokens)")
+    assert result.wrong and "top_p=1.0" in result.mend and "linear_logprob(..., support=)" in result.mend
+    assert result.sentence.endswith("512 tokens)")
     assert not found().wrong
 
 

@@ -199,6 +199,26 @@ def test_idle_ratio_is_said_once(make_trainer):
     assert sum("every staleness ratio" in str(w.message) for w in caught) == 1
 
 
+@pytest.mark.parametrize(
+    ("keys", "loss_type", "said", "unsaid"),
+    [
+        (["old_logp"], "minpro", "Take anchor='snapshot', which uses those that rollout_func supplies", "OffPolicy"),
+        ([], "minpro", "Take anchor='rollout', which uses those that rollout_func reports", "OffPolicy"),
+        ([], "tis", "Sample with offcorr.rollout.OffPolicy, which supplies them", "anchor='rollout'"),
+        (None, "minpro", r"with offcorr.rollout.OffPolicy, .*, or with an engine .*\(use_vllm=True\)", "anchor="),
+    ],
+)
+def test_advice_against_an_idle_ratio_fits_the_sampler(make_trainer, replay, keys, loss_type, said, unsaid):
+    """One that is in use already is not advised, nor an anchor that the correction refuses."""
+    trainer = make_trainer(
+        rollout_func=None if keys is None else replay(*keys), loss_type=loss_type, anchor="recomputed", max_steps=1
+    )
+    with pytest.warns(UserWarning, match=f"every staleness ratio .*{said}, or take more optimizer steps") as caught:
+        trainer.train()
+    (warning,) = [str(w.message) for w in caught if "every staleness ratio" in str(w.message)]
+    assert unsaid not in warning
+
+
 def test_ratio_that_moves_is_not_called_idle(make_trainer):
     trainer = make_trainer(loss_type="minpro", max_steps=2, num_iterations=2)
     with warnings.catch_warnings():
@@ -237,7 +257,20 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
             "(Recomputed(), anchor 'recomputed', by default); engine log-probs: no; sampled by TRL's own generation",
             "Recomputed()",
         ),
-        (["old_logp"], dict(loss_type="dapo"), None, "Supplied()"),
+        (
+            ["old_logp"],
+            dict(loss_type="dapo"),
+            "TRL's own loss 'dapo': nothing is corrected; staleness is measured against the weights that sampled, as "
+            "the sampler supplied it; engine log-probs: yes; sampled by rollout_func",
+            "Supplied()",
+        ),
+        (
+            None,
+            dict(loss_type="dapo"),
+            "TRL's own loss 'dapo': nothing is corrected; staleness is not measured, as there are no log-probs of "
+            "older weights; engine log-probs: no; sampled by TRL's own generation",
+            "Recomputed()",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:every staleness ratio")
@@ -247,8 +280,8 @@ def test_the_anchor_in_force_is_said_once(make_trainer, replay, caplog, keys, se
     said = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
     if keys is not None:
         few = "; too few uncertain tokens to compare the engine's log-probs with the trainer's (mean |d| 0.044 over 27"
-        line = line and f"{line}{few} tokens)"
-    assert said == ([] if line is None else [f"offcorr: {line}"])
+        line = f"{line}{few} tokens)"
+    assert said == [f"offcorr: {line}"]
     assert repr(trainer.anchor) == anchor and f"anchor={anchor}" in repr(trainer.correction_step)
 
 
@@ -294,7 +327,26 @@ def test_log_probs_that_are_not_the_samplers_are_a_warning(
         trainer.train()
     assert sum("in the first batch" in str(one.message) for one in caught) == 1
     said = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
-    assert len(said) == (loss_type == "tis") and all("mean |d|" not in line for line in said)
+    assert len(said) == 1 and "mean |d|" not in said[0]
+
+
+@pytest.mark.parametrize("loss_type", ["tis", "dapo"])
+def test_probabilities_as_log_probs_are_one_warning(make_trainer, loss_type):
+    def rollout_func(prompts, trainer):
+        output = sampler(prompts, trainer)
+        return output | {"logprobs": [[math.exp(x) for x in row] for row in output["logprobs"]]}
+
+    sampler = OffPolicy()
+    rollout_func.attach = sampler.attach
+    settings = {"per_device_train_batch_size": 32, "max_completion_length": 16}
+    trainer = make_trainer(rollout_func=rollout_func, loss_type=loss_type, max_steps=2, **settings)
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(w.message) for w in caught if "log-prob" in str(w.message)]
+    assert said == ["rollout_logp is above 0 on valid tokens, as no log-prob is: were probabilities passed?"]
+    warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"anchor": "rollout"}, {"anchor": "recomputed"}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ def check_float(name: str, x: Tensor) -> None:
     """Raises ValueError for a sharded tensor and TypeError for a dtype that is not supported."""
     if any(cls.__name__ == "DTensor" for cls in type(x).__mro__):
         raise ValueError(
-            f"{name} is a DTensor ({getattr(x, 'placements', '')}): a vocabulary-sharded head is not supported; "
-            "gather it first, with full_tensor()"
+            f"{name} is a DTensor ({getattr(x, 'placements', '')}), expected a plain tensor: give the rank's part of a "
+            "vocabulary-sharded head, to_local(), with group= and vocabulary_start=, or gather it with full_tensor()"
         )
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} is {x.dtype}, expected one of {', '.join(str(d)[6:] for d in DTYPES)}")
@@ -85,3 +86,19 @@ def check_targets(target: Tensor, mask: Tensor | None, shape: torch.Size, name: 
             raise ValueError(f"{field} is on {x.device}, expected {device}, where {name} is")
         if x.dtype.is_floating_point or x.dtype.is_complex or (field == "target" and x.dtype == torch.bool):
             raise TypeError(f"{field} is {x.dtype}, expected integers{' or bool' if field == 'mask' else ''}")
+
+
+def check_slice(group: Any, vocabulary_start: int | None) -> int:
+    """Returns the vocabulary entry of the head's first row.
+
+    Raises:
+        ValueError: only one of the two is given, or vocabulary_start is negative.
+    """
+    if (group is None) != (vocabulary_start is None):
+        missing, given = ("vocabulary_start", "group") if vocabulary_start is None else ("group", "vocabulary_start")
+        raise ValueError(f"{missing} is None, expected a value to go with {given}: a split head takes both")
+    if vocabulary_start is not None and vocabulary_start < 0:
+        raise ValueError(
+            f"vocabulary_start is {vocabulary_start}, expected the token of the rank's first row of weight"
+        )
+    return vocabulary_start or 0

@@ -26,6 +26,7 @@ def fold_tile(
     first: int,
     weights: Tensor | None = None,
     *,
+    kept: Tensor | None = None,
     entropy: bool = False,
     squares: bool = False,
 ) -> None:
@@ -41,6 +42,8 @@ def fold_tile(
         state.stride(0),
         weights,
         weights.stride(0) if weights is not None else 0,
+        kept,
+        kept.stride(0) if kept is not None else 0,
         first,
         columns,
         scale,
@@ -63,6 +66,7 @@ def grad_tile(
     first: int,
     out: Tensor,
     *,
+    kept: Tensor | None = None,
     entropy: bool = False,
 ) -> None:
     """Writes dL/d(product) of a tile to ``out``, as ``tiles.grad_tile``.
@@ -80,6 +84,8 @@ def grad_tile(
         rows.stride(0),
         out,
         out.stride(0),
+        kept,
+        kept.stride(0) if kept is not None else 0,
         first,
         columns,
         scale,
@@ -116,11 +122,15 @@ def _logit(product, scale, soft_cap, inverse_temperature, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _load(row_ptr, bias_ptr, columns_at, inside, first, scale, soft_cap, inverse_temperature, CAPPED: tl.constexpr):
+def _load(row_ptr, bias_ptr, kept_ptr, columns_at, inside, scale, soft_cap, inverse_temperature, CAPPED: tl.constexpr):
+    """Returns (logit, d logit / d product); the logit is -inf outside the support."""
     product = tl.load(row_ptr + columns_at, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         product += tl.load(bias_ptr + columns_at, mask=inside, other=0.0).to(tl.float32)
-    return _logit(product, scale, soft_cap, inverse_temperature, CAPPED)
+    z, slope = _logit(product, scale, soft_cap, inverse_temperature, CAPPED)
+    if kept_ptr is not None:
+        z = tl.where(tl.load(kept_ptr + columns_at, mask=inside, other=0) != 0, z, -float("inf"))
+    return z, slope
 
 
 @triton.jit(do_not_specialize=["first", "state_stride"])
@@ -133,6 +143,8 @@ def fold_kernel(
     state_stride,
     weights_ptr,
     weights_stride,
+    kept_ptr,
+    kept_stride,
     first,
     columns,
     scale,
@@ -145,6 +157,8 @@ def fold_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = tile_ptr + row * tile_stride
+    if kept_ptr is not None:
+        kept_ptr += row * kept_stride
     stride = state_stride.to(tl.int64)
     target = tl.load(target_ptr + row) - first
     lanes = tl.arange(0, BLOCK)
@@ -161,8 +175,9 @@ def fold_kernel(
     if weights_ptr is not None:  # the weights are relative to the maximum after this tile, which is computed first
         for start in range(0, columns, BLOCK):
             at = start + lanes
-            z, slope = _load(row_ptr, bias_ptr, at, at < columns, first, scale, soft_cap, inverse_temperature, CAPPED)
-            others = (at < columns) & (at != target)
+            inside = at < columns
+            z, slope = _load(row_ptr, bias_ptr, kept_ptr, at, inside, scale, soft_cap, inverse_temperature, CAPPED)
+            others = inside & (at != target)
             maximum = tl.maximum(maximum, tl.max(tl.where(others, z, -float("inf")), 0))
         moved = before - maximum
         factor = tl.exp(moved)
@@ -173,7 +188,7 @@ def fold_kernel(
     for start in range(0, columns, BLOCK):
         at = start + lanes
         inside = at < columns
-        z, slope = _load(row_ptr, bias_ptr, at, inside, first, scale, soft_cap, inverse_temperature, CAPPED)
+        z, slope = _load(row_ptr, bias_ptr, kept_ptr, at, inside, scale, soft_cap, inverse_temperature, CAPPED)
         z = tl.where(inside & (at != target), z, -float("inf"))
         highest = tl.maximum(maximum, tl.max(z, 0))
         moved = maximum - highest
@@ -209,6 +224,8 @@ def grad_kernel(
     rows_stride,
     out_ptr,
     out_stride,
+    kept_ptr,
+    kept_stride,
     first,
     columns,
     scale,
@@ -231,7 +248,9 @@ def grad_kernel(
         d_entropy = tl.load(rows_ptr + 3 * stride + row) + tl.zeros([BLOCK], tl.float32)
         active = active | (d_entropy != 0)
     row_ptr = tile_ptr + row * tile_stride
-    z, slope = _load(row_ptr, bias_ptr, at, inside & active, first, scale, soft_cap, inverse_temperature, CAPPED)
+    if kept_ptr is not None:
+        kept_ptr += row * kept_stride
+    z, slope = _load(row_ptr, bias_ptr, kept_ptr, at, inside & active, scale, soft_cap, inverse_temperature, CAPPED)
     log_p = z - lse
     p = tl.exp(log_p)
     grad = -d_logp * p

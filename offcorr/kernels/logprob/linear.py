@@ -9,6 +9,9 @@ into one reused [chunk, tile] buffer, followed by ``fold_tile`` (in torch on a C
 half-precision inputs are float32.  The backward pass computes the tiles again, only for tokens whose incoming gradient
 is not 0.  With a frozen head the forward pass has already computed dlogp/dhidden, and the backward pass is one
 elementwise product.
+
+Outside the support of truncated sampling, where one is given, the logits are -inf.  Where the head is split over ranks,
+each rank folds its part of the vocabulary, and ``_merged`` combines the running sums.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from offcorr.kernels.dispatch import chosen
 from offcorr.kernels.logprob import tiles
-from offcorr.kernels.logprob.checks import check_float, check_head, check_targets, transform_of
+from offcorr.kernels.logprob.checks import check_float, check_head, check_slice, check_targets, transform_of
+from offcorr.kernels.logprob.support import Support, support_of
 from offcorr.kernels.logprob.tiles import Finished, Transform
 
 ALIGNED = 64
@@ -41,9 +46,9 @@ class LogProbs(NamedTuple):
     logp: Tensor
     """log p(target), in nats."""
     entropy: Tensor | None
-    """Entropy of the distribution over the vocabulary, in nats; None unless it was requested."""
+    """Entropy of the distribution over the vocabulary (or the support), in nats; None unless it was requested."""
     sum_sq_probs: Tensor | None
-    """Sum over the vocabulary of p^2, detached; None unless it was requested."""
+    """Sum over the vocabulary (or the support) of p^2, detached; None unless it was requested."""
 
 
 def linear_logprob(
@@ -53,6 +58,7 @@ def linear_logprob(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    support: Tensor | tuple[Tensor, Tensor] | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
@@ -61,6 +67,8 @@ def linear_logprob(
     frozen_head: bool | None = None,
     batch_invariant: bool = False,
     chunk: int | None = None,
+    group: Any = None,
+    vocabulary_start: int | None = None,
 ) -> LogProbs:
     """Log-probabilities (and entropies) of ``target`` under a linear head, without the [tokens, vocabulary] logits.
 
@@ -74,6 +82,17 @@ def linear_logprob(
         bias: [V].
         mask: [...], bool or integer: the valid tokens.  Hidden states and targets of other tokens never enter a result
             or a gradient; their results and gradients are 0.
+        support: the tokens that the sampler kept at each position (top-p, top-k, min-p).  The distribution is
+            renormalised over them: log-prob, entropy and sum of squared probabilities are those of the sampler that
+            reports processed log-probs.  One of
+
+            - [..., K], integers: token ids; numbers outside the vocabulary, such as -1, are padding;
+            - (ids [M], offsets [N + 1]), integers: token n of the N in ``target``, flattened, keeps
+              ids[offsets[n]:offsets[n + 1]].  Offsets may be on the CPU; from a GPU they take a host synchronisation;
+            - [..., V], bool.
+
+            A position without an id is not truncated: its distribution is that over the vocabulary.  A mask says so
+            with True everywhere.
         temperature: divides the logits.
         logit_scale: multiplies the product of hidden states and head.
         soft_cap: bounds the scaled product x by soft_cap tanh(x / soft_cap); None: no bound.
@@ -86,24 +105,52 @@ def linear_logprob(
             every matrix product has ``chunk`` rows, the last one padded; ``chunk`` is rounded up to a multiple of 64,
             and H is padded to a multiple of 64, which copies the head if H is not one.
         chunk: tokens per tile; None: 512 on a CPU, at most 4096 on a GPU.
+        group: the process group (``torch.distributed``) over whose ranks the vocabulary is split (tensor parallelism).
+            ``weight`` [V_rank, H] and ``bias`` [V_rank] are the rank's part, of any size; everything else, ``support``
+            and the incoming gradients included, is the same on all of them.  Results and the gradient of hidden are
+            those of the whole head, on every rank; the gradients of weight and bias are those of the rank's part.
+            Every rank has to take part in each forward and each backward pass.
+        vocabulary_start: with ``group``, the token that the first row of ``weight`` is for.
 
     A valid target outside the vocabulary (-100, for example) makes every result of its token NaN and is counted
-    (see ``out_of_vocabulary``), without a host synchronisation.  Under autocast the inputs are rounded to its dtype, as
+    (see ``out_of_vocabulary``), without a host synchronisation.  A valid target outside its support is a ValueError on
+    a CPU; on a GPU it is treated in the same way and counted by ``out_of_support``.
+
+    With ``group``, a forward pass takes one all-gather, of 6 numbers per token and rank, and a backward pass one
+    all-reduce, of hidden's gradient in float32.  With a frozen head the forward pass takes both, and the backward pass
+    none unless the entropy has a gradient.  Under autocast the inputs are rounded to its dtype, as
     in a linear layer.
 
     Raises:
         RuntimeError: a second derivative is requested (``create_graph=True``).
-        ValueError: shapes do not fit together, tensors are on different devices, the head is sharded over the
-            vocabulary, or temperature, soft_cap or chunk is not positive.
+        ValueError: shapes do not fit together, tensors are on different devices, weight is a DTensor, a target is
+            outside its support (on a CPU), temperature, soft_cap or chunk is not positive, or only one of group and
+            vocabulary_start is given.
         TypeError: dtypes differ (outside autocast) or are not one of float16, bfloat16, float32 and float64, or target
             or mask has the wrong dtype.
 
     >>> hidden, weight = torch.zeros(2, 4), torch.ones(8, 4)
     >>> linear_logprob(hidden, weight, torch.tensor([0, 7])).logp.exp()
     tensor([0.1250, 0.1250])
+
+    A sampler with top-k or top-p kept 2 tokens at the first position and all 8 at the second:
+
+    >>> kept = torch.tensor([[0, 3], [-1, -1]])
+    >>> linear_logprob(hidden, weight, torch.tensor([0, 7]), support=kept).logp.exp()
+    tensor([0.5000, 0.1250])
+
+    With tensor parallelism, where a rank has ``weight[start:end]``; here there is one rank:
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> part = {"group": dist.group.WORLD, "vocabulary_start": 0}
+    >>> linear_logprob(hidden, weight, torch.tensor([0, 7]), **part).logp.exp()
+    tensor([0.1250, 0.1250])
+    >>> dist.destroy_process_group()
     """
     dtype = check_head(hidden, weight, bias)
     check_targets(target, mask, hidden.shape[:-1], "hidden", hidden.device)
+    start = check_slice(group, vocabulary_start)
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}, expected at least 1 token")
     if frozen_head is None:
@@ -121,10 +168,14 @@ def linear_logprob(
         sum_sq_probs,
         sums_gradient=frozen_head and hidden.requires_grad and torch.is_grad_enabled(),
         batch_invariant=batch_invariant,
+        group=group,
         **layout,
     )
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-    targets = _prepare_targets(target, mask, weight.shape[0])
+    kept = None
+    if support is not None:
+        kept = support_of(support, target.shape, target.device, start + len(weight), split=group is not None)
+    targets = _prepare_targets(target, mask, start, len(weight), plan, kept)
     return _reshaped(_LinearLogProb.apply(flat, weight, bias, targets, plan), target.shape)
 
 
@@ -160,7 +211,8 @@ def logits_logprob(
     )
     flat = logits.reshape(-1, vocabulary)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    return _reshaped(_LogitsLogProb.apply(flat, _prepare_targets(target, mask, vocabulary), plan), target.shape)
+    targets = _prepare_targets(target, mask, 0, vocabulary, plan)
+    return _reshaped(_LogitsLogProb.apply(flat, targets, plan), target.shape)
 
 
 def out_of_vocabulary(*, reset: bool = False) -> int:
@@ -168,10 +220,18 @@ def out_of_vocabulary(*, reset: bool = False) -> int:
 
     Reading it synchronises with every device that holds a count.  ``reset`` sets it back to 0 after it is read.
     """
-    total = sum(int(count.item()) for count in _OUT_OF_VOCABULARY.values())
-    if reset:
-        _OUT_OF_VOCABULARY.clear()
-    return total
+    return _read(_OUT_OF_VOCABULARY, reset)
+
+
+def out_of_support(*, reset: bool = False) -> int:
+    """Number of valid targets outside their ``support`` so far in this process, on all GPUs.
+
+    On a CPU such a target is an error and not counted.  Reading it synchronises as ``out_of_vocabulary`` does.
+
+    >>> out_of_support()
+    0
+    """
+    return _read(_OUT_OF_SUPPORT, reset)
 
 
 def naive_logprob(
@@ -180,6 +240,7 @@ def naive_logprob(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    support: Tensor | tuple[Tensor, Tensor] | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
@@ -189,9 +250,12 @@ def naive_logprob(
     logits = logit_scale * (logits if bias is None else logits + bias)
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
+    if support is not None:
+        kept = support_of(support, target.shape, target.device, len(weight))
+        logits = logits.where(kept.tile(slice(None), target.numel(), 0, len(weight)).view(logits.shape), -torch.inf)
     log_p = torch.log_softmax(logits / temperature, -1)
     p = log_p.exp()
-    entropy = -torch.where(p > 0, p * log_p, 0).sum(-1)
+    entropy = -(p * torch.where(p > 0, log_p, 0)).sum(-1)
     return LogProbs(log_p.gather(-1, target[..., None])[..., 0], entropy, (p * p).sum(-1).detach())
 
 
@@ -217,11 +281,14 @@ class _Plan:
     columns: int
     step: int
     """The size of a chunk is a multiple of this; above 1, the last chunk is padded."""
-    skips_masked: bool
-    """Whether a forward pass skips masked tokens; on a GPU their number would take a host synchronisation."""
+    on_host: bool
+    """Whether values can be read without a host synchronisation, as on a CPU.  Then a forward pass skips masked tokens,
+    and a target outside its support is an error."""
     sums_gradient: bool = False
     """Whether the forward pass computes dlogp/dhidden."""
     batch_invariant: bool = False
+    group: Any = None
+    """The process group whose ranks hold the parts of the head; None: the head is whole."""
 
     @property
     def slope(self) -> float:
@@ -250,7 +317,7 @@ def _tiles_for(device: torch.device, dtype: torch.dtype, chunk: int | None) -> d
         chunk=chunk,
         columns=columns,
         step=min(step, chunk),
-        skips_masked=not as_on_gpu,
+        on_host=not as_on_gpu,
     )
 
 
@@ -258,36 +325,90 @@ class _Targets(NamedTuple):
     """Targets of a call, each tensor [N]."""
 
     clamped: Tensor
-    """The target, clamped to the vocabulary so that it can be used as an index."""
+    """The target's row of the head, clamped so that it can be used as an index."""
+    column: Tensor
+    """The same where this head has that row, else -1."""
     mask: Tensor | None
-    outside: Tensor
-    """Whether the token is valid and its target is outside the vocabulary."""
+    unsupported: Tensor | None
+    """Whether the token is valid and its target is outside its support; None: no target is."""
+    support: Support | None
+    start: int
+    """The vocabulary entry of the head's first row."""
+
+    @property
+    def here(self) -> Tensor:
+        """Whether this head has the target's row."""
+        return self.column >= 0
 
     def zero_masked(self, values: Tensor) -> Tensor:
-        """``values`` [N], set to 0 on masked tokens."""
+        """``values`` [N], set to 0 (False) on masked tokens."""
         return values if self.mask is None else torch.where(self.mask, values, 0)
+
+    def valid(self, values: Tensor) -> Tensor:
+        """``values`` [N], bool, and whether the token is valid."""
+        return values if self.mask is None else values & self.mask
 
     def computed(self, plan: _Plan) -> Tensor | None:
         """Indices of the tokens that a forward pass computes; None: all."""
-        return self.mask.nonzero().squeeze(1) if self.mask is not None and plan.skips_masked else None
+        return self.mask.nonzero().squeeze(1) if self.mask is not None and plan.on_host else None
+
+    def kept(self, rows: _Rows, chunk: slice, first: int, columns: int) -> Tensor | None:
+        """The part of the support for one tile [R, C] that starts at row ``first`` of the head."""
+        if self.support is None:
+            return None
+        return self.support.tile(rows.positions(chunk), chunk.stop - chunk.start, self.start + first, columns)
 
 
-def _prepare_targets(target: Tensor, mask: Tensor | None, vocabulary: int) -> _Targets:
-    """The targets and mask, flattened; counts the targets outside the vocabulary."""
+def _prepare_targets(
+    target: Tensor, mask: Tensor | None, start: int, size: int, plan: _Plan, support: Support | None = None
+) -> _Targets:
+    """The targets and mask, flattened, for a head with ``size`` rows from vocabulary entry ``start`` on.
+
+    Raises:
+        ValueError: a valid target is outside its support (on a CPU).
+    """
+    shape = target.shape
     target = target.reshape(-1).long()
-    outside = (target < 0) | (target >= vocabulary)
-    if mask is not None:
-        mask = mask.reshape(-1) != 0
-        outside = outside & mask
-    device = target.device
-    if device not in _OUT_OF_VOCABULARY:
-        with torch.inference_mode(False):  # a tensor made in inference mode could not be added to outside it
-            _OUT_OF_VOCABULARY[device] = torch.zeros((), dtype=torch.int64, device=device)
-    _OUT_OF_VOCABULARY[device] += outside.sum()
-    return _Targets(target.clamp(0, vocabulary - 1), mask, outside)
+    row = target - start
+    mask = None if mask is None else mask.reshape(-1) != 0
+    targets = _Targets(
+        row.clamp(0, size - 1), torch.where((row >= 0) & (row < size), row, -1), mask, None, support, start
+    )
+    if plan.group is None:
+        _count(_OUT_OF_VOCABULARY, targets.valid(~targets.here))
+    if support is None:
+        return targets
+    unsupported = targets.valid(~support.contains(target))
+    if not plan.on_host:
+        _count(_OUT_OF_SUPPORT, unsupported)
+        return targets._replace(unsupported=unsupported)
+    if wrong := unsupported.nonzero().squeeze(1).tolist():
+        place = [int(x) for x in torch.unravel_index(torch.tensor(wrong[0]), shape)]
+        others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"target{place} is {target[wrong[0]]}{others}, expected one of the tokens that support{place} keeps, from "
+            "which the sampler drew; are target and support of the same positions?"
+        )
+    return targets
 
 
 _OUT_OF_VOCABULARY: dict[torch.device, Tensor] = {}
+_OUT_OF_SUPPORT: dict[torch.device, Tensor] = {}
+
+
+def _count(counts: dict[torch.device, Tensor], wrong: Tensor) -> None:
+    device = wrong.device
+    if device not in counts:
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be added to outside it
+            counts[device] = torch.zeros((), dtype=torch.int64, device=device)
+    counts[device] += wrong.sum()
+
+
+def _read(counts: dict[torch.device, Tensor], reset: bool) -> int:
+    total = sum(int(count.item()) for count in counts.values())
+    if reset:
+        counts.clear()
+    return total
 
 
 class _Rows:
@@ -320,9 +441,13 @@ class _Rows:
         gathered[: self.count] = x if self.index is None else x[self.index]
         return gathered
 
+    def positions(self, chunk: slice) -> slice | Tensor:
+        """The tokens of one chunk, as an index of a tensor [N, ...]; fewer than the chunk's rows if it is padded."""
+        return chunk if self.index is None else self.index[chunk]
+
     def copy(self, x: Tensor, chunk: slice, dtype: torch.dtype) -> Tensor:
         """A copy of one chunk of ``x`` [N, ...] in ``dtype``, which the caller may overwrite."""
-        return x[chunk if self.index is None else self.index[chunk]].to(dtype, copy=True)
+        return x[self.positions(chunk)].to(dtype, copy=True)
 
     def scatter(self, x: Tensor) -> Tensor:
         """``x`` [padded, ...] as [N, ...], with 0 for tokens that were not computed."""
@@ -339,9 +464,8 @@ class _LinearLogProb(torch.autograd.Function):
         ctx.targets, ctx.plan, ctx.head = targets, plan, weight.shape
         with torch.autocast(hidden.device.type, enabled=False):
             rows = _Rows(targets.computed(plan), len(hidden), plan)
-            h, target = _gathered(hidden, targets, rows, plan)
-            logit, slope = _target_logit(h, weight, bias, target, rows, plan)
-            logit = torch.where(rows.gather(targets.outside), torch.nan, logit)  # makes every result of the token NaN
+            h, target, column = _gathered(hidden, targets, rows, plan)
+            logit, slope = _target_logit(h, weight, bias, target, column, rows, plan)
             state = tiles.start(rows.padded, logit)
             gradient = torch.empty_like(h, dtype=plan.sums) if plan.sums_gradient else None
             buffer = _Buffer(rows, weight, plan)
@@ -350,8 +474,9 @@ class _LinearLogProb(torch.autograd.Function):
                     tile, weights = buffer.tiles(c, w)
                     _product(h[c], w.T, tile)
                     plan.tiles.fold_tile(
-                        *(tile, b, target[c], state[:, c], plan.transform, first),
+                        *(tile, b, column[c], state[:, c], plan.transform, first),
                         weights=None if gradient is None else weights,
+                        kept=targets.kept(rows, c, first, len(w)),
                         entropy=plan.entropy,
                         squares=plan.squares,
                     )
@@ -359,14 +484,19 @@ class _LinearLogProb(torch.autograd.Function):
                         if first:
                             gradient[c].mul_(state[4, c, None])
                         _product(weights, w, gradient[c], accumulate=first > 0)
-            finished = tiles.finish(state, logit)
+            whole = state
+            if plan.group is not None:
+                whole, logit = _merged(state, logit, column, targets, rows, plan)
+            if targets.unsupported is not None:
+                logit = torch.where(rows.gather(targets.unsupported), torch.nan, logit)
+            finished = tiles.finish(whole, logit)
             if gradient is not None:
                 to_probability = -(state[0] - finished.lse).exp()
                 to_target = -torch.expm1(finished.logp) * slope
                 for c in rows:
                     row = weight[target[c]].to(plan.inputs).to(plan.sums)
                     gradient[c].mul_(to_probability[c, None]).addcmul_(to_target[c, None], row)
-                gradient = rows.scatter(gradient.to(hidden.dtype))
+                gradient = _summed(rows.scatter(gradient), plan).to(hidden.dtype)
             stats = rows.scatter(torch.stack([finished.lse, finished.entropy, finished.logp, slope], 1))
             ctx.save_for_backward(hidden, weight, bias, stats, gradient)
             return _results(ctx, finished, rows, targets, plan)
@@ -393,7 +523,7 @@ class _LinearLogProb(torch.autograd.Function):
             rows = _Rows(
                 active.nonzero().squeeze(1), len(hidden), plan
             )  # on a GPU, the only host synchronisation of a backward pass
-            h, target = _gathered(hidden, targets, rows, plan)
+            h, target, column = _gathered(hidden, targets, rows, plan)
             per_row = rows.gather(per_token).T.contiguous()
             unit = None
             if plan.factors == torch.float16 and rows.count:
@@ -420,7 +550,8 @@ class _LinearLogProb(torch.autograd.Function):
                     tile, out = buffer.tiles(c, w)
                     _product(h[c], w.T, tile)
                     plan.tiles.grad_tile(
-                        *(tile, b, target[c], per_row[:, c], plan.transform, first, out),
+                        *(tile, b, column[c], per_row[:, c], plan.transform, first, out),
+                        kept=targets.kept(rows, c, first, len(w)),
                         entropy=d_entropy is not None,
                     )
                     if grad_hidden is not None:
@@ -434,7 +565,8 @@ class _LinearLogProb(torch.autograd.Function):
             if grad_hidden is not None:
                 for c in rows if plan.factors != plan.sums else ():
                     grad_hidden[c].addcmul_(lost[c, None], weight[target[c]].to(plan.inputs).to(plan.sums))
-                grad_hidden = rows.scatter(grad_hidden if unit is None else grad_hidden * unit).to(hidden.dtype)
+                grad_hidden = rows.scatter(grad_hidden if unit is None else grad_hidden * unit)
+                grad_hidden = _summed(grad_hidden, plan).to(hidden.dtype)
             if grad_bias is not None:
                 grad_bias = (grad_bias if unit is None else grad_bias * unit).to(bias.dtype)
             return grad_hidden, grad_weight, grad_bias, None, None
@@ -447,24 +579,52 @@ def _vocabulary(weight: Tensor, bias: Tensor | None, plan: _Plan) -> Iterator[tu
         yield first, weight[tile].to(plan.inputs).to(plan.factors), None if bias is None else bias[tile]
 
 
-def _gathered(hidden: Tensor, targets: _Targets, rows: _Rows, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """Hidden states and targets of the computed tokens.
+def _gathered(hidden: Tensor, targets: _Targets, rows: _Rows, plan: _Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states of the computed tokens, and their targets' clamped rows and columns.
 
     A NaN in one token's hidden states stays in that token's row of every product.
     """
-    return rows.gather(hidden).to(plan.factors), rows.gather(targets.clamped)
+    return rows.gather(hidden).to(plan.factors), rows.gather(targets.clamped), rows.gather(targets.column)
 
 
 def _target_logit(
-    h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rows: _Rows, plan: _Plan
+    h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, column: Tensor, rows: _Rows, plan: _Plan
 ) -> tuple[Tensor, Tensor]:
-    """Logits of the targets and d logit / d product, each [padded], computed in ``plan.sums``."""
+    """Logits of the targets and d logit / d product, each [padded], computed in ``plan.sums``.
+
+    Where this head does not have the target's row they are 0 if another rank may have it, else the logit is NaN, which
+    makes every result of the token NaN.
+    """
     product = torch.empty(rows.padded, dtype=plan.sums, device=h.device)
     for c in rows:
         row = weight[target[c]].to(plan.inputs).to(plan.sums)
         torch.sum(h[c].to(plan.sums) * row, 1, out=product[c])
     logit, slope = plan.transform(product, None if bias is None else bias.to(plan.sums)[target])
-    return logit, slope * torch.ones_like(logit)
+    here = column >= 0
+    return torch.where(here, logit, torch.nan if plan.group is None else 0), slope * here.to(logit.dtype)
+
+
+def _merged(
+    state: Tensor, logit: Tensor, column: Tensor, targets: _Targets, rows: _Rows, plan: _Plan
+) -> tuple[Tensor, Tensor]:
+    """State and logits of the targets over all ranks' parts of the vocabulary, by one all-gather.
+
+    The ranks are summed in the same order on each of them, so that all have the same bits.
+    """
+    own = torch.stack([*state[:4], logit, (column >= 0).to(logit.dtype)])
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(plan.group))]
+    dist.all_gather(parts, own, group=plan.group)
+    ranks = torch.stack(parts)
+    found = ranks[:, 5].sum(0) == 1
+    _count(_OUT_OF_VOCABULARY, targets.valid(rows.scatter(~found)))
+    return tiles.merge(ranks[:, :4]), torch.where(found, ranks[:, 4].sum(0), torch.nan)
+
+
+def _summed(gradient: Tensor, plan: _Plan) -> Tensor:
+    """The sum of a gradient over the ranks that hold the parts of the head."""
+    if plan.group is not None:
+        dist.all_reduce(gradient, group=plan.group)
+    return gradient
 
 
 class _Buffer:
@@ -557,7 +717,8 @@ class _LogitsLogProb(torch.autograd.Function):
         rows = _Rows(targets.computed(plan), len(logits), plan)
         target = rows.gather(targets.clamped)
         picked = logits.gather(1, targets.clamped[:, None])[:, 0].to(plan.sums, copy=True)
-        logit, slope = plan.transform(rows.gather(torch.where(targets.outside, torch.nan, picked)), None)
+        outside = targets.valid(~targets.here)
+        logit, slope = plan.transform(rows.gather(torch.where(outside, torch.nan, picked)), None)
         state = tiles.start(rows.padded, logit)
         for c in [slice(0, rows.padded)] if fused else rows:
             plan.tiles.fold_tile(

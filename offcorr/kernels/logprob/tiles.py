@@ -62,16 +62,19 @@ def fold_tile(
     first: int,
     weights: Tensor | None = None,
     *,
+    kept: Tensor | None = None,
     entropy: bool = False,
     squares: bool = False,
 ) -> None:
     """Adds a tile of products to ``state``; overwrites the tile.
 
     ``weights`` [R, C], which may be the tile itself, receives e^(z - m) d logit / d product, with 0 in the target's
-    column.
+    column.  ``kept`` [R, C], bool: the support; the probability of every other entry is 0.
     """
     maximum, total, shifted, square, rescale = state
     z, slope = transform(tile, bias)
+    if kept is not None:
+        z.masked_fill_(~kept, -torch.inf)
     tokens, columns = _targets_inside(z, target, first)
     z[tokens, columns] = -torch.inf
     highest = torch.maximum(maximum, z.amax(1))
@@ -92,6 +95,23 @@ def fold_tile(
         _multiply(e, slope)
         if weights is not e:
             weights.copy_(e)
+
+
+def merge(states: Tensor) -> Tensor:
+    """The state [5, R] of a vocabulary, from the first four rows of its parts' states [parts, 4, R]."""
+    maximum, total, shifted, squares = states.unbind(1)
+    highest = maximum.amax(0)
+    moved = maximum - highest
+    factor = moved.exp()
+    return torch.stack(
+        [
+            highest,
+            (factor * total).sum(0),
+            (factor * (shifted + total * moved)).sum(0),
+            (factor * factor * squares).sum(0),
+            torch.ones_like(highest),
+        ]
+    )
 
 
 class Finished(NamedTuple):
@@ -131,14 +151,18 @@ def grad_tile(
     first: int,
     out: Tensor,
     *,
+    kept: Tensor | None = None,
     entropy: bool = False,
 ) -> None:
     """Writes dL/d(product) of a tile to ``out``, which may be the tile itself; overwrites the tile.
 
-    dL/d(product_v) = d_logp (1[v = target] - p_v) - d_entropy p_v (log p_v + H), times d logit / d product.
+    dL/d(product_v) = d_logp (1[v = target] - p_v) - d_entropy p_v (log p_v + H), times d logit / d product; ``kept`` is
+    that of ``fold_tile``.
     """
     lse, mean, d_logp, d_entropy, d_target = rows
     z, slope = transform(tile, bias)
+    if kept is not None:
+        z.masked_fill_(~kept, -torch.inf)
     z.sub_(lse[:, None])
     if entropy:
         z.clamp_(min=NEGLIGIBLE)
