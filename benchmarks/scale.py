@@ -31,6 +31,7 @@ import torch.multiprocessing as processes
 
 import offcorr
 from offcorr import Batch
+from offcorr.kernels.logprob import linear_logprob
 from offcorr.metrics import Gather
 from offcorr.training import EWMA, ESSLearningRate, Step, gather_over, gather_sequences
 
@@ -40,6 +41,9 @@ from cpu import machine  # noqa: E402
 
 SEQUENCES, MICRO_BATCHES = 16, 2
 """Sequences of a micro-batch, and micro-batches of an optimizer step, on each rank."""
+
+HIDDEN, VOCABULARY = 64, 256
+"""Of the head that is split over ranks."""
 
 EXTRAPOLATED = (64, 512, 4096)
 """Ranks that were not run."""
@@ -96,8 +100,14 @@ PARTS = {
     "the same with `widths=`": Part(
         1, lambda size: 13 * SEQUENCES * (size.width // size.ranks), "13 x positions of the slice"
     ),
+    "vocabulary-parallel head, per micro-batch": Part(
+        2, lambda size: (24 + 4 * HIDDEN) * SEQUENCES * size.width, "(24 + 4 x hidden size) x tokens"
+    ),
 }
 """In the order of the tables."""
+
+SHARED = tuple(PARTS)[-3:]
+"""Parts whose ranks share sequences or a head, and are as many as these need, not as many as there are."""
 
 CORRECTION = "loss and backward of one micro-batch, for comparison"
 
@@ -158,6 +168,16 @@ def cases(size: Size, rank: int, gather: Gather) -> dict[str, Case]:
     def backward(batch: Batch) -> None:
         offcorr.get("tis")(batch).loss.backward()
 
+    def part_of_head() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(0)  # hidden states and targets are the same on every rank
+        hidden = torch.randn(SEQUENCES * size.width, HIDDEN, generator=draw).requires_grad_()
+        target = torch.randint(VOCABULARY, (len(hidden),), generator=draw)
+        return hidden, torch.randn(VOCABULARY // size.ranks, HIDDEN, generator=draw).requires_grad_(), target
+
+    def through_head(given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        start = rank * len(given[1])
+        linear_logprob(*given, group=dist.group.WORLD, vocabulary_start=start).logp.sum().backward()
+
     def counts() -> torch.Tensor:
         return torch.tensor([size.tokens, SEQUENCES * MICRO_BATCHES])
 
@@ -175,6 +195,7 @@ def cases(size: Size, rank: int, gather: Gather) -> dict[str, Case]:
         (lambda: merged("m2po"), lambda stats: stats.all_reduce(gather)),
         (local, gather_sequences),
         (local, lambda batch: gather_sequences(batch, widths=widths)),
+        (part_of_head, through_head),
         (lambda: micro_batch(size.width, 0), backward),
     ]
     return dict(zip([*PARTS, CORRECTION], calls, strict=True))
@@ -339,8 +360,8 @@ def table(report: dict[str, Any]) -> str:
     lines += ["", "| received by a rank | 8 ranks | " + " | ".join(f"{n} ranks" for n in EXTRAPOLATED) + " |"]
     lines.append("| --- |" + " --- |" * (1 + len(EXTRAPOLATED)))
     for name, part in PARTS.items():
-        if "context" in name or "widths" in name:
-            continue  # its ranks share sequences, and are as many as a sequence needs
+        if name in SHARED:
+            continue
         received = (
             (n - 1) * part.own_bytes(Size(n, tokens[-1] // (SEQUENCES * MICRO_BATCHES))) for n in (8, *EXTRAPOLATED)
         )
