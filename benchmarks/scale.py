@@ -357,7 +357,7 @@ def table(report: dict[str, Any]) -> str:
     for name in MERGED:
         cells = (f"{times[name, n]:.1f}" if (name, n) in times else "not run" for n in (8, *EXTRAPOLATED))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", "| received by a rank | 8 ranks | " + " | ".join(f"{n} ranks" for n in EXTRAPOLATED) + " |"]
+    lines += ["", "| received by a rank, computed | 8 ranks | " + " | ".join(f"{n} ranks" for n in EXTRAPOLATED) + " |"]
     lines.append("| --- |" + " --- |" * (1 + len(EXTRAPOLATED)))
     for name, part in PARTS.items():
         if name in SHARED:
