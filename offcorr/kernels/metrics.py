@@ -109,12 +109,11 @@ def mismatch_step(state, d, seen, edges_ptr):
     bin_of = nearest + tl.where(size > tl.load(edges_ptr + nearest), 1, 0)
     bins += tl.histogram(tl.where(seen, bin_of, 127), 128)
 
-    d = tl.where(seen, d, 2 * _NOTHING)  # below every top, so that scaled is 0
-    new_top = tl.maximum(top, tl.max(d, 0))
-    shrink = tl.exp(top - new_top)
-    scaled = tl.exp(d - new_top)
     bottom = tl.maximum(bottom, _folded_max(tl.where(seen, -d, _NOTHING)))
     d = tl.where(seen, d, 0.0)
+    new_top = tl.maximum(top, tl.max(tl.where(seen, d, _NOTHING), 0))
+    shrink = tl.exp(top - new_top)
+    scaled = tl.where(seen, tl.exp(d - new_top), 0.0)
     return (
         size_sum + _folded(tl.abs(d)),
         bottom,
