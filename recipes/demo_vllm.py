@@ -71,12 +71,13 @@ def main() -> int:
         sampler = {"sampler": url, "sync_every": args.sync_every}
         # One after the other: a server has one run's weights.
         logs = train_all(RUNS, output, steps, args.seed, sampler, at_once=1)
+        vllm = Engine(url).version()
     title = f"vLLM server in {args.dtype}, new weights every {args.sync_every} updates"
     Console().print(comparison(logs, title))
     print(f"\n{verdict(logs, full=not args.short, age=f'up to {oldest} updates')}\n")
     print(f"picture: {plot(logs, output / 'demo_vllm.png', title)}")
-    settings = {**vars(args), "python": "", "updates": steps}
-    numbers = record(logs, output / "demo_vllm.json", settings, {"sync_every": args.sync_every})
+    settings = {name: value for name, value in vars(args).items() if name != "python"} | {"updates": steps}
+    numbers = record(logs, output / "demo_vllm.json", settings, {"sync_every": args.sync_every, "vllm": vllm})
     print(f"numbers: {numbers}\n\n{next_commands()}")
     return 0
 

@@ -354,8 +354,8 @@ MUTATIONS = [
     Mutation(
         "a head that stayed old goes unnoticed",
         "offcorr/rollout/served.py",
-        "nn.Parameter(old, requires_grad=False)",
-        "nn.Parameter(old.clone().zero_(), requires_grad=False)",
+        "nn.Parameter(head.to(self.replica.device), False)",
+        "nn.Parameter(0 * head.to(self.replica.device), False)",
         f"{ENGINE}::test_weights_that_stayed_old_are_found_and_named",
     ),
     Mutation(

@@ -133,6 +133,10 @@ class Engine:
             self._models[url] = self._call(url, "/v1/models")["data"][0]
         return self._models[url]
 
+    def version(self) -> str:
+        """The version of vLLM that the (first) server runs."""
+        return self._call(self.urls[0], "/version")["version"]
+
     def longest(self) -> int:
         """Tokens of the longest sequence, prompt and completion, that every server takes."""
         return min(self.model(url)["max_model_len"] for url in self.urls)

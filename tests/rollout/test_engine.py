@@ -203,6 +203,7 @@ def test_weights_that_stayed_old_are_found_and_named(tmp_path, tied, kept):
     prompts = [[3 + i % 9, 4 + i % 7, 5, 6, 7 + i % 3] for i in range(16)]
     served.remember(prompts, [[8, 9, 2 + i % 12, 3, 4, 5 + i % 5, 1] for i in range(16)])
     served._version, served._weights = 3, dict(old.named_parameters())
+    served._heads = {3: old.lm_head.weight.detach().clone()}
     engine = copy.deepcopy({"nothing": new, "all weights": old, "the output head": new}[kept])
     if kept == "the output head":
         engine.lm_head.weight = torch.nn.Parameter(old.lm_head.weight.detach().clone())
@@ -212,6 +213,39 @@ def test_weights_that_stayed_old_are_found_and_named(tmp_path, tied, kept):
     else:
         with pytest.raises(EngineError, match=f"weights of version 4, but its log-probs are those with {kept} of ver"):
             served._check(4, dict(new.named_parameters()))
+
+
+def test_a_head_that_stayed_as_it_was_at_the_start_is_found_later(tmp_path):
+    """Each update changes less than the engine's rounding, so that it shows only after several."""
+    model = fresh_model(tie_word_embeddings=False)
+    served = ServedWeights(Answering("127.0.0.1:9"), Replica(model, "cpu"), tmp_path, 0.1, Sampling())
+    served.remember([[3 + i % 9, 4, 5] for i in range(16)], [[8, 9, 2 + i % 12, 3, 4, 5 + i % 5] for i in range(16)])
+    served.engine.replace_weights = lambda folder, version: None
+    served.engine.check = lambda sampling: None
+    served.engine.check_version = lambda version: True
+    at_start = model.lm_head.weight.detach().clone()
+    with pytest.raises(EngineError, match="those with the output head of version 0"):
+        for version in range(40):
+            served.engine.model = copy.deepcopy(model).eval()
+            served.engine.model.lm_head.weight = torch.nn.Parameter(at_start)
+            served.ensure(version, {n: w.detach().clone() for n, w in model.named_parameters()}, [])
+            model = changed(model, by=5e-5)
+    assert 3 < version < 39
+
+
+def test_an_update_that_the_engine_rounds_away_is_no_alarm(tmp_path):
+    """As with a bf16 engine and one small update: it is as near to the old weights as to the new."""
+    old = fresh_model()
+    new = changed(old, by=5e-5)
+    served = ServedWeights(Answering("127.0.0.1:9"), Replica(new, "cpu"), tmp_path, 0.1, Sampling())
+    served.remember([[3 + i % 9, 4, 5] for i in range(16)], [[8, 9, 2 + i % 12, 3, 4, 5 + i % 5] for i in range(16)])
+    served._version, served._weights = 3, dict(old.named_parameters())
+    served._heads = {3: old.lm_head.weight.detach().clone()}
+    for share in (0.0, 0.5, 1.0):
+        served.engine.model = copy.deepcopy(old).eval()
+        for weight, target in zip(served.engine.model.parameters(), new.parameters(), strict=True):
+            weight.data += share * (target.data - weight.data)
+        served._check(4, dict(new.named_parameters()))
 
 
 def test_another_model_is_found(tmp_path):
