@@ -38,7 +38,7 @@ LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metrics.
 GOLDEN = f"{ORACLE}::test_golden_table"
 SPANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "offcorr/batch.py"
 REFERENCE, STRUCTURE = "offcorr/stages/reference.py", "tests/test_structure.py"
-PARALLEL, SPLIT = "offcorr/training/parallel.py", "tests/training/test_parallel.py"
+SEQUENCES, SLICES = "offcorr/training/parallel.py", "tests/training/test_parallel.py"
 LAB, EXACT = "offcorr/lab/exact.py", "tests/lab/test_exact.py"
 TWIN, SPLIT = "support.py twin", "parallel.py"
 
@@ -220,17 +220,17 @@ MUTATIONS = [
     ),
     Mutation(
         "slices of sequences joined in the order of the ranks",
-        PARALLEL,
+        SEQUENCES,
         "whole = {name: value[:, source] for",
         "whole = {name: value for",
-        f"{SPLIT} whole_ones and zig-zag and minpro",
+        f"{SLICES} whole_ones and zig-zag and minpro",
     ),
     Mutation(
         "every rank's gradient is the first slice's",
-        PARALLEL,
+        SEQUENCES,
         "own = torch.arange(start, start + width",
         "own = torch.arange(width",
-        f"{SPLIT} whole_ones and uneven and minpro",
+        f"{SLICES} whole_ones and uneven and minpro",
     ),
     Mutation(
         "mismatch measured over padding",
