@@ -102,6 +102,11 @@ def mismatch_step(state, d, seen, edges_ptr):
     """One block of unclamped log-ratios."""
     size_sum, bottom, k1, k3, top, moment, second, bins = state
 
+    bottom = tl.maximum(bottom, _folded_max(tl.where(seen, -d, _NOTHING)))
+    d = tl.where(seen, d, 0.0)
+    new_top = tl.maximum(top, tl.max(tl.where(seen, d, _NOTHING), 0))
+    shrink = tl.exp(top - new_top)
+    scaled = tl.where(seen, tl.exp(d - new_top), 0.0)
     # The nearest of the 63 edges, far apart: one comparison settles the bin.
     size = tl.abs(d)
     place = (tl.log2(tl.maximum(size, 1e-30)) * 0.30102999566398 + 6.0) * (62.0 / 9.0)
@@ -109,11 +114,6 @@ def mismatch_step(state, d, seen, edges_ptr):
     bin_of = nearest + tl.where(size > tl.load(edges_ptr + nearest), 1, 0)
     bins += tl.histogram(tl.where(seen, bin_of, 127), 128)
 
-    bottom = tl.maximum(bottom, _folded_max(tl.where(seen, -d, _NOTHING)))
-    d = tl.where(seen, d, 0.0)
-    new_top = tl.maximum(top, tl.max(tl.where(seen, d, _NOTHING), 0))
-    shrink = tl.exp(top - new_top)
-    scaled = tl.where(seen, tl.exp(d - new_top), 0.0)
     return (
         size_sum + _folded(tl.abs(d)),
         bottom,
