@@ -72,7 +72,7 @@ $(TRITON_ENVS:%=%/installed): .venv-triton-%/installed: pyproject.toml constrain
 # left out, since their losses need few of them; these are named.  prime-rl and slime are read from their source.
 TRAINERS := verl==0.9.1 tensordict==0.10.0 skyrl==0.3.0 skyrl-gym==0.4.0 tinker==0.38.0
 OF_TRAINERS := ray==2.60.0 hydra-core==1.3.8 codetiming==1.4.0 pyvers==0.2.3 orjson \
-    loguru func_timeout cloudpathlib cloudpickle aiohttp "httpx[http2]" pyqwest distro sniffio zstandard
+    loguru pillow func_timeout cloudpathlib cloudpickle aiohttp "httpx[http2]" pyqwest distro sniffio zstandard
 SOURCES := .venv-trainers/source
 PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
 SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515

@@ -491,22 +491,12 @@ def mismatch(tokens: Tokens) -> dict[str, Accumulator]:
         return {}
     pairs = [tokens.log_ratio(of) for of in measured]
     first = tokens.rows.position == 1
-    vectors = _mismatch_vectors(
-        torch.stack([pair.raw for pair in pairs]).double(), torch.stack([pair.compared for pair in pairs]), first
-    )
-    return {
-        f"offcorr/{of}/{metric.name}": metric.kind(vectors[metric.name][i], metric.outputs)
-        for i, of in enumerate(measured)
-        for metric in MISMATCH
-    }
-
-
-def _mismatch_vectors(d: Tensor, seen: Tensor, first: TokenMask) -> dict[str, Tensor]:
-    """The vectors [series, size] of log-ratios d [series, B, T], which are 0 where they do not count."""
+    d = torch.stack([pair.raw for pair in pairs]).double()  # [series, B, T], 0 where it does not count
+    seen = torch.stack([pair.compared for pair in pairs])
     size, count = d.abs(), seen.sum(2)
     present, total = count > 0, d.sum(2)
     n = count.sum(1, dtype=torch.float64)
-    return {
+    vectors = {
         "abs_mean": torch.stack([size.sum((1, 2)), n], 1),
         "extremes": Extremes.of(d, seen, 1),
         "abs_histogram": Histogram.of(size, seen, 1),
@@ -517,6 +507,11 @@ def _mismatch_vectors(d: Tensor, seen: Tensor, first: TokenMask) -> dict[str, Te
         "ppl_ratio": Mean.of((-total / count.clamp(min=1)).clamp(max=700).exp(), present, 1),
         # position stays 1 under the mask that follows the first token; ``seen`` leaves that out
         "first_token": Mean.of(size, seen & first, 1),
+    }
+    return {
+        f"offcorr/{of}/{metric.name}": metric.kind(vectors[metric.name][i], metric.outputs)
+        for i, of in enumerate(measured)
+        for metric in MISMATCH
     }
 
 

@@ -119,7 +119,7 @@ def _warn_once(message: str) -> None:
 
 def _why_reference(batch: Batch) -> str | None:
     """Why this batch is none for the kernel, whatever the correction."""
-    choice = chosen()
+    choice = _choice.get()
     if choice == "reference":
         return "it was asked for"
     if choice == "auto" and not batch.logp.is_cuda:

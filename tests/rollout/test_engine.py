@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import threading
@@ -36,9 +37,10 @@ class Server:
                 answer = answer.pop(0) if isinstance(answer, list) else answer
                 answer = answer(body) if callable(answer) else answer
                 code, said = (answer, {"error": "so it is"}) if isinstance(answer, int) else (200, answer)
-                self.send_response(code)
-                self.end_headers()
-                self.wfile.write(json.dumps(said).encode())
+                with contextlib.suppress(ConnectionError):  # a client that did not wait
+                    self.send_response(code)
+                    self.end_headers()
+                    self.wfile.write(json.dumps(said).encode())
 
             do_GET = do_POST = answer  # noqa: N815
 

@@ -208,7 +208,7 @@ def test_warm_started_model_knows_the_task_and_samples_mistakes():
 
     path = toy.model_path(0, progress=False)
     model, tokenizer = (kind.from_pretrained(path) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    assert 80_000 < model.num_parameters() < 130_000
+    assert 80_000 < model.num_parameters() < 150_000
     held_out = toy.dataset(512, seed=0, split="test")
     state = torch.get_rng_state()
     model.train()

@@ -357,7 +357,7 @@ def test_what_the_worker_raises_reaches_the_trainer(folder, tmp_path):
         raise ZeroDivisionError("no reward")
 
     trainer = trainer_of(folder, tmp_path, reward=broken, loss_type="ppo")
-    with pytest.raises(RuntimeError, match="the local worker's thread has ended") as caught:
+    with pytest.raises(RuntimeError, match="the rollout worker's thread has ended") as caught:
         trainer.train()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
