@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
@@ -162,10 +163,18 @@ class Engine:
 
         for url in self.urls:
             self._call(url, "/pause?mode=wait", {}, lacking_is_none=True)
-            self._call(url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
-            # A reload leaves the keys and values of the old weights in the prefix cache.
-            self._call(url, "/reset_prefix_cache", {})
-            self._call(url, "/update_weight_version", {"new_version": self._mark(version)}, lacking_is_none=True)
+            try:
+                self._call(url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+                # A reload leaves the keys and values of the old weights in the prefix cache.
+                answer = self._call(url, "/reset_prefix_cache", {})
+                if not (answer or {}).get("success", True):
+                    raise EngineError(f"the vLLM server at {url} did not drop its cached prefixes, of older weights")
+                mark = {"new_version": self._mark(version)}
+                self._call(url, "/update_weight_version", mark, lacking_is_none=True)
+            except EngineError:
+                with contextlib.suppress(EngineError):
+                    self._call(url, "/resume", {}, lacking_is_none=True)
+                raise
             self._call(url, "/resume", {}, lacking_is_none=True)
 
     def check_version(self, version: int) -> bool:

@@ -105,6 +105,13 @@ def test_a_server_outside_development_mode_is_told_from_one_that_is_missing(serv
         Engine(serve().url).replace_weights("folder", 1)
 
 
+def test_a_cache_that_stays_is_an_error_and_the_server_goes_on(serve):
+    server = serve(pause={}, resume={}, collective_rpc={}, reset_prefix_cache={"success": False})
+    with pytest.raises(EngineError, match="did not drop its cached prefixes"):
+        Engine(server.url).replace_weights("folder", 1)
+    assert [path for path, _ in server.asked][-1] == "/resume"
+
+
 def test_equal_neighbours_are_one_request_and_servers_share_the_prompts(serve):
     servers = [serve(**{"v1/completions": completions}) for _ in range(2)]
     servers[0].answers["/v1/completions"] = servers[1].answers["/v1/completions"] = completions
