@@ -361,10 +361,10 @@ def test_the_asynchronous_trainer_samples_from_the_server(fp32, folders, tmp_pat
         gradient_checkpointing=False,
     )
     data = Dataset.from_dict({"prompt": PROMPTS * 16})
-    model = AutoModelForCausalLM.from_pretrained(folders["own"])
+    model = AutoModelForCausalLM.from_pretrained(folders["tied"])
     worker = VLLMWorker(model, tokenizer(), data, reward, args, url=fp32)
     trainer = AsyncGRPOTrainer(
-        model=str(folders["own"]),
+        model=str(folders["tied"]),
         reward_funcs=reward,
         args=args,
         train_dataset=data,
