@@ -22,7 +22,7 @@ START = """\
 or, with vLLM's build for CPUs:
   VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model MODEL \\
       --logprobs-mode processed_logprobs --enforce-eager --port {port}"""
-"""How a server is started that can do everything this library asks of it."""
+"""Commands that start a server which can do everything this library asks of it."""
 
 UNMARKED = "default"
 """The weight version of a server that nobody has named one for, such as one that was just started."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ STATE_FILE = "offcorr_rollout.pt"
 """The file of a checkpoint folder with the sampler's state."""
 
 
-class Sampler:
+class Sampler(ABC):
     """A ``rollout_func`` that follows the trainer it samples for, and keeps snapshots of its weights.
 
     A subclass has the fields ``temperature``, ``top_p``, ``top_k`` and ``seed`` (None: the trainer's own), calls
-    ``_prepare``, and defines ``__call__``, ``begin`` and ``record``.
+    ``_prepare``, and defines ``__call__`` beside the abstract methods.
     """
 
     ring: SnapshotRing
@@ -61,13 +62,13 @@ class Sampler:
         self._trainer = weakref.ref(trainer)
         trainer.add_callback(_Recorder(self, trainer))
 
+    @abstractmethod
     def begin(self, trainer: Any) -> None:
         """Start, or resume, at the trainer's current version; called by ``on_train_begin``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def record(self, trainer: Any) -> None:
         """Note an optimizer step; every rank must call it, since sharded weights are gathered."""
-        raise NotImplementedError
 
     def _forget(self) -> None:
         self.ring.clear()
