@@ -40,17 +40,18 @@ class VLLMServer(Sampler):
     A call returns the keys of ``OffPolicy``: ``logprobs`` are the server's own, ``old_logp`` those of a snapshot of the
     same weights in the trainer's precision, and ``rollout_version`` is the version of these weights.
 
-    Every replacement is checked: the server scores known sequences, and where its log-probs are rather those of the
-    weights before, in whole or in the output head, the run ends with an error that says so.  Before and after each
-    batch the server is asked for the version it has, so that a batch is never of two versions, and never of a version
-    that had to be guessed.  A server that was restarted gets its weights again.
+    Every replacement is checked: the server scores known sequences, and where its log-probs are at least twice as near
+    to those of the weights before, in whole or in the output head, or differ by more than ``tolerance``, the run ends
+    with an error that says so.  A change that is smaller than the engine's rounding is not seen.  Before and after each
+    batch the server is asked for the version it was marked with (by ``/weight_info``, which older vLLM lacks), and
+    other weights than it should have end the run.  A server that was restarted gets its weights again.
 
     Evaluation samples the current weights, which are loaded for it.  One server serves one run at a time.
 
     Raises:
         ValueError: a url or a number that cannot be, or a setting of the trainer that would have to be ignored.
-        EngineError: the server does not answer, refuses, or has other weights than it should.  Before it is raised a
-            checkpoint is saved, from which the run can be resumed.
+        EngineError: the server does not answer, refuses, or has other weights than it should.  In training, after the
+            first update, a checkpoint is saved before it is raised, from which the run can be resumed.
     """
 
     url: str
