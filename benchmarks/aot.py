@@ -48,6 +48,7 @@ def batch(
         "old_logp": logp + 0.1,
         "rollout_logp": logp - 0.1,
         "mask": logp < 0,
+        "entropy": -logp,
     }
     per_sequence = {"advantages": torch.ones(rows), "rewards": torch.ones(rows), "group_ids": torch.arange(rows) // 8}
     per_token |= {name: value for name, value in fields.items() if value.shape == logp.shape}
@@ -56,6 +57,10 @@ def batch(
         return offcorr.Batch(**per_token, **per_sequence)
     flat = {name: value.flatten() for name, value in per_token.items()}
     return offcorr.Batch.packed(**flat, **per_sequence, cu_seqlens=torch.arange(rows + 1) * width)
+
+
+OTHER_FORMS = ("opsm?level=sequence", "ctpo?level=prefix_geometric", "drpo?divergence=chi2")
+"""Methods with options that make another composition of them."""
 
 
 def everything_at_once() -> offcorr.Correction:
@@ -74,7 +79,7 @@ def launches(given: offcorr.Batch, names: list[str]) -> dict[str, launch.Launch]
     """A launch for each distinct composition, by the names of its methods."""
     found: dict[str, tuple[list[str], launch.Launch]] = {}
     for name in names:
-        loss_fn = everything_at_once() if name == EVERYTHING else offcorr.get(name).with_max_length(2048)
+        loss_fn = everything_at_once() if name == EVERYTHING else registry.illustration(name).with_max_length(2048)
         resolved = loss_fn.resolve(loss_fn.statistics(given))
         batch = resolved.prepared(given)
         call = launch.prepare(resolved.plan(batch), batch, None)
@@ -147,7 +152,8 @@ def measure(targets: list[str], names: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--methods", nargs="+", type=flags.method, default=[m.name for m in registry.catalogue()])
+    every = [*(method.name for method in registry.catalogue()), *OTHER_FORMS]
+    parser.add_argument("--methods", nargs="+", type=flags.method, default=every)
     options = parser.parse_args()
     rows = measure(options.targets, options.methods)
     head = (

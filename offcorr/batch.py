@@ -377,7 +377,14 @@ class Tokens:
         """The sequence's reward at each of its tokens."""
         if self.batch.rewards is None:
             return None
-        return repeat(self.batch.rewards.detach().to(self.dtype), "b -> b t", t=self.mask.shape[1])
+        return self._over_row(self.batch.rewards.detach().to(self.dtype))
+
+    @property
+    def entropy(self) -> PerToken | None:
+        """The entropy of the distribution that each token was drawn from (nats)."""
+        if self.batch.entropy is None:
+            return None
+        return torch.where(self.trainable, self.batch.entropy.detach().to(self.dtype), 0)
 
     def log_ratio(self, mismatch: Mismatch) -> LogRatio:
         """The two policies that ``mismatch`` names, compared; detached.
@@ -411,4 +418,20 @@ class Tokens:
             return getattr(self.log_ratio(mismatch), _OF_PAIR[name])
         if name == "advantage":
             return self.advantages
-        return {"position": lambda: self.rows.position, "reward": lambda: self.reward}[name]()
+        if name == "position":
+            return self.rows.position
+        others = {
+            "reward": lambda: self.reward,
+            "entropy": lambda: self.entropy,
+            "length": lambda: self._over_row(self.rows.count),
+            "mean_advantage": lambda: self._over_row(self.mean_advantage),
+        }
+        return others[name]()
+
+    @property
+    def mean_advantage(self) -> PerSequence:
+        """Mean of the advantage over the sequence's valid tokens, added up in float64."""
+        return self.advantages.sum(1, dtype=torch.float64).to(self.dtype) / self.rows.count.clamp(min=1)
+
+    def _over_row(self, per_sequence: PerSequence) -> PerToken:
+        return repeat(per_sequence, "b -> b t", t=self.mask.shape[1])

@@ -17,6 +17,7 @@ from offcorr.kernels import dispatch
 from offcorr.metrics import CONTROL, Gather, Mean, Metrics
 from offcorr.shapes import Scalar
 from offcorr.stages import pointwise, reference
+from offcorr.stages.advantages import Advantages
 from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, check_denominator, own_total, row_constant
 from offcorr.stages.base import Controller, Number, Plan, Stage, plain
 from offcorr.stages.checks import one_of, warn_once
@@ -75,6 +76,7 @@ class Correction:
         gate: how the surrogate limits the update.
         weight: detached factors, one or a tuple of them, or None.
         reject: factors of 0 or 1, one or a tuple of them (AND), or None.
+        advantages: what takes the place of the batch's advantages, for all other stages; None: nothing does.
         aggregate: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "sum" or "seq-mean-token-sum-norm".
         max_length: the constant length of "seq-mean-token-sum-norm"; None: the padded width, with a warning.
         count_rejected: whether rejected tokens stay in the denominator.
@@ -96,6 +98,7 @@ class Correction:
     gate: Gate | Controller = Clip()
     weight: Weight | Controller | tuple[Weight | Controller, ...] | None = None
     reject: Rejection | Controller | tuple[Rejection | Controller, ...] | None = None
+    advantages: Advantages | Controller | None = None
     aggregate: str = "token-mean"
     max_length: int | None = None
     count_rejected: bool = True
@@ -108,7 +111,7 @@ class Correction:
                 if isinstance(stage, type) and issubclass(stage, Stage):
                     raise ValueError(f"{slot} is the class {stage.__name__}, expected an instance: {stage.__name__}()")
                 if not isinstance(stage, Stage) or stage.KIND != kind:
-                    raise ValueError(f"{slot} is {stage!r}, expected one of offcorr.{kind}s")
+                    raise ValueError(f"{slot} is {stage!r}, expected one of offcorr.{kind.removesuffix('s')}s")
         if self.gate is None:
             raise ValueError("gate is None, expected one of offcorr.gates; gates.ScoreFunction() limits nothing")
         gate = self.gate
@@ -132,6 +135,8 @@ class Correction:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected True or False")
         check_aggregate(self.aggregate, self.max_length)
+        if isinstance(self.advantages, tuple | list):
+            raise ValueError(f"advantages is {self.advantages!r}, expected one stage or None")
         self._refuse_double_counting()
 
     # -- for adapters ------------------------------------------------------------------------------------------
@@ -148,6 +153,8 @@ class Correction:
         places["gate"] = self.gate
         for slot in ("weight", "reject"):
             places |= {f"{slot}.{i}": stage for i, stage in enumerate(_as_tuple(getattr(self, slot)))}
+        if self.advantages is not None:
+            places["advantages"] = self.advantages
         return places
 
     @functools.cached_property
@@ -159,6 +166,11 @@ class Correction:
     def couples(self) -> frozenset[str]:
         """The sequences that its controllers couple: "batch", "group" (the samples of a prompt), both or none."""
         return frozenset(stage.couples for stage in self.controllers.values())
+
+    @property
+    def scales_with_advantage(self) -> bool:
+        """Whether a token with advantage 0 has coefficient 0."""
+        return all(getattr(stage, "scales_with_advantage", True) for stage in self.stages.values())
 
     @functools.cached_property
     def compares(self) -> frozenset[str]:
@@ -203,12 +215,17 @@ class Correction:
                 statistics = statistics or self.statistics(batch)
                 resolved = self.resolve(statistics)
                 control = self._control(resolved, batch.logp.device)
-            batch = resolved.prepared(batch)
+            if resolved._prepare:
+                batch = resolved.prepared(batch)
             plan = resolved.plan(batch)
             if kept and not AGGREGATIONS[self.aggregate].divides_by_count:
                 plan = plan._replace(count_rejected=True)  # Z is known, and nothing else depends on what is kept
             loss, coefficient, data = dispatch.run(plan, batch, denominator) or _reference(plan, batch, denominator)
-        return Output(_Attach.apply(batch.logp, (loss, coefficient)), coefficient, Metrics(data | control))
+        # A loss that is an argument of its own would come out as a view, and adding to it would be an error; but of
+        # tensors in a tuple torch.compile makes a result without a gradient.
+        compiling = torch.compiler.is_compiling()
+        known: Any = (loss.clone(), coefficient) if compiling else ((loss, coefficient),)
+        return Output(_Attach.apply(batch.logp, *known), coefficient, Metrics(data | control))
 
     def statistics(self, batch: Batch) -> Statistics | None:
         """The statistics of the controllers, to be merged over micro-batches and ranks; None if there are none."""
@@ -243,7 +260,7 @@ class Correction:
         known: dict[str, Any] = dict(self.stages)
         for place, controller in self.controllers.items():
             known[place] = controller.resolve(statistics.parts[place])
-        slots: dict[str, Any] = {}
+        slots: dict[str, Any] = {"advantages": known.get("advantages")}
         for slot in ("weight", "reject"):
             slots[slot] = tuple(stage for place, stage in known.items() if place.startswith(slot))
         return dataclasses.replace(self, ratio=known.get("ratio"), gate=known["gate"], **slots)
@@ -256,7 +273,7 @@ class Correction:
         return self._plans[engine_known]
 
     def prepared(self, batch: Batch) -> Batch:
-        """The batch with the fields that resolved controllers replace (rewards, weight)."""
+        """The batch with the fields that stages replace (rewards, weight, advantages)."""
         for prepare in self._prepare:
             batch = prepare(batch)
         return batch
@@ -336,7 +353,7 @@ class Correction:
         multiplying = [("ratio", self.ratio)] if uses_ratio else []
         for slot, stage in multiplying + [("weight", weight) for weight in _as_tuple(self.weight)]:
             label = f"{slot} {stage!r}"
-            for mismatch in ("staleness", "engine") if stage.mismatch == "total" else (stage.mismatch,):
+            for mismatch in ("staleness", "engine") if stage.mismatch in ("total", None) else (stage.mismatch,):
                 if mismatch in counted:
                     raise ValueError(
                         f"{counted[mismatch]} and {label} both count the {mismatch} ratio; "
@@ -354,7 +371,16 @@ OPTIONAL = tuple(f.name for f in dataclasses.fields(Batch) if f.default is None)
 COUPLES = ("batch", "group")
 """The sequences that may share the statistics of a controller."""
 
-_KINDS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
+_FIELD_OF_INPUT = {"reward": "rewards", "entropy": "entropy"}
+"""The field of a batch that an input of pointwise functions is read from, where it may be None."""
+
+_KINDS = {
+    "ratio": "ratio",
+    "gate": "gate",
+    "weight": "weight",
+    "reject": "rejection",
+    "advantages": "advantages",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -424,25 +450,25 @@ def _kept(count: Tensor, tokens: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Attach(torch.autograd.Function):
-    """A scalar whose gradient with respect to ``logp`` is known already."""
+    """A scalar whose gradient with respect to ``logp`` is known already: (loss, coefficient), in a tuple or not."""
 
     @staticmethod
-    def forward(ctx: Any, logp: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
-        loss, coefficient = known  # in a tuple: else the loss would be a view, and adding to it an error
+    def forward(ctx: Any, logp: Tensor, *known: Any) -> Tensor:
+        loss, coefficient = known if len(known) == 2 else known[0]
         ctx.save_for_backward(coefficient)
         ctx.dtype = logp.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():  # of create_graph=True: the coefficient would be taken for a constant
             raise RuntimeError("the loss has first derivatives only: create_graph=True asks for more")
         (coefficient,) = ctx.saved_tensors
         if ctx.dtype == torch.float16:  # the one dtype whose range the product may leave
             limits = torch.finfo(ctx.dtype)
-            return (incoming * coefficient).clamp(limits.min, limits.max).to(ctx.dtype), None
+            return (incoming * coefficient).clamp(limits.min, limits.max).to(ctx.dtype), None, None
         gradient = torch.empty_like(coefficient, dtype=ctx.dtype)
-        return torch.mul(coefficient, incoming, out=gradient), None
+        return torch.mul(coefficient, incoming, out=gradient), None, None
 
 
 # -- helpers -------------------------------------------------------------------------------------------------
@@ -456,10 +482,10 @@ def _as_tuple(stages: Any) -> tuple[Any, ...]:
 
 def _needed_by(stage: Any) -> set[str]:
     """The optional fields of ``Batch`` that a stage requires."""
-    needs = {"rewards"} if "reward" in stage.inputs else set()
+    needs = {field for name, field in _FIELD_OF_INPUT.items() if name in stage.inputs}
     needs |= set(getattr(stage, "needs", ()))
     needs |= {"rollout_logp"} if stage.mismatch in ("engine", "total") else set()
-    needs |= {"old_logp"} if isinstance(stage, Ratio) and stage.mismatch == "staleness" else set()
+    needs |= {"old_logp"} if isinstance(stage, Ratio) and stage.mismatch in ("staleness", None) else set()
     return needs
 
 

@@ -7,8 +7,42 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
-__all__ = ["require"]
+__all__ = ["RECIPE_NEEDS", "configuration", "configurations", "recipes", "require"]
+
+RECIPE_NEEDS = ("trl>=1.9.2", "transformers", "accelerate", "datasets", "rich", "matplotlib", "reasoning-gym")
+"""The packages that recipes/grpo.py imports on the toy task."""
+
+
+def recipes() -> Path:
+    """The folder of recipes: inside the installed package, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def configurations(folder: str) -> list[str]:
+    """The names of the YAML files in a folder of the recipes.
+
+    >>> configurations("accelerate")[:1]
+    ['ddp']
+    """
+    return sorted(file.stem for file in (recipes() / folder).glob("*.yaml"))
+
+
+def configuration(flag: str, given: str, folder: str) -> Path:
+    """A YAML file of the user's, or one of a folder of the recipes, by its name.
+
+    Raises:
+        ValueError: there is neither; the message names ``flag``.
+    """
+    own = recipes() / folder / f"{given.removesuffix('.yaml')}.yaml"
+    for file in (Path(given), *([own] if "/" not in given else [])):
+        if file.is_file():
+            return file
+    known = ", ".join(configurations(folder))
+    raise ValueError(f"{flag} is {given!r}, which is not a file; expected one, or one of {known}")
 
 
 def require(purpose: str, packages: Iterable[str], *, extra: str = "", install: str = "") -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from offcorr.batch import Batch, Tokens
 from offcorr.correction import Correction, Output
 from offcorr.kernels.dispatch import backend, use
-from offcorr.methods.registry import catalogue, from_config, get, registered
+from offcorr.methods.registry import catalogue, from_config, get, illustration, registered
 from offcorr.stages.checks import warn_once
 from offcorr.stages.reference import gated
 
@@ -125,6 +125,7 @@ def example(seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 
         mask=mask,
         rewards=normal(sequences).sign(),
         group_ids=torch.arange(sequences) % 3,
+        entropy=normal(sequences, width).abs(),
     )
 
 
@@ -145,7 +146,8 @@ def blind_under_the_mask(loss_fn: Correction) -> None:
     clean = loss_fn(_per_token_advantages(batch))
     for junk in (math.nan, math.inf, -1e30, 7.0):
         dirty: dict[str, Any] = {
-            name: torch.where(batch.mask, getattr(batch, name), junk) for name in ("logp", "old_logp", "rollout_logp")
+            name: torch.where(batch.mask, getattr(batch, name), junk)
+            for name in ("logp", "old_logp", "rollout_logp", "entropy")
         }
         advantages = torch.where(batch.mask, batch.advantages[:, None], junk)
         _same(loss_fn(dataclasses.replace(batch, **dirty, advantages=advantages)), clean, f"{junk} under the mask")
@@ -187,7 +189,7 @@ def masked_tokens_have_no_effect(loss_fn: Correction) -> None:
     batch.mask[::2, 0] = False  # what comes first may be masked, too
     turns = Tokens(batch).rows.turn
     kept = batch.mask.argsort(dim=1, descending=True, stable=True)  # the valid tokens of each row first
-    columns = ("logp", "old_logp", "rollout_logp", "advantages", "mask")
+    columns = ("logp", "old_logp", "rollout_logp", "entropy", "advantages", "mask")
     moved: dict[str, Any] = {name: getattr(batch, name).gather(1, kept) for name in columns}
     compact = dataclasses.replace(batch, **moved, turn_ids=turns.gather(1, kept))
     out, wanted = loss_fn(compact), loss_fn(dataclasses.replace(batch, turn_ids=turns))
@@ -201,7 +203,7 @@ def packed_equals_padded(loss_fn: Correction) -> None:
     lengths = torch.tensor([12, 5, 9, 0, 12, 1, 7])
     inside = torch.arange(batch.logp.shape[1]) < lengths[:, None]
     batch = dataclasses.replace(batch, mask=batch.mask & inside)
-    per_token = {name: getattr(batch, name)[inside] for name in ("logp", "old_logp", "rollout_logp", "mask")}
+    per_token = {name: getattr(batch, name)[inside] for name in ("logp", "old_logp", "rollout_logp", "entropy", "mask")}
     rest = {name: getattr(batch, name) for name in ("advantages", "rewards", "group_ids")}
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     packed, padded = loss_fn(Batch.packed(cu_seqlens=cu_seqlens, **per_token, **rest)), loss_fn(batch)
@@ -256,12 +258,13 @@ def finite_under_extremes(loss_fn: Correction) -> None:
 
 
 def no_advantage_no_gradient(loss_fn: Correction) -> None:
-    """Advantage 0 gives coefficient 0, unless the gate declares otherwise (``scales_with_advantage``)."""
+    """Advantage 0 gives coefficient 0, unless a stage declares otherwise (``scales_with_advantage``)."""
     batch = example()
-    out = loss_fn(dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages)))
-    dead = not out.coefficient.any()
-    declared = loss_fn.gate.scales_with_advantage
-    assert dead == declared, f"without advantage every coefficient is 0: {dead}; scales_with_advantage is {declared}"
+    without = torch.arange(batch.sequences) % 2 == 0
+    out = loss_fn(dataclasses.replace(batch, advantages=torch.where(without, 0, batch.advantages)))
+    dead = not out.coefficient[without].any()
+    declared = loss_fn.scales_with_advantage
+    assert dead == declared, f"advantage 0 gives coefficient 0: {dead}; scales_with_advantage is {declared}"
 
 
 def nothing_left(loss_fn: Correction) -> None:
@@ -315,12 +318,13 @@ def _resolve(method: Any) -> tuple[Correction, bool]:
     if isinstance(method, Correction):
         return method.with_max_length(32), True
     if isinstance(method, str):
-        known = {m.name: m for m in catalogue()}.get(get(method).method)
-        return get(method).with_max_length(32), known.on_policy if known else True
+        loss_fn = illustration(method)
+        known = {m.name: m for m in catalogue()}.get(loss_fn.method)
+        return loss_fn.with_max_length(32), known.on_policy if known else True
     if not callable(method):
         raise TypeError(f"method is {method!r}, expected a name, an offcorr.Correction, or a function that returns one")
     known = registered(method)
-    built = known() if known else method()
+    built = known(**known.example) if known else method()
     if not isinstance(built, Correction):
         raise TypeError(f"{method!r} built a {type(built).__name__}, expected an offcorr.Correction")
     return built.with_max_length(32), known.on_policy if known else True

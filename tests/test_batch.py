@@ -9,8 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offcorr
-from offcorr import Batch, gates, ratios, rejections, weights
+from offcorr import Batch, cli, gates, ratios, rejections, testing, weights
 from offcorr.batch import rises_to
+from offcorr.methods.registry import illustration
 
 LOGP = torch.zeros(4, 128)
 GOOD = {"logp": LOGP, "advantages": torch.ones(4), "mask": torch.ones(4, 128, dtype=torch.bool)}
@@ -241,11 +242,45 @@ def test_constant_length_warns_without_one():
 
 
 def test_a_name_is_taken_once():
+    offcorr.available()  # the names of the library are known once it has been asked for one
     with pytest.raises(ValueError, match="a method named 'ppo' exists already"):
 
         @offcorr.register("ppo")
         def mine() -> offcorr.Correction:
             return offcorr.Correction()
+
+
+def test_options_without_a_default_are_required_and_illustrated(capsys):
+    def banded(low: float, high: float, cap: float = 2.0) -> offcorr.Correction:
+        """A narrow band.
+
+        Args:
+            low, high: bounds on the ratio.
+            cap: of the weight.
+        """
+        return offcorr.Correction(gate=offcorr.gates.DetachedClip(high, low), weight=offcorr.weights.Truncate(cap))
+
+    with pytest.raises(
+        ValueError, match=r"example of 'banded' gives \['low'\].* each option without a default: \['low'"
+    ):
+        offcorr.register("banded", example={"low": 0.9})(banded)
+    offcorr.register("banded", example={"low": 0.9, "high": 1.1})(banded)
+    try:
+        with pytest.raises(ValueError, match=r"banded requires high, without a default: pass a value, for instance hi"):
+            offcorr.get("banded", low=0.5)
+        with pytest.raises(ValueError, match=r"banded requires low and high,.*low=0.9, high=1.1 \(an illustration"):
+            offcorr.get("banded")
+        assert illustration("banded") == offcorr.get("banded", low=0.9, high=1.1)
+        assert illustration("banded?low=0.5", cap=3.0) == offcorr.get("banded", low=0.5, high=1.1, cap=3.0)
+        assert testing.check("banded", on_policy=False) == testing.check(banded, on_policy=False)
+        assert cli.main(["methods", "banded"]) == 0
+        page = " ".join(capsys.readouterr().out.split())
+        assert "low (required), high (required) bounds on the ratio" in page and "an illustration" in page
+        assert "offcorr.get('banded', low=0.9, high=1.1)" in page
+        assert "| `banded(low, high, cap=2.0)` |" in cli.markdown(cli.options_table())
+        assert "band" in cli.markdown(cli.trainers_table()) and "band" in cli.markdown(cli.methods_table())
+    finally:
+        offcorr.unregister("banded")
 
 
 def test_pointwise_parts_ask_for_known_inputs():

@@ -51,6 +51,23 @@ FREE = [
 ]
 
 
+OTHER_FORMS = {
+    "ipo?kl_tau=0.1": True,
+    "drpo?divergence=chi2&delta=0.5": True,
+    "ctpo?level=prefix_geometric&power=-0.5": True,
+    "opsm?level=sequence&delta=0.0": True,
+    "pnpo?length_power=0": True,
+    "geo_mis?low=0.9&high=1.1": True,
+    "pspo?alpha=0.5": False,
+}
+"""Methods with other options than their own: whether they are REINFORCE's on-policy."""
+
+
+@pytest.mark.parametrize("spec", OTHER_FORMS)
+def test_other_forms_of_methods(spec):
+    assert len(testing.check(spec, on_policy=OTHER_FORMS[spec])) == len(testing.CHECKS) - (not OTHER_FORMS[spec])
+
+
 @pytest.mark.parametrize("loss_fn", FREE, ids=range(len(FREE)))
 def test_free_composition(loss_fn):
     # Some of these may reject an on-policy token, so equality with REINFORCE on-policy is not required.

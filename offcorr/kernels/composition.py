@@ -23,7 +23,11 @@ from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.base import GateSpec, Plan, arguments
 from offcorr.stages.spans import SPANS
 
-INPUTS = ("log_ratio", "raw_log_ratio", "value", "logp", "anchor_logp", "advantage", "position", "reward")
+OF_ROW = ("position", "length", "mean_advantage")
+"""The inputs that are known once a token's row has been read."""
+
+OF_TOKEN = ("log_ratio", "raw_log_ratio", "value", "logp", "anchor_logp", "advantage", "reward", "entropy")
+INPUTS = (*OF_TOKEN, *OF_ROW)
 """The inputs of pointwise functions, in the order of ``correction.inputs_of``."""
 
 _POLICIES = {"staleness": (0, 1), "engine": (1, 2), "total": (0, 2)}
@@ -87,17 +91,24 @@ class KernelStage(Constant):
     limit: float
     params: type[Any]
     on_device: tuple[bool, ...]
-    kind: str = "gate"  # "token", "turn", "reduction", "running"
+    kind: str = "gate"  # "token", "turn", "nearby", "torch", "reduction", "running"
     counts_as: str = ""  # as in ``Spec``; "ratio" for the ratio
     measure: Part | None = None
     twin: Any = None
     reduction: spans.Reduction = _NONE  # read by the first pass: the span, or, of a split row, a running span's carry
     slot: int = 0  # of its first number in the summary
     turn: int = 0  # its place among the stages that look at turns
+    nearby: int = 0  # its place among the stages that sum over nearby tokens
+    given: int = 0  # its place among the stages whose span torch computes
 
     @property
     def limited(self) -> bool:
         return math.isfinite(self.limit)
+
+    @property
+    def slots(self) -> int:
+        """The number of numbers of a part of a row that it needs in the summary."""
+        return 2 if self.kind == spans.NEARBY else len(self.reduction.first)
 
     @property
     def first_carry(self) -> float:
@@ -116,10 +127,14 @@ class Composition(Constant):
     series: tuple[tuple[int, int], ...]  # the policies whose mismatch is metered, in the order of the metrics
     split: bool  # whether several programs share a row
     turns: int  # how many stages look at turns
+    nearby: int  # how many stages sum over nearby tokens
     joins_runs: bool  # whether a turn may be several runs; else the mean of a run is that of its turn
     runs_slot: int  # of the number of runs in the summary
     asks_position: bool
+    asks_length: bool
+    asks_mean_advantage: bool
     asks_reward: bool
+    asks_entropy: bool
     token_advantages: bool
     token_weight: bool
 
@@ -142,9 +157,9 @@ class Composition(Constant):
 
     @property
     def reads_first(self) -> bool:
-        """Whether a row's tokens need the row's reductions, turns or count."""
-        reduced = any(stage.kind == "reduction" for stage in self.stages)
-        return reduced or self.has_turns or self.divides_by == "valid"
+        """Whether a row's tokens need the row's reductions, turns, count or mean advantage."""
+        reduced = any(stage.kind == "reduction" for stage in self.stages) or self.asks_mean_advantage
+        return reduced or self.asks_length or self.has_turns or self.divides_by == "valid"
 
 
 class Given(NamedTuple):
@@ -243,13 +258,15 @@ def _compose(
     *others, gate = specs
     aggregation = AGGREGATIONS[aggregate]
     stages: list[KernelStage] = []
-    slot, turns = 1, 0
-    for place, spec in enumerate(others):
-        stage = _stage(spec, slot, turns, given.split, "ratio" if has_ratio and place == 0 else spec.counts_as)
-        slot, turns = slot + len(stage.reduction.first), turns + (stage.kind == "turn")
-        stages.append(stage)
     functions = [gate.surrogate] + [part for spec in others for part in (spec.measure, spec.rule)]
     asked = {name for function in functions for name in arguments(function)}
+    slot, turns, nearby, by_torch = 2 if "mean_advantage" in asked else 1, 0, 0, 0
+    for place, spec in enumerate(others):
+        at = slot, turns, nearby, by_torch
+        stage = _stage(spec, at, given.split, "ratio" if has_ratio and place == 0 else spec.counts_as)
+        slot, turns = slot + stage.slots, turns + (stage.kind == spans.TURN)
+        nearby, by_torch = nearby + (stage.kind == spans.NEARBY), by_torch + (stage.kind == spans.TORCH)
+        stages.append(stage)
     counted = any(isinstance(stage.twin, spans.Running) and stage.twin.needs_position for stage in stages)
     divided_by: Literal["valid", "kept"] = "valid" if count_rejected else "kept"
     return Composition(
@@ -261,25 +278,31 @@ def _compose(
         series=(_POLICIES["engine"],) * given.rollout_logp + (_POLICIES["staleness"],) * given.old_logp,
         split=given.split,
         turns=turns,
+        nearby=nearby,
         joins_runs=bool(turns) and (given.split or given.turn_ids),
         runs_slot=slot,
         asks_position=counted or "position" in asked,
+        asks_length="length" in asked,
+        asks_mean_advantage="mean_advantage" in asked,
         asks_reward="reward" in asked,
+        asks_entropy="entropy" in asked,
         token_advantages=given.token_advantages,
         token_weight=given.token_weight,
     )
 
 
-def _stage(spec: Any, slot: int, turn: int, split: bool, counts_as: str) -> KernelStage:
+def _stage(spec: Any, at: tuple[int, int, int, int], split: bool, counts_as: str) -> KernelStage:
+    """``at``: its ``slot``, ``turn``, ``nearby`` and ``given``."""
     twin = spans.TWINS[spec.span]
     kind = twin if isinstance(twin, str) else type(twin).__name__.lower()
     reduction = twin if isinstance(twin, spans.Reduction) else _NONE
     if split and isinstance(twin, spans.Running):
         reduction = spans.TWINS[SPANS[twin.carry]]  # type: ignore[assignment, index]
-    if (reduction.first or kind == "turn") and "position" in arguments(spec.measure):
-        raise NotFused("a measure asks for a token's position before its row has been read")
+    for name in OF_ROW:
+        if (reduction.first or kind in (spans.TURN, spans.NEARBY)) and name in arguments(spec.measure):
+            raise NotFused(f"a measure asks for {name} before its row has been read")
     (first, second), (params, on_device) = _POLICIES[spec.mismatch], spec.params
-    own = _part(spec.measure), twin, reduction, slot, turn
+    own = _part(spec.measure), twin, reduction, *at
     return KernelStage(_part(spec.rule), first, second, float(spec.limit), params, on_device, kind, counts_as, *own)
 
 

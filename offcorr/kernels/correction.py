@@ -45,10 +45,12 @@ class Fields(NamedTuple):
     advantages: Any  # of each token or of each row, as ``PLAN.token_advantages`` says
     weight: Any  # the same, ``PLAN.token_weight``
     rewards: Any
+    entropy: Any
     mask: Any
     turn_ids: Any
     cu_seqlens: Any
     z: Any  # the denominator, where it is a tensor
+    given: Any  # a tuple: the values of each span that torch computes, [tokens]
 
 
 class Buffers(NamedTuple):
@@ -67,6 +69,7 @@ class Buffers(NamedTuple):
     run_counts: Any  # [tokens]
     run_totals: Any  # [tokens] for each stage that looks at turns
     turn_means: Any  # the same
+    after: Any  # float64 for each stage that sums over nearby tokens, see ``after``
 
 
 class Row(NamedTuple):
@@ -93,6 +96,7 @@ class Block(NamedTuple):
     advantage: Any
     weight: Any
     reward: Any
+    entropy: Any
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -141,8 +145,12 @@ def read_block(fields, row, index, end, PLAN: tl.constexpr):
         weight = tl.load(fields.weight + place, mask=inside, other=0.0).to(tl.float32)
     weight = tl.where(mask, weight, 0.0)
     reward = tl.zeros_like(logp) + row.reward
+    entropy = tl.zeros_like(logp)
+    if PLAN.asks_entropy:
+        entropy = tl.load(fields.entropy + place, mask=inside, other=0.0).to(tl.float32)
+        entropy = tl.where(train, entropy, 0.0)
     policies = (logp, old_logp, rollout_logp)
-    return Block(index, inside, mask, train, scored, policies, advantage, weight, reward)
+    return Block(index, inside, mask, train, scored, policies, advantage, weight, reward, entropy)
 
 
 @triton.jit
@@ -197,36 +205,66 @@ def call(PART: tl.constexpr, inputs, STAGE: tl.constexpr, numbers):
 
 
 @triton.jit
-def inputs_of(STAGE: tl.constexpr, block, position, value):
-    """The inputs of a stage's functions, in the order of ``composition.INPUTS``."""
+def inputs_of(STAGE: tl.constexpr, block, context, value):
+    """The inputs of a stage's functions, in the order of ``composition.INPUTS``.
+
+    ``context`` is (position, length, mean advantage): what a token's row says beside its own values.
+    """
     logp = block.policies[STAGE.first]
     anchor_logp = block.policies[STAGE.second]
     raw = logp - anchor_logp
-    return ops.clamp(raw, -LOG_LIMIT, LOG_LIMIT), raw, value, logp, anchor_logp, block.advantage, position, block.reward
+    clamped = ops.clamp(raw, -LOG_LIMIT, LOG_LIMIT)
+    position, length, mean_advantage = context  # not joined as tuples: Triton cannot where one holds a constant
+    return (
+        clamped,
+        raw,
+        value,
+        logp,
+        anchor_logp,
+        block.advantage,
+        block.reward,
+        block.entropy,
+        position,
+        length,
+        mean_advantage,
+    )
 
 
 @triton.jit
-def measure(STAGE: tl.constexpr, block, position, numbers):
+def measure(STAGE: tl.constexpr, block, context, numbers):
     """The number of each token that the span carries, 0 under the mask."""
-    measured = call(STAGE.measure, inputs_of(STAGE, block, position, block.advantage), STAGE, numbers)
+    measured = call(STAGE.measure, inputs_of(STAGE, block, context, block.advantage), STAGE, numbers)
     return tl.where(block.mask, measured, 0.0)
 
 
 @triton.jit
-def carried(STAGE: tl.constexpr, block, position, of_row, carry, buffers, place, numbers):
+def measure_ahead(STAGE: tl.constexpr, block, numbers):
+    """``measure`` before the row has been read: it may not ask for ``composition.OF_ROW``."""
+    unread = tl.zeros_like(block.advantage)
+    return measure(STAGE, block, (unread, unread, unread), numbers)
+
+
+@triton.jit
+def carried(STAGE: tl.constexpr, fields, row, block, context, of_row, carry, buffers, place, block_place, numbers):
     """(the measure carried over the span, the carry after this block).
 
-    ``of_row`` is the value of a reduction, ``place`` that of each token's run in the means of turns.
+    ``of_row`` is the value of a reduction, ``place`` that of each token's run in the means of turns, ``block_place``
+    that of the block in ``buffers.after``.
     """
     if STAGE.kind == "reduction":
         value = tl.zeros_like(block.advantage) + of_row
     elif STAGE.kind == "turn":
         value = tl.load(buffers.turn_means[STAGE.turn] + place, mask=block.mask, other=0.0)
+    elif STAGE.kind == "torch":
+        value = tl.load(fields.given[STAGE.given] + row.start + block.index, mask=block.mask, other=0.0)
     else:
-        value = measure(STAGE, block, position, numbers)
+        value = measure(STAGE, block, context, numbers)
     if STAGE.kind == "running":
-        value, carry = STAGE.twin.step(value, block.mask, position, carry, named(STAGE, numbers))
+        value, carry = STAGE.twin.step(value, block.mask, context[0], carry, named(STAGE, numbers))
         value, carry = value.to(tl.float32), carry.to(tl.float64)
+    if STAGE.kind == "nearby":
+        later = tl.load(buffers.after[STAGE.nearby] + block_place)
+        value, carry = spans.nearby(value, block.mask, carry, later, named(STAGE, numbers).lam)
     if STAGE.limited:
         value = ops.clamp(value, -STAGE.limit, STAGE.limit)
     return value, carry
@@ -240,6 +278,49 @@ def log_ratio_of(block, PLAN: tl.constexpr, K: tl.constexpr):
         return d, block.trainable
     else:
         return d, block.scored
+
+
+# -- nearby tokens -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place_of_blocks(row, entry):
+    """Where the blocks of a program lie in ``buffers.after``: a block has 16 tokens or more, but for a part's last."""
+    return (row.start + row.begin) // 16 + entry
+
+
+@triton.jit
+def after(STAGE: tl.constexpr, fields, buffers, row, carry, entry, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores, for every block of a program, the decayed sum of the tokens behind it at the nearest of them.
+
+    ``carry`` is that of the tokens behind the program's own.
+    """
+    blocks = tl.cdiv(row.end - row.begin, BLOCK)
+    after_ptr = buffers.after[STAGE.nearby] + place_of_blocks(row, entry)
+    lam = named(STAGE, numbers).lam
+    for k in range(0, blocks):
+        number = blocks - 1 - k
+        tl.store(after_ptr + number, carry)
+        block = read_block(fields, row, row.begin + number * BLOCK + tl.arange(0, BLOCK), row.end, PLAN)
+        count, _, first = spans.at_edges(measure_ahead(STAGE, block, numbers), block.mask, lam)
+        carry = first + spans.power(lam, count) * carry
+    tl.debug_barrier()  # other threads read what was stored
+
+
+@triton.jit
+def other_parts(STAGE: tl.constexpr, parts_ptr, stride, counts, there, own, numbers):
+    """The decayed sums of a row's earlier parts and of its later ones, each at its end that is next to part ``own``."""
+    lam = named(STAGE, numbers).lam
+    lanes = tl.arange(0, counts.shape[0])
+    until = tl.cumsum(counts, 0)
+    since = until - counts
+    own_since = tl.sum(tl.where(lanes == own, since, 0.0), 0)
+    own_until = tl.sum(tl.where(lanes == own, until, 0.0), 0)
+    at_last = tl.load(parts_ptr + STAGE.slot * stride, mask=there & (lanes < own), other=0.0)
+    at_first = tl.load(parts_ptr + (STAGE.slot + 1) * stride, mask=there & (lanes > own), other=0.0)
+    before = tl.sum(at_last * spans.power(lam, tl.maximum(own_since - until, 0.0)), 0)
+    behind = tl.sum(at_first * spans.power(lam, tl.maximum(since - own_until, 0.0)), 0)
+    return before, behind
 
 
 # -- the first pass ------------------------------------------------------------------------------------------
@@ -298,20 +379,35 @@ def store_runs(STAGE: tl.constexpr, buffers, x, mask, starts, ends, place, going
 def first_pass(fields, buffers, row, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
     """Reads this program's tokens for what their row's first token needs to know already.
 
-    Returns the number of valid tokens, the folded numbers of every stage's reduction, the number of runs and the
-    number of turns that start here.
+    Returns the number of valid tokens, the sum of their advantages, the folded numbers of every stage's reduction, the
+    number of runs, the number of turns that start here, and of every stage the decayed sums at the last and at the
+    first token (of split rows).
     """
     count = tl.zeros([BLOCK], tl.float32)
+    advantages = tl.zeros([BLOCK], tl.float64)
     runs = row.begin * 0
     turns = row.start * 0
     states = ()
     going_on = ()
+    edges = ()
     for k in tl.static_range(len(PLAN.stages)):
+        edges = edges + ((tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)),)
         states = states + (empty_state(PLAN.stages[k], BLOCK),)
         going_on = going_on + ((tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)),)
     for first in range(row.begin, row.end, BLOCK):
         block = read_block(fields, row, first + tl.arange(0, BLOCK), row.end, PLAN)
+        if PLAN.split:
+            before = tl.sum(count, 0)
+            for k in tl.static_range(len(PLAN.stages)):
+                if PLAN.stages[k].kind == "nearby":
+                    lam = named(PLAN.stages[k], numbers[k]).lam
+                    x = measure_ahead(PLAN.stages[k], block, numbers[k])
+                    own, at_last, at_first = spans.at_edges(x, block.mask, lam)
+                    at_last += spans.power(lam, own) * edges[k][0]
+                    edges = put(edges, k, (at_last, edges[k][1] + spans.power(lam, before) * at_first))
         count += tl.where(block.mask, 1.0, 0.0)
+        if PLAN.asks_mean_advantage:
+            advantages += block.advantage
         if PLAN.has_turns:
             starts, ends, turn_id, run, runs, turns = find_runs(fields, row, block, runs, turns)
             place = row.start + row.begin + run
@@ -319,17 +415,17 @@ def first_pass(fields, buffers, row, numbers, PLAN: tl.constexpr, BLOCK: tl.cons
                 tl.store(buffers.run_ids + place, turn_id, mask=ends)
         for k in tl.static_range(len(PLAN.stages)):
             if len(PLAN.stages[k].reduction.first) > 0:
-                x = measure(PLAN.stages[k], block, 0.0, numbers[k])
+                x = measure_ahead(PLAN.stages[k], block, numbers[k])
                 state = PLAN.stages[k].reduction.step(states[k], x, block.mask, named(PLAN.stages[k], numbers[k]))
                 states = put(states, k, state)
             if PLAN.stages[k].kind == "turn":
-                x = measure(PLAN.stages[k], block, 0.0, numbers[k])
+                x = measure_ahead(PLAN.stages[k], block, numbers[k])
                 left = store_runs(PLAN.stages[k], buffers, x, block.mask, starts, ends, place, going_on[k], PLAN)
                 going_on = put(going_on, k, left)
     folded = ()
     for k in tl.static_range(len(PLAN.stages)):
         folded = folded + (PLAN.stages[k].reduction.fold(states[k], named(PLAN.stages[k], numbers[k])),)
-    return tl.sum(count, 0), folded, runs, turns
+    return tl.sum(count, 0), tl.sum(advantages, 0), folded, runs, turns, edges
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -338,18 +434,24 @@ def summary(
 ):
     """The launch before ``correction`` where rows are split: the first pass of every part of a row.
 
-    Leaves [PLAN.summary_size, entries] numbers in float64: the count, every stage's folded numbers, runs and turns.
+    Leaves [PLAN.summary_size, entries] numbers in float64: the count, the sum of the advantages where it is
+    asked for, every stage's folded numbers, runs and turns.
     """
     entry = tl.program_id(0)
     stride = (rows * parts).to(tl.int64)
     row = read_row(fields, width, entry // parts, entry % parts, part_length, PLAN)
     numbers = read_numbers(numbers, PLAN)
-    count, folded, runs, turns = first_pass(fields, buffers, row, numbers, PLAN, BLOCK)
+    count, advantages, folded, runs, turns, edges = first_pass(fields, buffers, row, numbers, PLAN, BLOCK)
     own_ptr = buffers.summary + entry
     tl.store(own_ptr, count)
+    if PLAN.asks_mean_advantage:
+        tl.store(own_ptr + stride, advantages)
     for k in tl.static_range(len(PLAN.stages)):
         for j in tl.static_range(len(PLAN.stages[k].reduction.first)):
             tl.store(own_ptr + (PLAN.stages[k].slot + j) * stride, folded[k][j])
+        if PLAN.stages[k].kind == "nearby":
+            tl.store(own_ptr + PLAN.stages[k].slot * stride, edges[k][0])
+            tl.store(own_ptr + (PLAN.stages[k].slot + 1) * stride, edges[k][1])
     if PLAN.has_turns:
         tl.store(own_ptr + PLAN.runs_slot * stride, runs.to(tl.float64))
         tl.store(own_ptr + (PLAN.runs_slot + 1) * stride, turns.to(tl.float64))
@@ -371,11 +473,13 @@ def load_state(STAGE: tl.constexpr, parts_ptr, stride, there, earlier):
 def rest_of_row(fields, buffers, row, entry, entries, parts, numbers, PLAN: tl.constexpr, BLOCK: tl.constexpr):
     """The numbers that a program's tokens need of the rest of their row.
 
-    Returns the number of valid tokens of the row and of those before this program's, every stage's value of the row
-    and first carry, the number of this program's runs, and the turns that start before it.
+    Returns the number of valid tokens of the row and of those before this program's, the mean of their advantages,
+    every stage's value of the row and first carry, the number of this program's runs, and the turns that start before
+    it.
     """
     count = tl.full([], 0.0, tl.float32)
     count_before = count
+    advantages = tl.full([], 0.0, tl.float64)
     runs = row.begin * 0
     turns_before = row.start * 0
     folded = ()
@@ -388,6 +492,8 @@ def rest_of_row(fields, buffers, row, entry, entries, parts, numbers, PLAN: tl.c
         counts = tl.load(parts_ptr, mask=there, other=0.0).to(tl.float32)
         count = tl.sum(counts, 0)
         count_before = tl.sum(tl.where(earlier, counts, 0.0), 0)
+        if PLAN.asks_mean_advantage:
+            advantages = tl.sum(tl.load(parts_ptr + stride, mask=there, other=0.0), 0)
         for k in tl.static_range(len(PLAN.stages)):
             state = load_state(PLAN.stages[k], parts_ptr, stride, there, earlier)
             folded = folded + (PLAN.stages[k].reduction.fold(state, named(PLAN.stages[k], numbers[k])),)
@@ -396,7 +502,7 @@ def rest_of_row(fields, buffers, row, entry, entries, parts, numbers, PLAN: tl.c
             turns = tl.load(parts_ptr + (PLAN.runs_slot + 1) * stride, mask=earlier, other=0.0)
             turns_before = tl.sum(turns.to(tl.int64), 0)
     elif PLAN.reads_first:
-        count, folded, runs, _ = first_pass(fields, buffers, row, numbers, PLAN, BLOCK)
+        count, advantages, folded, runs, _, _ = first_pass(fields, buffers, row, numbers, PLAN, BLOCK)
     values = ()
     carries = ()
     for k in tl.static_range(len(PLAN.stages)):
@@ -407,9 +513,15 @@ def rest_of_row(fields, buffers, row, entry, entries, parts, numbers, PLAN: tl.c
             value = end.to(tl.float32)
         if PLAN.split and PLAN.stages[k].kind == "running":
             carry = folded[k][0].to(tl.float64)
+        if PLAN.stages[k].kind == "nearby":
+            behind = tl.full([], 0.0, tl.float64)
+            if PLAN.split:
+                carry, behind = other_parts(PLAN.stages[k], parts_ptr, stride, counts, there, entry % parts, numbers[k])
+            after(PLAN.stages[k], fields, buffers, row, behind, entry, numbers[k], PLAN, BLOCK)
         values = values + (value,)
         carries = carries + (carry,)
-    return count, count_before, values, carries, runs, turns_before
+    mean_advantage = advantages.to(tl.float32) / tl.maximum(count, 1.0)
+    return count, count_before, mean_advantage, values, carries, runs, turns_before
 
 
 @triton.jit
@@ -464,7 +576,7 @@ def correction(
     entries = rows * parts
     row = read_row(fields, width, entry // parts, entry % parts, part_length, PLAN)
     numbers = read_numbers(numbers, PLAN)
-    count, valid_before, of_rows, carries, runs, turns_before = rest_of_row(
+    count, valid_before, mean_advantage, of_rows, carries, runs, turns_before = rest_of_row(
         fields, buffers, row, entry, entries, parts, numbers, PLAN, BLOCK
     )
     if PLAN.has_turns:
@@ -483,16 +595,20 @@ def correction(
         metered = metered + (metrics.mismatch_start(BLOCK),)
     for first in range(row.begin, row.end, BLOCK):
         block = read_block(fields, row, first + tl.arange(0, BLOCK), row.end, PLAN)
-        position = 0.0
+        zeros = tl.zeros([BLOCK], tl.float32)
+        position = zeros
         if PLAN.asks_position:
             ones = tl.where(block.mask, 1.0, 0.0)
             position = valid_before + tl.cumsum(ones, 0)
             valid_before += tl.sum(ones, 0)
+        context = (position, zeros + count, zeros + mean_advantage)
         place = row.start + block.index
         if PLAN.has_turns:
             found = find_runs(fields, row, block, runs, turns_before)
             runs = found[4]
             place = row.start + row.begin + found[3]
+
+        block_place = place_of_blocks(row, entry) + (first - row.begin) // BLOCK
 
         # The stages.
         weight = block.weight
@@ -502,9 +618,21 @@ def correction(
         truncated = block.index < 0
         vetoed = block.index < 0
         for k in tl.static_range(len(PLAN.stages)):
-            value, carry = carried(PLAN.stages[k], block, position, of_rows[k], carries[k], buffers, place, numbers[k])
+            value, carry = carried(
+                PLAN.stages[k],
+                fields,
+                row,
+                block,
+                context,
+                of_rows[k],
+                carries[k],
+                buffers,
+                place,
+                block_place,
+                numbers[k],
+            )
             carries = put(carries, k, carry)
-            inputs = inputs_of(PLAN.stages[k], block, position, value)
+            inputs = inputs_of(PLAN.stages[k], block, context, value)
             if PLAN.stages[k].counts_as == "ratio":
                 log_ratio, slope = call(PLAN.stages[k].rule, inputs, PLAN.stages[k], numbers[k])
                 log_ratio = ops.clamp(log_ratio, -LOG_LIMIT, PLAN.gate.limit)
@@ -521,7 +649,7 @@ def correction(
         # The gate: its ``value`` is the log-ratio as a constant, its ``logp`` that of the policy being trained.
         if PLAN.detached:
             slope = tl.zeros([BLOCK], tl.float32) + 1.0
-        seen = inputs_of(PLAN.gate, block, position, log_ratio)
+        seen = inputs_of(PLAN.gate, block, context, log_ratio)
         inputs = (log_ratio, seen[1], log_ratio, block.policies[0]) + seen[4:]
         surrogate, derivative = call(PLAN.gate.rule, inputs, PLAN.gate, numbers[len(PLAN.stages)])
         derivative = derivative * slope

@@ -20,18 +20,20 @@ from triton.errors import TritonError
 from offcorr.batch import Batch
 from offcorr.kernels import composition as composing
 from offcorr.kernels import correction as kernels
-from offcorr.kernels import metrics
+from offcorr.kernels import metrics, spans
 from offcorr.kernels.composition import Composition, composition
 from offcorr.kernels.dispatch import Fused
 from offcorr.kernels.rebind import NotFused
 from offcorr.metrics import LOSS, MISMATCH, Histogram, Mean, Metric
+from offcorr.stages import reference
 from offcorr.stages.aggregate import AGGREGATIONS, row_constant
-from offcorr.stages.base import Plan
+from offcorr.stages.base import Plan, Spec
 
 BLOCK, WARPS = 512, 4
 """Tokens a program looks at together (fewer where the rows are shorter), and the warps that do."""
-REGISTERS, CROWDED = 168, 4
-"""Registers per thread; without a limit ptxas spills.  All 255 with turns, running spans, split rows, many stages."""
+REGISTERS, CROWDED, MANY = 168, 4, 3
+"""Registers per thread; without a limit ptxas spills.  All 255 with turns, running spans, split rows, more than CROWDED
+stages, or a gate of more than MANY inputs."""
 FILL, PART = 512, 4096
 """Rows of more than two parts are split, a part is PART tokens or more, until there are FILL programs."""
 ALONE = 256
@@ -167,8 +169,9 @@ class Launch:
     def options(self) -> dict[str, int]:
         """For the compiler."""
         composed = self.composition
-        carries = any(stage.kind in ("turn", "running") for stage in composed.stages)
-        crowded = composed.split or carries or len(composed.stages) > CROWDED
+        carries = any(stage.kind in ("turn", "running", "nearby") for stage in composed.stages)
+        gate = composed.gate.rule
+        crowded = composed.split or carries or len(composed.stages) > CROWDED or len(gate.before + gate.after) > MANY
         registers = 255 if crowded else REGISTERS
         return {"num_warps": WARPS} | ({} if torch.version.hip else {"maxnreg": registers})  # ROCm has no such option
 
@@ -192,6 +195,7 @@ class Launch:
             floats(tokens) if joins else None,
             tuple([floats(tokens) for _ in turns]) if joins else None,
             tuple([floats(tokens) for _ in turns]),
+            tuple([floats(tokens // 16 + entries + 1, dtype=torch.float64) for _ in range(composed.nearby)]),
         )
 
     def arguments(self, buffers: kernels.Buffers) -> tuple[Any, ...]:
@@ -205,10 +209,12 @@ class Launch:
             _plain(batch.advantages),
             _plain(batch.weight),
             _plain(batch.rewards) if self.composition.asks_reward else None,
+            _plain(batch.entropy) if self.composition.asks_entropy else None,
             _plain(mask).view(torch.uint8),
             _plain(batch.turn_ids) if self.composition.turns else None,
             _plain(batch.cu_seqlens),
             z if isinstance(z, Tensor) else None,
+            tuple([_plain(batch.repack(reference.carried(spec, batch.tokens))) for spec in self.by_torch]),
         )
         return (
             fields,
@@ -221,6 +227,12 @@ class Launch:
             self.part_length,
             self.group,
         )
+
+    @property
+    def by_torch(self) -> list[Spec]:
+        """The stages whose span torch computes before the launch."""
+        specs = composing.specs_of(self.plan)
+        return [spec for spec, stage in zip(specs, self.composition.stages, strict=False) if stage.kind == spans.TORCH]
 
     @property
     def row_weight(self) -> float:

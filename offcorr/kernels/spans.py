@@ -1,8 +1,9 @@
 """The spans of ``offcorr.spans`` for Triton: a row is read block by block, and what a span carries goes along.
 
 Each torch function of a span has a Triton twin in ``TWINS``, as data: a ``Reduction`` over the row, a ``Running`` span,
-``TOKEN`` or ``TURN``.  ``register`` adds the twin of a span of one's own.  Every function of a twin takes the stage's
-parameters ``p`` last.  ``x``, the measure, is 0 under the mask.
+``TOKEN``, ``TURN``, ``NEARBY``, or ``TORCH`` where the torch function itself runs before the launch.  ``register``
+adds the twin of a span of one's own.  Every function of a twin takes the stage's parameters ``p`` last.  ``x``, the
+measure, is 0 under the mask.
 """
 
 from __future__ import annotations
@@ -181,24 +182,30 @@ def _smaller(before, through, next_before, next_through):
 
 
 @triton.jit
-def _minimum_before(x, mask, carry):
-    """Smallest of the valid tokens before each one, 0 for the first; the carry is the smallest of the row so far."""
+def min_before(x, mask, position, carry, p):
+    """The carry is the smallest of the row so far."""
     seen = tl.where(mask, x, float("inf"))
     carry = carry.to(tl.float32)
     before, _ = tl.associative_scan((tl.zeros_like(x) + float("inf"), seen), 0, _smaller)
-    before = tl.minimum(before, carry)
-    return tl.where(before == float("inf"), 0.0, before), tl.minimum(carry, tl.min(seen, 0))
+    return tl.minimum(before, carry), tl.minimum(carry, tl.min(seen, 0))
+
+
+@triton.jit
+def _minimum_before(x, mask, position, carry, p):
+    """As ``min_before``, with 0 for the first token."""
+    before, carry = min_before(x, mask, position, carry, p)
+    return tl.where(before == float("inf"), 0.0, before), carry
 
 
 @triton.jit
 def min_prefix(x, mask, position, carry, p):
-    before, carry = _minimum_before(x, mask, carry)
+    before, carry = _minimum_before(x, mask, position, carry, p)
     return before + x, carry
 
 
 @triton.jit
 def bounded_min_prefix(x, mask, position, carry, p):
-    before, carry = _minimum_before(x, mask, carry)
+    before, carry = _minimum_before(x, mask, position, carry, p)
     return tl.minimum(before, 0.0) + x, carry
 
 
@@ -264,16 +271,61 @@ def turn_means(
         tl.store(means_ptr + own, total / tl.maximum(count, 1.0), mask=first + lanes < runs)
 
 
+# -- sums that decay on both sides -----------------------------------------------------------------------------
+# A token n valid tokens away counts lam^n.  A block needs, at its edges, the decayed sums of the tokens before it and
+# behind it: the first is carried along, the second stored for each block by a pass from the row's end
+# (``correction.after``).
+
+
+@triton.jit
+def power(lam, n):
+    """lam^n in float64, 0^0 = 1."""
+    lam = tl.zeros_like(n).to(tl.float64) + lam
+    return tl.where(n == 0, 1.0, tl.where(lam > 0, tl.exp(n * tl.log(tl.maximum(lam, 1e-300))), 0.0))
+
+
+@triton.jit
+def at_edges(x, mask, lam):
+    """(number of valid tokens, their decayed sum at the last of them, at the first)."""
+    ones = tl.where(mask, 1.0, 0.0)
+    count = tl.sum(ones, 0)
+    position = tl.cumsum(ones, 0)
+    x = x.to(tl.float64)
+    return count, tl.sum(x * power(lam, count - position), 0), tl.sum(x * power(lam, tl.maximum(position - 1, 0.0)), 0)
+
+
+@triton.jit
+def _decayed(factor, total, next_factor, next_total):
+    """(product of the factors, decayed sum at the end) of two stretches, joined."""
+    return factor * next_factor, total * next_factor + next_total
+
+
+@triton.jit
+def nearby(x, mask, before, after, lam):
+    """Values, and the decayed sum at the last token; ``before`` and ``after`` are those at the nearest tokens."""
+    x = x.to(tl.float64)
+    factor = tl.where(mask, lam, 1.0).to(tl.float64)
+    passed, earlier = tl.associative_scan((factor, x), 0, _decayed)
+    earlier += passed * before
+    passed, later = tl.associative_scan((factor, x), 0, _decayed, reverse=True)
+    later += passed * after
+    last = tl.arange(0, x.shape[0]) == x.shape[0] - 1
+    return (earlier + later - x).to(tl.float32), tl.sum(tl.where(last, earlier, 0.0), 0)
+
+
 # -- by name -------------------------------------------------------------------------------------------------
 
-TOKEN, TURN = "token", "turn"
-"""The twins that are no functions: the measure itself, and the mean over the turn (``run_totals``, ``turn_means``)."""
+TOKEN, TURN, NEARBY, TORCH = "token", "turn", "nearby", "torch"
+"""The twins that are no functions: the measure itself, the mean over the turn (``run_totals``, ``turn_means``), the
+sum that decays on both sides (``at_edges``, ``nearby``), and values that torch computes before the launch, for a span
+that no pass over a row can give, such as a quantile of it."""
 
 _INFINITY = float("inf")
 
 _BUILT_IN: dict[str, Reduction | Running | str] = {
     "token": TOKEN,
     "turn": TURN,
+    "nearby": NEARBY,
     "sequence": Reduction((0.0,), total_step, total_fold, total, wide=True),
     "geometric": Reduction((0.0,), total_step, total_fold, mean, wide=True),
     "sequence_max": Reduction((-_INFINITY,), largest_step, largest_fold, extreme),
@@ -281,8 +333,10 @@ _BUILT_IN: dict[str, Reduction | Running | str] = {
     "log_mean_exp": Reduction((0.0, 0.0, 0.0), log_mean_exp_step, log_mean_exp_fold, log_mean_exp),
     "prefix": Running(prefix, carry="sequence", needs_position=False),
     "prefix_geometric": Running(prefix_geometric, carry="sequence"),
+    "min_before": Running(min_before, _INFINITY, "sequence_min", needs_position=False),
     "min_prefix": Running(min_prefix, _INFINITY, "sequence_min", needs_position=False),
     "bounded_min_prefix": Running(bounded_min_prefix, _INFINITY, "sequence_min", needs_position=False),
+    "budget_margin": TORCH,
 }
 
 TWINS = {SPANS[name]: twin for name, twin in _BUILT_IN.items()}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,13 +30,20 @@ __all__ = [
     "find",
     "from_config",
     "get",
+    "illustration",
     "register",
     "resolve",
     "unregister",
 ]
 
-_SLOTS = {"ratio": "ratio", "gate": "gate", "weight": "weight", "reject": "rejection"}
-_COMMON = ("aggregate", "max_length", "weight", "reject", "count_rejected", "strict")
+_SLOTS = {
+    "ratio": "ratio",
+    "gate": "gate",
+    "weight": "weight",
+    "reject": "rejection",
+    "advantages": "advantages",
+}
+_COMMON = ("aggregate", "max_length", "weight", "reject", "advantages", "count_rejected", "strict")
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class Method:
         on_policy: whether its gradient equals that of REINFORCE when the three policies agree.
         schedules: options that a trainer changes during training unless they are given, as
             {"start": ..., "end": ...}.
+        example: values of the options that have no default, because no source gives them. They are an illustration,
+            for tables and for checks that run every method; neither a default nor a recommendation.
     """
 
     name: str
@@ -62,11 +73,19 @@ class Method:
     notes: str = ""
     on_policy: bool = True
     schedules: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    example: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
         """The method's own options, with their defaults."""
         return dict(inspect.signature(self.build).parameters)
+
+    @property
+    def required(self) -> list[str]:
+        """The options that have no default."""
+        any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        options = self.options.items()
+        return [name for name, option in options if option.default is option.empty and option.kind not in any_number]
 
     def __call__(self, **options: Any) -> Correction:
         """Returns the correction with the given options."""
@@ -74,6 +93,10 @@ class Method:
         for name in options:
             if name not in known:
                 raise ValueError(f"{self.name} has no option {name!r}{nearest(name, known, '.')} It has {known}")
+        if missing := [name for name in self.required if name not in options]:
+            values = ", ".join(f"{name}={self.example[name]!r}" for name in missing if name in self.example)
+            shown = f", for instance {values} (an illustration, no recommendation)" if values else ""
+            raise ValueError(f"{self.name} requires {' and '.join(missing)}, without a default: pass a value{shown}")
         for name, kind in _SLOTS.items():
             if name in options:
                 options[name] = stage_from_config(kind, options[name])
@@ -110,10 +133,11 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
     """Decorator that registers a function (or class) from keyword options to a Correction as the method ``name``.
 
     The other arguments are the fields of ``Method``: aliases, multiplier, paper, provenance, notes, on_policy,
-    schedules.
+    schedules, example.
 
     Raises:
-        ValueError: another method has this name or alias.
+        ValueError: another method has this name or alias, or ``example`` names other options than those that have no
+            default.
 
     >>> import offcorr
     >>> @offcorr.register("half_ppo", multiplier="as ppo, with half the clip range")
@@ -126,6 +150,11 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
 
     def decorate(build: Any) -> Any:
         method = Method(name, build, **about)
+        if method.example.keys() != set(method.required):
+            raise ValueError(
+                f"example of {name!r} gives {sorted(method.example)}, expected a value for each option without a "
+                f"default: {method.required}"
+            )
         for word in (name, *method.aliases):
             known = _METHODS.get(word)
             if known is not None and _source(known.build) != _source(build):
@@ -197,6 +226,19 @@ def get(spec: str, **options: Any) -> Correction:
     """
     name, given = split_spec(spec)
     return _method(name)(**_joined(spec, given, options))
+
+
+def illustration(spec: str, **options: Any) -> Correction:
+    """As ``get``, with the values of ``Method.example`` for options that have no default and are not given.
+
+    For tables, and for checks that run every method; a training run gives its own values.
+
+    >>> illustration("ppo") == get("ppo")
+    True
+    """
+    name, given = split_spec(spec)
+    method = _method(name)
+    return method(**{**method.example, **_joined(spec, given, options)})
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -303,10 +345,18 @@ def _load_symbol(path: str, symbol: str) -> Any:
 
 @functools.cache
 def _load_file(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"offcorr_user_{file.stem}", file)
+    name = f"offcorr_user_{file.stem}"
+    if name in sys.modules:  # another file of that name
+        name += f"_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

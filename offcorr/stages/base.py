@@ -75,7 +75,7 @@ class Stage:
     PARTS: ClassVar[Mapping[str, int]] = {}
 
     prepare: Callable[[Batch], Batch] | None = None
-    """For what a controller resolves to: replaces fields of the batch (rewards, weight) before the pipeline runs."""
+    """Replaces fields of the batch (rewards, weight, advantages) before the pipeline runs."""
 
     def __init_subclass__(cls, kind: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -244,8 +244,8 @@ def plain(value: Any) -> Any:
 class Controller(Stage, kind="controller"):
     """A stage whose numbers depend on the whole optimizer batch.
 
-    ``becomes`` is the kind of the stage that it resolves to: "gate", "weight" or "rejection".  ``couples`` names the
-    sequences that share statistics: the whole "batch", or the samples of one prompt ("group").
+    ``becomes`` is the kind of the stage that it resolves to: "gate", "weight", "rejection" or "advantages".
+    ``couples`` names the sequences that share statistics: the whole "batch", or the samples of one prompt ("group").
     """
 
     becomes: ClassVar[str]
@@ -298,7 +298,8 @@ class Plan(NamedTuple):
     def of(cls, correction: Any, engine_known: bool) -> Plan:
         """The plan of a correction without controllers, for batches with or without ``rollout_logp``."""
         stages = correction.stages
-        specs = {place: spec_of(stage, engine_known) for place, stage in stages.items() if place != "gate"}
+        others = {place: stage for place, stage in stages.items() if place not in ("gate", "advantages")}
+        specs = {place: spec_of(stage, engine_known) for place, stage in others.items()}
         ratio, gate = specs.pop("ratio", None), correction.gate
         return cls(
             correction.method,

@@ -46,29 +46,44 @@ def warn_once(message: str) -> None:
 
 
 def check_number(
-    owner: Any, field: str, *, low: float = -math.inf, above: bool = False, optional: bool = False
+    owner: Any,
+    field: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: bool = False,
+    optional: bool = False,
 ) -> None:
-    """``owner.field`` is a finite number >= ``low`` (> ``low`` with ``above``); None passes if ``optional``.
+    """``owner.field`` is a finite number from ``low`` (above ``low`` with ``above``) to ``high``, or ``optional`` None.
 
     The value of a 0-dim tensor is not looked at, since reading it would synchronise with the device.
     """
-    check_value(type(owner).__name__, field, getattr(owner, field), low=low, above=above, optional=optional)
+    check_value(type(owner).__name__, field, getattr(owner, field), low=low, high=high, above=above, optional=optional)
 
 
 def check_value(
-    owner: str, field: str, value: Any, *, low: float = -math.inf, above: bool = False, optional: bool = False
+    owner: str,
+    field: str,
+    value: Any,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: bool = False,
+    optional: bool = False,
 ) -> None:
     """As ``check_number``, of a value that is no field."""
     if optional and value is None:
         return
     wanted = "a finite number" + ("" if low == -math.inf else f" {'>' if above else '>='} {low:g}")
+    if high < math.inf:
+        wanted += f" and <= {high:g}"
     wanted += " or None" if optional else ""
     if isinstance(value, Tensor):
         if value.ndim:
             raise ValueError(f"{owner}: {field} has shape {tuple(value.shape)}, expected {wanted}, or a 0-dim tensor")
         return
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < low or (above and value == low):
+    if not number or not low <= value <= high or (above and value == low):
         raise ValueError(f"{owner}: {field} is {value!r}, expected {wanted}")
 
 

@@ -50,18 +50,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from offcorr.batch import Tokens
+from offcorr.batch import LOG_LIMIT, Tokens
 from offcorr.shapes import Mismatch
 from offcorr.stages.base import Controller, Number
-from offcorr.stages.checks import check_mismatch, check_number, check_order
+from offcorr.stages.checks import check_choice, check_mismatch, check_number, check_order
 from offcorr.stages.gates import Clip
-from offcorr.stages.rejections import K2
+from offcorr.stages.rejections import SquareBound, outward
 
-__all__ = ["BalancedClip", "Controller", "MomentBudget"]
+__all__ = ["BalancedClip", "Controller", "MomentBudget", "MomentClip"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,17 +168,29 @@ def _steps(start: float, stop: float, step: float) -> list[float]:
 
 
 @dataclass(frozen=True, eq=False)
-class SquaredLogRatios:
-    """Every token's log^2 ratio; merges by joining, since an exact sort over the global batch needs them all.
+class Joined:
+    """A number of every token; merges by joining, since an exact sort over the global batch needs them all.
 
-    Masked tokens are kept, as infinity, because leaving them out would need their number on the host.
+    Tokens that do not take part are kept, as infinity, because leaving them out would need their number on the host.
     """
 
     values: Tensor  # [B T]
 
-    def merge(self, other: SquaredLogRatios) -> SquaredLogRatios:
+    @classmethod
+    def of(cls, values: Tensor, takes_part: Tensor) -> Joined:
+        """The values of a batch, [B, T], with those that do not take part at infinity."""
+        return cls(torch.where(takes_part, values, math.inf).flatten())
+
+    def merge(self, other: Joined) -> Joined:
         """Both batches."""
-        return SquaredLogRatios(torch.cat([self.values, other.values]))
+        return Joined(torch.cat([self.values, other.values]))
+
+
+def outward_squares(tokens: Tokens, mismatch: Mismatch) -> Joined:
+    """The unclamped log^2 ratio of the tokens that moved in the direction that the advantage pushes."""
+    # Unscored tokens take part with engine ratio 1, since the resolved stage judges them like that, too.
+    d = tokens.log_ratio(mismatch).raw
+    return Joined.of(d.square(), tokens.trainable & outward(d, tokens.advantages))
 
 
 @dataclass(frozen=True)
@@ -185,36 +198,108 @@ class MomentBudget(Controller):
     """Drop the tokens with the largest log^2 ratio until the mean over what is left is <= ``tau`` (M2PO, 2510.01161).
 
     One threshold for the global batch, by an exact sort; tokens at the threshold are kept.  Statistics are 4 bytes a
-    position (8 in float64), masked or not.
+    position (8 in float64), masked or not.  The log-ratios are not clamped.
 
     Args:
         tau: nats^2.
+        tokens: "outward": the mean is over the tokens that moved in the direction that the advantage pushes
+            (A * log ratio > 0), and the others are always kept; "all": every token counts and may be dropped.
+        mismatch: the pair of policies that is compared.
     """
 
     tau: float = 0.04
+    tokens: Literal["outward", "all"] = "outward"
     mismatch: Mismatch = "staleness"
 
     becomes, couples = "rejection", "batch"
 
     def __post_init__(self) -> None:
         check_number(self, "tau", low=0)
+        check_choice(self, "tokens", ("outward", "all"))
         check_mismatch(self)
 
-    def statistics(self, tokens: Tokens) -> SquaredLogRatios:
-        # Unscored tokens take part with engine ratio 1, since the resolved bound judges them like that, too.
-        squares = tokens.log_ratio(self.mismatch).clamped.square()
-        return SquaredLogRatios(torch.where(tokens.trainable, squares, math.inf).flatten())
+    @property
+    def inputs(self) -> frozenset[str]:
+        """The advantage, where its sign decides: then no baseline of least variance exists."""
+        return frozenset({"advantage"} if self.tokens == "outward" else ())
 
-    def resolve(self, statistics: SquaredLogRatios) -> K2:
-        """The rejection with the threshold known: log^2(ratio) / 2 <= bound, a 0-dim tensor."""
+    def statistics(self, tokens: Tokens) -> Joined:
+        if self.tokens == "outward":
+            return outward_squares(tokens, self.mismatch)
+        return Joined.of(tokens.log_ratio(self.mismatch).raw.square(), tokens.trainable)
+
+    def resolve(self, statistics: Joined) -> SquareBound:
+        """The rejection with the threshold known: log^2(ratio) <= bound, a 0-dim tensor."""
         squares = statistics.values.sort().values
-        count = torch.arange(1, len(squares) + 1, device=squares.device)
+        count = torch.arange(1, len(squares) + 1, dtype=torch.float64, device=squares.device)
         fits = squares.cumsum(0, dtype=torch.float64) <= self.tau * count
         # Where not even the smallest fits, every square is above 0, and a threshold of 0 keeps none.
         kept = torch.where(fits, squares, 0)
-        largest = kept.amax() if len(kept) else kept.sum()
-        return K2(largest / 2, level="token", mismatch=self.mismatch)
+        return SquareBound(kept.amax() if len(kept) else kept.sum(), self.tokens, self.mismatch)
 
-    def logged(self, resolved: K2) -> dict[str, Number]:
-        """The largest squared log-ratio that is kept."""
-        return {"squared_log_ratio": 2 * resolved.bound}
+    def logged(self, resolved: SquareBound) -> dict[str, Number]:
+        """The largest squared log-ratio that is kept, of the tokens that may be dropped."""
+        return {"squared_log_ratio": resolved.bound}
+
+
+@dataclass(frozen=True)
+class MomentClip(Controller):
+    """PPO's clip at the bounds that cap the second moment of the log-ratio at ``tau`` (M2PO's released code).
+
+    Over the outward tokens of the global batch (A * log ratio > 0), u solves mean(min(log^2 ratio, u)) = tau, and the
+    bounds on the ratio are exp(-sqrt u) and exp(sqrt u).  Where the mean of log^2 ratio is at most tau nothing is
+    clipped.  Statistics as in ``MomentBudget``.
+
+    Args:
+        tau: nats^2.
+        floor_low, floor_high: distances from 1 that are never clipped: the bounds are at most 1 - floor_low and at
+            least 1 + floor_high; None: no floor.
+        mismatch: the pair of policies that is compared; the ratio's.
+    """
+
+    tau: float = 0.04
+    floor_low: float | None = None
+    floor_high: float | None = None
+    mismatch: Mismatch = "staleness"
+
+    becomes, couples = "gate", "batch"
+
+    def __post_init__(self) -> None:
+        check_number(self, "tau", low=0)
+        check_number(self, "floor_low", low=0, optional=True)
+        check_number(self, "floor_high", low=0, optional=True)
+        check_mismatch(self)
+
+    def statistics(self, tokens: Tokens) -> Joined:
+        return outward_squares(tokens, self.mismatch)
+
+    def resolve(self, statistics: Joined) -> Clip:
+        """The clip with these bounds, both 0-dim tensors."""
+        squares = statistics.values.sort().values.double()
+        takes_part = squares.isfinite()
+        squares = torch.where(takes_part, squares, 0)
+        before = squares.cumsum(0) - squares
+        count = takes_part.sum(dtype=torch.float64)
+        left = (count - torch.arange(len(squares), device=squares.device)).clamp(min=1)
+        budget = self.tau * count
+        # With u at the k-th square the sum is before + left * square; the first that reaches the budget is capped, and
+        # a later one would ask for a smaller u.
+        reaches = takes_part & (before + left * squares >= budget)
+        caps = torch.where(reaches, (budget - before) / left, 0)
+        cap = caps.amax() if len(caps) else caps.sum()
+        moderate = squares.sum() <= budget
+        width = torch.where(moderate, UNREACHED, cap.sqrt())
+        low, high = (-width).exp(), width.exp()
+        if self.floor_low is not None:
+            low = low.clamp(max=1 - self.floor_low)
+        if self.floor_high is not None:
+            high = high.clamp(min=1 + self.floor_high)
+        return Clip(1 - low, high - 1)
+
+    def logged(self, resolved: Clip) -> dict[str, Number]:
+        """The bounds on the ratio."""
+        return {"c_low": 1 - resolved.eps_low, "c_high": 1 + resolved.eps_high}
+
+
+UNREACHED = 2 * LOG_LIMIT
+"""Nats; no log-ratio is as large after its clamp."""

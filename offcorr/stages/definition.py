@@ -22,7 +22,10 @@ INPUTS = {
     "anchor_logp": "log-prob under the second policy of the pair",
     "advantage": "advantage of the token",
     "position": "1-based count of valid tokens",
+    "length": "number of valid tokens of the sequence",
+    "mean_advantage": "mean of the advantage over the sequence's valid tokens",
     "reward": "reward of the sequence",
+    "entropy": "``Batch.entropy`` of the token (nats)",
 }
 """The inputs of a pointwise function, chosen by the names of its arguments; ``p`` is the stage's ``params``."""
 
@@ -128,7 +131,7 @@ def checked_params(stage: Any) -> tuple[Any, ...]:
     return params
 
 
-_BECOMES = ["gate", "weight", "rejection"]
+_BECOMES = ["gate", "weight", "rejection", "advantages"]
 _SIGNATURES = {"statistics": "statistics(self, tokens)", "resolve": "resolve(self, statistics)"}
 
 

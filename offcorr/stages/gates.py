@@ -23,6 +23,7 @@ __all__ = [
     "DetachedClip",
     "DetachedRatio",
     "Gate",
+    "Overlap",
     "PositionClip",
     "ScoreFunction",
     "SoftClip",
@@ -46,8 +47,11 @@ class Gate(Stage, kind="gate"):
     """Upper limit of the log-ratio (nats) before ``exp``, straight-through."""
     uses_ratio: bool = True
     """Whether the surrogate depends on the ratio."""
-    scales_with_advantage: bool = True
-    """Whether advantage 0 means coefficient 0."""
+
+    @property
+    def scales_with_advantage(self) -> bool:
+        """Whether advantage 0 means coefficient 0."""
+        return True
 
 
 def score_function(logp: Any, advantage: Any) -> Any:
@@ -76,6 +80,22 @@ class DetachedRatio(Gate):
     detached = True
 
 
+def overlap(log_ratio: Any, logp: Any, advantage: Any) -> Any:
+    gradient = 2 * ops.sigmoid(log_ratio) * advantage
+    return gradient * logp, gradient
+
+
+@dataclass(frozen=True)
+class Overlap(Gate):
+    """sg(2 ratio / (1 + ratio)) A log pi: multiplier the harmonic mean of 1 and the ratio, at most 2.
+
+    It is the ratio of the policy to the even mixture of both policies.
+    """
+
+    surrogate = staticmethod(overlap)
+    detached = True
+
+
 def unclipped(log_ratio: Any, advantage: Any) -> Any:
     surrogate = ops.exp(log_ratio) * advantage
     return surrogate, surrogate
@@ -94,13 +114,17 @@ class ClipBounds(NamedTuple):
     dual: Number
 
 
-def clip(log_ratio: Any, advantage: Any, p: Any) -> Any:
-    ratio = ops.exp(log_ratio)
-    inside = ops.clamp(ratio, p.low, p.high)
+def clipped(ratio: Any, advantage: Any, low: Any, high: Any, dual: Any) -> Any:
+    """PPO's clipped surrogate, and its derivative in the log-ratio."""
+    inside = ops.clamp(ratio, low, high)
     surrogate = ops.minimum(ratio * advantage, inside * advantage)
-    surrogate = ops.where(advantage < 0, ops.maximum(surrogate, p.dual * advantage), surrogate)
-    blocked = ((advantage > 0) & (ratio > p.high)) | ((advantage < 0) & ((ratio < p.low) | (ratio > p.dual)))
+    surrogate = ops.where(advantage < 0, ops.maximum(surrogate, dual * advantage), surrogate)
+    blocked = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & ((ratio < low) | (ratio > dual)))
     return surrogate, ops.where(blocked, 0.0, ratio * advantage)
+
+
+def clip(log_ratio: Any, advantage: Any, p: Any) -> Any:
+    return clipped(ops.exp(log_ratio), advantage, p.low, p.high, p.dual)
 
 
 @dataclass(frozen=True)
@@ -213,22 +237,18 @@ def position_clip(log_ratio: Any, advantage: Any, position: Any, p: Any) -> Any:
     ratio = ops.exp(log_ratio)
     width = ops.exp(p.power * ops.log(ops.maximum(position, 1.0)))
     low, high, dual = ops.exp(-p.low * width), ops.exp(p.high * width), ops.exp(p.dual * width)
-    inside = ops.clamp(ratio, low, high)
-    surrogate = ops.minimum(ratio * advantage, inside * advantage)
-    surrogate = ops.where(advantage < 0, ops.maximum(surrogate, dual * advantage), surrogate)
-    blocked = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & ((ratio < low) | (ratio > dual)))
-    return surrogate, ops.where(blocked, 0.0, ratio * advantage)
+    return clipped(ratio, advantage, low, high, dual)
 
 
 @dataclass(frozen=True)
 class PositionClip(Gate):
-    """Clip whose log-bounds widen with position: [-log_low t^power, log_high t^power] (CTPO, 2605.07331).
+    """Clip whose log-bounds change with position: [-log_low t^power, log_high t^power] (CTPO, 2605.07331).
 
     t is the 1-based count of valid tokens.  The log-ratio is clamped to at most 10 nats before ``exp``.
 
     Args:
         log_low, log_high: nats at t = 1.
-        power: growth with t.
+        power: of t: above 0 the bounds widen with the position, below 0 they narrow.
         log_dual: for A < 0 the loss is at most -exp(log_dual t^power) A; None: ``log_high``.
     """
 
@@ -241,8 +261,9 @@ class PositionClip(Gate):
     log_limit = 10.0
 
     def __post_init__(self) -> None:
-        for field in ("log_low", "log_high", "power"):
+        for field in ("log_low", "log_high"):
             check_number(self, field, low=0)
+        check_number(self, "power")
         check_number(self, "log_dual", low=0, optional=True)
 
     @property

@@ -13,13 +13,14 @@ from typing import Any, ClassVar, NamedTuple
 
 from offcorr.shapes import Mismatch
 from offcorr.stages import ops
-from offcorr.stages.base import Pointwise, Stage, own
+from offcorr.stages.base import Number, Pointwise, Stage, own
 from offcorr.stages.checks import check_mismatch, check_number
 
 __all__ = [
     "ClippedGeometric",
     "Geometric",
     "MinPrefix",
+    "Nearby",
     "PowerMean",
     "Prefix",
     "PrefixGeometric",
@@ -112,6 +113,33 @@ class MinPrefix(Ratio):
     @property
     def span(self) -> str:
         return "bounded_min_prefix" if self.bounded else "min_prefix"
+
+
+class Decay(NamedTuple):
+    lam: Number
+
+
+@dataclass(frozen=True)
+class Nearby(Ratio):
+    """The product over the sequence of r_u^(lam^n), n the number of valid tokens from u to this one, on either side.
+
+    Args:
+        lam: between 0, the token's own ratio, and 1, the ratio of the sequence.
+        mismatch: the pair of policies; None: total where ``rollout_logp`` is given, else staleness.
+    """
+
+    lam: Number = 0.8
+    mismatch: Mismatch | None = field(default=None, kw_only=True)  # type: ignore[assignment]
+
+    span = "nearby"
+
+    def __post_init__(self) -> None:
+        check_number(self, "lam", low=0, high=1)
+        check_mismatch(self, optional=True)
+
+    @property
+    def params(self) -> Decay:
+        return Decay(self.lam)
 
 
 class Power(NamedTuple):

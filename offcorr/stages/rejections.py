@@ -19,7 +19,22 @@ from offcorr.stages import ops
 from offcorr.stages.base import Number, Pointwise, Stage, own
 from offcorr.stages.checks import check_choice, check_mismatch, check_number, check_order
 
-__all__ = ["BinaryKL", "DPPO", "Geometric", "K1", "K2", "K3", "OPSM", "Rejection", "VACO", "Veto"]
+__all__ = [
+    "BinaryKL",
+    "CPPO",
+    "DPPO",
+    "ESTR",
+    "Geometric",
+    "K1",
+    "K2",
+    "K3",
+    "OPSM",
+    "Rejection",
+    "SquareBound",
+    "SuffixVeto",
+    "VACO",
+    "Veto",
+]
 
 Level = Literal["token", "seq-sum", "seq-mean", "seq-max"]
 _SPAN_OF_LEVEL = {
@@ -266,8 +281,47 @@ class Veto(Rejection):
         return Threshold(_log(self.threshold))
 
 
+def positive_or_before(value: Any, advantage: Any, p: Any) -> Any:
+    return ops.zeros_like(value) + 1, (advantage >= 0) | (value >= p.bound)
+
+
+@dataclass(frozen=True)
+class SuffixVeto(Rejection):
+    """Drop the tokens with A < 0 that follow one whose unclamped ratio is below ``threshold`` (mu-GRPO, 2605.17570).
+
+    That token itself and everything before it are kept, and so is every token with A >= 0.
+
+    Args:
+        threshold: absolute bound on the ratio.
+        mismatch: the pair of policies that is compared.
+
+    >>> SuffixVeto(1e-4)
+    SuffixVeto(threshold=0.0001, mismatch='total')
+    """
+
+    threshold: Number = 1e-4
+    mismatch: Mismatch = "total"
+
+    span = "min_before"
+    measure = staticmethod(raw)
+    rule = staticmethod(positive_or_before)
+    counts_as = "vetoed"
+
+    def __post_init__(self) -> None:
+        check_number(self, "threshold", low=0, above=True)
+        check_mismatch(self)
+
+    @cached_property
+    def params(self) -> Threshold:
+        return Threshold(_log(self.threshold))
+
+
 def negative_and_far(value: Any, advantage: Any, p: Any) -> Any:
     return ops.zeros_like(value) + 1, (advantage >= 0) | (-value <= p.bound)
+
+
+def negative_on_average_and_far(value: Any, mean_advantage: Any, p: Any) -> Any:
+    return ops.zeros_like(value) + 1, (mean_advantage >= 0) | (-value <= p.bound)
 
 
 @dataclass(frozen=True)
@@ -276,18 +330,25 @@ class OPSM(Rejection):
 
     Args:
         delta: nats; unpublished, .5 is a guess in use.
+        level: what A is: "token", the token's own advantage; "sequence", the mean over the sequence, so that it is
+            kept or dropped as a whole. With one advantage per sequence both are the same.
         mismatch: the pair of policies; None: total where ``rollout_logp`` is given, else staleness.
     """
 
     delta: Number = 0.5
     mismatch: Mismatch | None = None
+    level: Literal["token", "sequence"] = "token"
 
     span = "geometric"
-    rule = staticmethod(negative_and_far)
 
     def __post_init__(self) -> None:
         check_number(self, "delta")
+        check_choice(self, "level", ("token", "sequence"))
         check_mismatch(self, optional=True)
+
+    @property
+    def rule(self) -> Pointwise:
+        return negative_and_far if self.level == "token" else negative_on_average_and_far
 
     @property
     def params(self) -> Threshold:
@@ -388,9 +449,13 @@ def distance_from_one(log_ratio: Any) -> Any:
     return ops.abs(ops.exp(log_ratio) - 1)
 
 
+def outward(log_ratio: Any, advantage: Any) -> Any:
+    """Tokens whose probability has moved in the direction that the advantage pushes."""
+    return ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
+
+
 def within_or_inward(value: Any, log_ratio: Any, advantage: Any, p: Any) -> Any:
-    outward = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
-    return ops.zeros_like(value) + 1, (value <= p.bound) | ~outward
+    return ops.zeros_like(value) + 1, (value <= p.bound) | ~outward(log_ratio, advantage)
 
 
 def probability_distance(logp: Any, anchor_logp: Any) -> Any:
@@ -432,6 +497,147 @@ class VACO(Rejection):
     @property
     def rule(self) -> Pointwise:
         return within_or_inward if self.increase_only else at_most
+
+    @property
+    def params(self) -> Threshold:
+        return Threshold(self.bound)
+
+
+class Budget(NamedTuple):
+    delta: Number
+    w_min: Number
+    budget_low: Number
+    budget_high: Number
+    quantile: Number
+
+
+def within_budget_or_inward(value: Any, log_ratio: Any, advantage: Any) -> Any:
+    return ops.zeros_like(value) + 1, (value >= 0) | ~outward(log_ratio, advantage)
+
+
+@dataclass(frozen=True)
+class CPPO(Rejection):
+    """Drop the outward tokens (A * log ratio > 0) that exceed what their sequence has left to drift (2606.10968).
+
+    The shift G_t is the distance of the token's two probabilities, and its weight w_t falls linearly from 1 at the
+    first valid token to ``w_min`` at the last.  A token is kept where w_t G_t <= C_t, with
+    C_t = min(delta, delta + sum over s < t of w_s (b - G_s)), which may be negative: every valid token before it has
+    spent its shift, dropped ones too.  b is the quantile of the sequence's own shifts, clamped to
+    [budget_low, budget_high].  On a GPU the thresholds are computed by torch (the quantile needs a sort of each row),
+    and the kernel does the rest.
+
+    Args:
+        delta: largest weighted shift of one token, a difference of probabilities.
+        w_min: weight of the last token, from 0 to 1.
+        budget_low, budget_high: bounds on the mean shift b that a sequence may spend per token.
+        quantile: from 0 to 1, linear between order statistics.
+        mismatch: the pair of policies that is compared.
+
+    >>> CPPO(budget_low=0.015, budget_high=0.015).delta  # a constant budget
+    0.2
+    """
+
+    delta: Number = 0.2
+    w_min: Number = 0.8
+    budget_low: Number = 0.02
+    budget_high: Number = 0.04
+    quantile: Number = 0.9
+    mismatch: Mismatch = "total"
+
+    span = "budget_margin"
+    measure = staticmethod(probability_distance)
+    rule = staticmethod(within_budget_or_inward)
+
+    def __post_init__(self) -> None:
+        for field in ("delta", "budget_low", "budget_high"):
+            check_number(self, field, low=0)
+        check_order(self, "budget_low", "budget_high")
+        for field in ("w_min", "quantile"):
+            check_number(self, field, low=0, high=1)
+        check_mismatch(self)
+
+    @property
+    def params(self) -> Budget:
+        return Budget(self.delta, self.w_min, self.budget_low, self.budget_high, self.quantile)
+
+
+class PerEntropy(NamedTuple):
+    tau: Number
+    floor: Number
+
+
+def square_within_entropy(value: Any, entropy: Any, p: Any) -> Any:
+    return ops.zeros_like(value) + 1, value * value <= p.tau * (entropy + p.floor)
+
+
+@dataclass(frozen=True)
+class ESTR(Rejection):
+    """Keep where log^2(ratio) <= tau (H + floor), with H the entropy of the token's distribution (2607.22186).
+
+    The ratio is not clamped.  The paper's H is the sampler's; ``Batch.entropy`` is the trainer's, an approximation
+    unless the caller puts the sampler's there.  A batch without it is refused, and a token whose entropy is NaN is
+    dropped.
+
+    Args:
+        tau: nats; no default, because no value has been published where it could be read.
+        floor: nats, so that a token without a choice may move at all.
+        mismatch: the pair of policies that is compared.
+
+    >>> ESTR(tau=0.1).floor
+    0.01
+    """
+
+    tau: Number
+    floor: Number = 0.01
+    mismatch: Mismatch = "total"
+
+    span = "token"
+    measure = staticmethod(raw)
+    rule = staticmethod(square_within_entropy)
+
+    def __post_init__(self) -> None:
+        check_number(self, "tau", low=0)
+        check_number(self, "floor", low=0)
+        check_mismatch(self)
+
+    @property
+    def params(self) -> PerEntropy:
+        return PerEntropy(self.tau, self.floor)
+
+
+def square_within(value: Any, p: Any) -> Any:
+    return ops.zeros_like(value) + 1, value * value <= p.bound
+
+
+def square_within_or_inward(value: Any, advantage: Any, p: Any) -> Any:
+    return ops.zeros_like(value) + 1, (value * value <= p.bound) | ~outward(value, advantage)
+
+
+@dataclass(frozen=True)
+class SquareBound(Rejection):
+    """Keep where log^2(ratio) <= bound, of a ratio that is not clamped (M2PO's mask with its threshold known).
+
+    Args:
+        bound: nats^2.
+        tokens: "outward" keeps every token with A * log ratio <= 0, too; "all" does not.
+        mismatch: the pair of policies that is compared.
+    """
+
+    bound: Number
+    tokens: Literal["outward", "all"] = "outward"
+    mismatch: Mismatch = "staleness"
+
+    span = "token"
+    measure = staticmethod(raw)
+
+    def __post_init__(self) -> None:
+        check_number(self, "bound", low=0)
+        check_choice(self, "tokens", ("outward", "all"))
+        check_mismatch(self)
+
+    @property
+    def rule(self) -> Pointwise:
+        return square_within_or_inward if self.tokens == "outward" else square_within
 
     @property
     def params(self) -> Threshold:

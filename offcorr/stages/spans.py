@@ -14,15 +14,19 @@ import torch
 from einops import repeat
 
 from offcorr.batch import Rows
-from offcorr.shapes import PerSequence, PerToken
+from offcorr.shapes import PerSequence, PerToken, TokenMask
+from offcorr.stages import ops
 from offcorr.stages.checks import one_of
 
 __all__ = [
     "SPANS",
     "bounded_min_prefix",
+    "budget_margin",
     "geometric",
     "log_mean_exp",
+    "min_before",
     "min_prefix",
+    "nearby",
     "prefix",
     "prefix_geometric",
     "register",
@@ -83,6 +87,14 @@ def prefix_geometric(x: PerToken, rows: Rows) -> PerToken:
     return _running_total(x) / rows.position.clamp(min=1)
 
 
+def min_before(x: PerToken, rows: Rows) -> PerToken:
+    """Smallest of the tokens before; infinity for the first."""
+    if not x.shape[1]:
+        return x
+    seen = torch.where(rows.mask, x, torch.inf).cummin(1).values
+    return torch.cat([torch.full_like(x[:, :1], torch.inf), seen[:, :-1]], 1)
+
+
 def min_prefix(x: PerToken, rows: Rows) -> PerToken:
     """Smallest of the tokens before (0 for the first), plus the token's own."""
     return _minimum_before(x, rows) + x
@@ -113,12 +125,55 @@ def log_mean_exp(x: PerToken, rows: Rows) -> PerToken:
     return largest + over_row(torch.log1p(below), rows)
 
 
+def nearby(x: PerToken, rows: Rows, p: Any) -> PerToken:
+    """Sum over the sequence, in which a token ``n`` valid tokens away, before or after, counts p.lam^n."""
+    before, after = _decayed(x, rows.mask, p.lam), _decayed(x.flip(1), rows.mask.flip(1), p.lam).flip(1)
+    return (before + after - x.double()).to(x.dtype)
+
+
+def _decayed(x: PerToken, mask: TokenMask, lam: Any) -> PerToken:
+    """s_t = x_t + lam s_(t-1) over valid tokens, in float64, by sums over stretches that double in length."""
+    total, factor = x.double(), torch.where(mask, torch.as_tensor(lam, dtype=torch.float64, device=x.device), 1)
+    width, length = 1, x.shape[1]
+    while width < length:
+        total = torch.cat([total[:, :width], total[:, width:] + factor[:, width:] * total[:, :-width]], 1)
+        factor = torch.cat([factor[:, :width], factor[:, width:] * factor[:, :-width]], 1)
+        width *= 2
+    return total
+
+
 def _minimum_before(x: PerToken, rows: Rows) -> PerToken:
-    if not x.shape[1]:
-        return x
-    seen = torch.where(rows.mask, x, torch.inf).cummin(1).values
-    before = torch.cat([torch.full_like(x[:, :1], torch.inf), seen[:, :-1]], 1)
+    before = min_before(x, rows)
     return torch.where(before.isinf(), 0, before)
+
+
+def budget_margin(x: PerToken, rows: Rows, p: Any) -> PerToken:
+    """CPPO's threshold less the token's weighted measure, C_t - w_t x_t: negative where the token exceeds it.
+
+    Over the T valid tokens of a sequence the weight w_t falls linearly from 1 to ``p.w_min``.  b is the sequence's
+    ``p.quantile``-quantile of x, clamped to [p.budget_low, p.budget_high], and
+    C_t = min(p.delta, p.delta + sum over s < t of w_s (b - x_s)).
+    """
+    passed = (rows.position - 1) / over_row((rows.count - 1).clamp(min=1), rows)  # from 0 to 1
+    weight = torch.where(rows.mask, 1 - (1 - p.w_min) * passed, 0)
+    budget = over_row(ops.clamp(_quantile(x, rows, p.quantile), p.budget_low, p.budget_high), rows)
+    spare = budget * _total_before(weight) - _total_before(weight * x)
+    return p.delta + spare.clamp(max=0) - weight * x
+
+
+def _quantile(x: PerToken, rows: Rows, q: Any) -> PerSequence:
+    """The ``q``-quantile of each row's valid tokens, linear between order statistics; 0 where there is none."""
+    if not x.shape[1]:
+        return x.new_zeros(len(x))
+    ordered = torch.where(rows.mask, x, torch.inf).sort(1).values
+    place = q * (rows.count.double() - 1).clamp(min=0)
+    below, above = ordered.gather(1, torch.stack([place.floor(), place.ceil()], 1).long()).unbind(1)
+    return torch.where(rows.count > 0, below + (above - below) * place.frac().to(x.dtype), 0)
+
+
+def _total_before(x: PerToken) -> PerToken:
+    """Running sum, the token not included."""
+    return _running_total(torch.nn.functional.pad(x, (1, -1))) if x.shape[1] else x
 
 
 PRODUCTS = ("sequence", "prefix")
@@ -181,10 +236,13 @@ for _span in (
     turn,
     prefix,
     prefix_geometric,
+    min_before,
     min_prefix,
     bounded_min_prefix,
     sequence_max,
     sequence_min,
     log_mean_exp,
+    nearby,
+    budget_margin,
 ):
     register(_span.__name__)(_span)

@@ -21,8 +21,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 TIMES_REFERENCE, ROUNDING = 4.0, 2e-6
 METHODS = [method.name for method in catalogue()]
-FLOATS = ("logp", "old_logp", "rollout_logp", "advantages", "rewards")
-PER_TOKEN = ("logp", "old_logp", "rollout_logp", "mask", "turn_ids")
+FLOATS = ("logp", "old_logp", "rollout_logp", "advantages", "rewards", "entropy")
+PER_TOKEN = ("logp", "old_logp", "rollout_logp", "entropy", "mask", "turn_ids")
 
 
 def padded(rows: int = 3, width: int = 65, seed: int = 0, spread: float = 0.3, **fields: Any) -> Batch:
@@ -36,8 +36,8 @@ def padded(rows: int = 3, width: int = 65, seed: int = 0, spread: float = 0.3, *
     mask[0, 0] = True
     mask[1:2] = False
     rollout_logp[-1, ::5] = math.nan
-    garbage = {"logp": math.nan, "old_logp": math.inf, "rollout_logp": -1e30}
-    known = {"logp": logp, "old_logp": old_logp, "rollout_logp": rollout_logp}
+    garbage = {"logp": math.nan, "old_logp": math.inf, "rollout_logp": -1e30, "entropy": math.nan}
+    known = {"logp": logp, "old_logp": old_logp, "rollout_logp": rollout_logp, "entropy": logp.abs()}
     known = {name: torch.where(mask, value, garbage[name]) for name, value in known.items()}
     per_sequence = {"advantages": normal(rows), "rewards": normal(rows).sign(), "group_ids": torch.arange(rows) % 2}
     return Batch(**({**known, "mask": mask, **per_sequence} | fields))

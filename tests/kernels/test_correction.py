@@ -22,9 +22,10 @@ from offcorr import Batch, gates, ops, ratios, rejections, weights
 from offcorr import ops as vocabulary
 from offcorr.kernels import dispatch, launch
 from offcorr.kernels import spans as twins
+from offcorr.methods.registry import illustration
 from offcorr.stages import spans
 from offcorr.stages.aggregate import AGGREGATIONS
-from tests.kernels.cases import INTERPRETED, METHODS, cast, packed, padded, prepared, run, within_budget
+from tests.kernels.cases import INTERPRETED, METHODS, PER_TOKEN, cast, packed, padded, prepared, run, within_budget
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 
@@ -43,7 +44,7 @@ def small_blocks_and_poisoned_buffers(monkeypatch):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_padded_and_packed(name):
-    loss_fn = offcorr.get(name).with_max_length(32)
+    loss_fn = illustration(name).with_max_length(32)
     batch = padded()
     within_budget(loss_fn, batch)
     within_budget(loss_fn, packed(batch, [1, 0, 63]))
@@ -62,6 +63,47 @@ def test_twice_the_same_bits(name):
 @pytest.mark.parametrize("name", ["dapo", "ctpo", "seq_tis", "turn_ppo"])
 def test_odd_sizes(name, width):
     within_budget(offcorr.get(name), padded(rows=2, width=width, seed=width))
+
+
+OTHER_FORMS = {
+    "ipo": {"threshold": 0.05, "kl_tau": 0.3},
+    "drpo": {"delta": 0.2, "divergence": "chi2"},
+    "pspo": {"alpha": 0.4},
+    "glm5": {"eps_low": 0.5, "eps_high": 1.5},
+    "pnpo": {"low": 0.97, "high": 1.03},
+    "geo_mis": {"low": 0.9, "high": 1.1},
+    "ctpo": {"level": "prefix_geometric", "power": -0.5, "log_low": 0.3},
+    "opsm": {"level": "sequence", "delta": 0.0},
+    "cppo": {"delta": 0.05, "w_min": 0.5, "budget_low": 0.005},
+    "p3o": {},
+    "mu_grpo": {"threshold": 0.8},
+    "sat": {"quantile": 0.5},
+    "sat?level=geometric": {"eps_low": 0.06, "eps_high": 0.06, "quantile": 0.5},
+    "estr": {"tau": 0.03, "floor": 0.1},
+    "m2po": {"mode": "clip", "tau": 0.01},
+}
+"""Methods with other options than their own; pnpo and opsm look at the length of a row and its mean advantage."""
+
+
+@pytest.mark.parametrize("width", [1, 65, 130])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", OTHER_FORMS)
+def test_other_forms_of_methods(name, split, width, request):
+    """Odd sizes, advantages of tokens, and rows that several programs share."""
+    if split:
+        request.getfixturevalue("split_rows")
+    loss_fn = illustration(name, **OTHER_FORMS[name])
+    batch = padded(rows=4, width=width, seed=width, spread=0.2)
+    draw = torch.Generator().manual_seed(width)
+    advantages = torch.where(batch.mask, torch.randn(batch.mask.shape, generator=draw), math.nan)
+    batch = dataclasses.replace(batch, advantages=advantages)
+    assert is_split(loss_fn, batch) == (split and width > 32)
+    out = within_budget(loss_fn, batch)
+    if width > 1:
+        assert out.coefficient.any()
+    within_budget(
+        loss_fn, packed(dataclasses.replace(batch, advantages=padded(rows=4).advantages), [width, 0, 1, width])
+    )
 
 
 @pytest.mark.parametrize("name", ["dapo", "minpro", "tis", "kimi"])
@@ -87,15 +129,35 @@ def test_more_rows_than_one_program_merges(monkeypatch):
 # -- spans ---------------------------------------------------------------------------------------------------
 
 
+class Lam(NamedTuple):
+    lam: float
+
+
+class Numbers(NamedTuple):
+    """The numbers of every span that has some."""
+
+    lam: float
+    delta: float = 0.2
+    w_min: float = 0.5
+    budget_low: float = 0.01
+    budget_high: float = 0.1
+    quantile: float = 0.9
+
+
 @dataclass(frozen=True)
 class _Spanned(ratios.Ratio):
-    """A ratio over any span."""
+    """A ratio over any span; some ask for numbers."""
 
     over: str = "token"
+    lam: float = 0.9
 
     @property
     def span(self) -> str:
         return self.over
+
+    @property
+    def params(self) -> Numbers:
+        return Numbers(self.lam)
 
 
 @pytest.mark.parametrize("span", spans.SPANS)
@@ -106,6 +168,24 @@ def test_every_span_over_many_blocks(span, monkeypatch):
 
 def test_the_same_spans_on_both_sides():
     assert twins.TWINS.keys() == set(spans.SPANS.values())
+
+
+def near_one(value: Any, p: Any) -> Any:
+    return ops.zeros_like(value) + 1, ops.abs(value) < 2
+
+
+@dataclass(frozen=True)
+class Close(rejections.Rejection):
+    """Keeps tokens around which little has moved."""
+
+    lam: float = 0.5
+
+    span = "nearby"
+    rule = staticmethod(near_one)
+
+    @property
+    def params(self) -> Lam:
+        return Lam(self.lam)
 
 
 # -- spans of a user's own -----------------------------------------------------------------------------------
@@ -231,6 +311,32 @@ def test_what_is_no_twin_is_refused():
         spans.unregister("own")
 
 
+# -- sums over nearby tokens ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("split", [False, True])
+def test_nearby_tokens_of_other_blocks_and_parts(lam, split, request, monkeypatch):
+    monkeypatch.setattr(launch, "BLOCK", 16)
+    if split:
+        request.getfixturevalue("split_rows")
+    batch = padded(rows=3, width=100, spread=0.1)
+    mask = batch.mask.clone()
+    mask[0, 15:50] = False  # a tool span over whole blocks and parts: the tokens around it are neighbours
+    mask[2, :40] = False
+    batch = dataclasses.replace(batch, mask=mask)
+    near = offcorr.get("near_overlap", lam=lam)
+    twice = offcorr.Correction(
+        ratios.Nearby(lam, mismatch="staleness"),
+        gates.Unclipped(),
+        aggregate="seq-mean-token-mean",
+        reject=(Close(0.5), rejections.Geometric(0.5, 2.0)),
+    )
+    for loss_fn, given in ((near, batch), (twice, packed(batch, [100, 0, 83]))):
+        assert is_split(loss_fn, given) == split
+        within_budget(loss_fn, given)
+
+
 # -- rows that several programs share ------------------------------------------------------------------------
 
 
@@ -247,7 +353,7 @@ def is_split(loss_fn: offcorr.Correction, batch: Batch) -> bool:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_on_split_rows(name, split_rows):
-    loss_fn = offcorr.get(name).with_max_length(32)
+    loss_fn = illustration(name).with_max_length(32)
     batch = padded(spread=0.1)
     assert is_split(loss_fn, batch)
     within_budget(loss_fn, batch)
@@ -396,7 +502,7 @@ def test_float64_runs_on_the_reference():
 def test_strided_and_expanded_fields():
     batch = padded(rows=3, width=40)
     advantages = batch.advantages[:, None].expand(-1, 20)
-    every_other = {name: getattr(batch, name)[:, ::2] for name in ("logp", "old_logp", "rollout_logp", "mask")}
+    every_other = {name: getattr(batch, name)[:, ::2] for name in PER_TOKEN if name != "turn_ids"}
     within_budget(offcorr.get("icepop"), dataclasses.replace(batch, **every_other, advantages=advantages))
 
 

@@ -6,16 +6,23 @@ import textwrap
 import pytest
 import torch
 
-import offcorr  # noqa: F401  (registers the stages)
+import offcorr
 from offcorr.kernels.rebind import for_triton
 from offcorr.stages.base import _FORMS, arguments
 from offcorr.stages.pointwise import held_back, nonnegative_kl
+
+offcorr.available()  # some stages stand in the file of the one method that uses them
 
 ARGUMENTS = {
     "K1": {"low": 0.9, "high": 1.2},
     "K2": {"bound": 0.1},
     "K3": {"bound": 0.1},
     "BinaryKL": {"bound": 0.1},
+    "EssCapped": {"share": 0.7},
+    "NarrowingClip": {"eps_low": 0.2, "eps_high": 0.2, "tail": 0.3, "power": 2.0},
+    "ESTR": {"tau": 0.1},
+    "NarrowingInterval": {"low": 0.9, "high": 1.1},
+    "SquareBound": {"bound": 0.1},
 }
 
 
@@ -64,7 +71,8 @@ def test_same_source_same_numbers(pointwise, params, tmp_path):
     draw = lambda scale: torch.randn(n, generator=generator) * scale  # noqa: E731
     inputs = {name: draw(0.4) for name in ("log_ratio", "raw_log_ratio", "value", "advantage", "reward")}
     inputs |= {"logp": -draw(1).abs() - 1e-3, "anchor_logp": -draw(1).abs() - 1e-3}
-    inputs["position"] = torch.arange(1, n + 1).float()
+    inputs |= {"entropy": draw(1).abs(), "mean_advantage": draw(0.4)}
+    inputs |= {"position": torch.arange(1, n + 1).float(), "length": torch.full((n,), float(n))}
 
     expected = pointwise(*[params if name == "p" else inputs[name] for name in arguments(pointwise)])
     expected = expected if isinstance(expected, tuple) else (expected,)

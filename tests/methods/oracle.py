@@ -3,7 +3,7 @@
 `evaluate` gives the loss and dL/dlogp of a named method, `evaluate_stages` of any combination of
 stages, in float64 Python loops (`oracle_stages.py`). A case is a dict of nested lists: `logp`,
 `old_logp`, `rollout_logp` (None: not given; None or NaN inside: unscored), `advantages` ([B] or
-[B][T]), `mask`, `rewards`, `group_ids`, `turn_ids`.
+[B][T]), `mask`, `rewards`, `group_ids`, `turn_ids`, `entropy`.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def clip_gate(o: SimpleNamespace) -> Stage:
 
 PPO = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
 TOKEN: Stage = ("Token", {})
+TOTAL: Stage = ("Token", {"mismatch": "total"})
 
 
 @method("reinforce")
@@ -111,6 +112,11 @@ def _token_is(o, batch):
 @method("prefix_is", "cumulative_is", cap=None)
 def _prefix_is(o, batch):
     return Composition(("DetachedClip", {"cap": o.cap}), ("Prefix", {}))
+
+
+@method("near_overlap", lam=0.8, mismatch=None)
+def _near_overlap(o, batch):
+    return Composition(("Overlap", {}), ("Nearby", {"lam": o.lam, "mismatch": o.mismatch}))
 
 
 @method("sequence_is", cap=None)
@@ -156,9 +162,9 @@ def _veto(o, batch):
     return Composition(clip_gate(o), TOKEN, [], [("Veto", {"threshold": o.threshold})])
 
 
-@method("opsm", delta=0.5, **PPO)
+@method("opsm", delta=0.5, level="token", **PPO)
 def _opsm(o, batch):
-    return Composition(clip_gate(o), TOKEN, [], [("OPSM", {"delta": o.delta})])
+    return Composition(clip_gate(o), TOKEN, [], [("OPSM", {"delta": o.delta, "level": o.level})])
 
 
 @method("binary_kl", bound=0.05, **PPO)
@@ -209,9 +215,9 @@ def _minpro(o, batch):
     return Composition(("DetachedClip", limits), ("MinPrefix", {"bounded": o.bounded}))
 
 
-@method("ctpo", log_low=0.025, log_high=0.05, power=0.5, log_dual=None)
+@method("ctpo", log_low=0.025, log_high=0.05, power=0.5, log_dual=None, level="prefix")
 def _ctpo(o, batch):
-    return Composition(("PositionClip", vars(o)), ("Prefix", {}))
+    return Composition(("PositionClip", vars(o)), ("Prefix" if o.level == "prefix" else "PrefixGeometric", {}))
 
 
 @method("turn_ppo", **PPO)
@@ -234,6 +240,38 @@ def _dppo(o, batch):
 def _dppo_kl(o, batch):
     keep = {"divergence": "kl", "delta": o.delta}
     return Composition(("DetachedClip", {"cap": o.cap}), ("Token", {"mismatch": "total"}), [], [("DPPO", keep)])
+
+
+@method("ipo", threshold=0.3, kl_tau=0.0)
+def _ipo(o, batch):
+    return Composition(("ProbabilityRegion", vars(o)), TOTAL)
+
+
+@method("glm5", eps_low=0.2, eps_high=0.2)
+def _glm5(o, batch):
+    return Composition(("DetachedMask", vars(o)), TOTAL)
+
+
+@method("drpo", delta=12.5, divergence="tv")
+def _drpo(o, batch):
+    return Composition(("RatioPenalty", vars(o)), TOTAL)
+
+
+@method("pspo", aggregate=SMTM, alpha=0.1)
+def _pspo(o, batch):
+    return Composition(("SmoothedRatio", vars(o)), TOKEN)
+
+
+@method("pnpo", aggregate=SMTM, low=None, high=None, length_power=0.5)
+def _pnpo(o, batch):
+    return Composition(("DetachedRatio", {}), ("PrefixGeometric", {}), [], [("NarrowingInterval", vars(o))])
+
+
+@method("geo_mis", low=None, high=None)
+def _geo_mis(o, batch):
+    weight = ("Truncate", {"cap": None, "level": "sequence", "mismatch": "total"})
+    keep = ("Geometric", {"low": o.low, "high": o.high, "mismatch": "total"})
+    return Composition(("ScoreFunction", {}), None, [weight], [keep])
 
 
 @method("vespo", k_pos=2.0, lam_pos=3.0, k_neg=3.0, lam_neg=2.0)
@@ -286,9 +324,46 @@ def _rec(o, batch):
     return Composition(gate, TOKEN, [], [("REC", vars(o))])
 
 
-@method("m2po", tau=0.04)
+@method("m2po", tau=0.04, tokens="outward", mode="mask", mismatch="staleness", floor_low=None, floor_high=None)
 def _m2po(o, batch):
-    return Composition(("Unclipped", {}), TOKEN, [], [("MomentBudget", {"tau": o.tau})])
+    ratio = ("Token", {"mismatch": o.mismatch})
+    if o.mode == "clip":
+        floors = {"floor_low": o.floor_low, "floor_high": o.floor_high}
+        return Composition(("MomentClip", {"tau": o.tau, "mismatch": o.mismatch, **floors}), ratio)
+    budget = ("MomentBudget", {"tau": o.tau, "tokens": o.tokens, "mismatch": o.mismatch})
+    return Composition(("Unclipped", {}), ratio, [], [budget])
+
+
+TOTAL: Stage = ("Token", {"mismatch": "total"})
+
+
+@method("cppo", delta=0.2, w_min=0.8, budget_low=0.02, budget_high=0.04, quantile=0.9, cap=20.0)
+def _cppo(o, batch):
+    keep = {name: value for name, value in vars(o).items() if name != "cap"}
+    return Composition(("DetachedClip", {"cap": o.cap}), TOTAL, [], [("CPPO", keep)])
+
+
+@method("p3o")
+def _p3o(o, batch):
+    return Composition(("EssCap", {"mismatch": "total"}), TOTAL)
+
+
+@method("mu_grpo", aggregate=SMTM, threshold=1e-4, eps_low=1.0, eps_high=4.0)
+def _mu_grpo(o, batch):
+    clip = ("Clip", {"eps_low": o.eps_low, "eps_high": o.eps_high})
+    return Composition(clip, TOTAL, [], [("SuffixVeto", {"threshold": o.threshold})])
+
+
+@method("sat", aggregate=SMTM, eps_low=0.2, eps_high=0.2, quantile=0.9, power=2.0, level="token")
+def _sat(o, batch):
+    ratio = TOTAL if o.level == "token" else ("Geometric", {"mismatch": "total"})
+    return Composition(("TailClip", {**vars(o), "mismatch": "total"}), ratio)
+
+
+@method("estr", tau=0.1, floor=0.01, eps_low=0.2, eps_high=0.2)  # tau as in the library's example
+def _estr(o, batch):
+    clip = ("Clip", {"eps_low": o.eps_low, "eps_high": o.eps_high})
+    return Composition(clip, TOTAL, [], [("ESTR", {"tau": o.tau, "floor": o.floor})])
 
 
 @method(

@@ -32,6 +32,7 @@ class Token:
     advantage: float
     turn: int
     weight: float  # given with the batch; it multiplies the token's term
+    entropy: float
 
 
 @dataclass
@@ -137,6 +138,7 @@ def read(case: dict[str, Any]) -> list[Sequence]:
                     advantage=float(advantage),
                     turn=turn,
                     weight=float(given),
+                    entropy=math.nan if case.get("entropy") is None else case["entropy"][row][column],
                 )
             )
         reward = case["rewards"][row] if case.get("rewards") is not None else math.nan
@@ -199,8 +201,11 @@ def ratio(stage: Stage | None, sequence: Sequence) -> list[tuple[float, float]]:
     if stage is None:
         return [(0.0, 1.0)] * len(sequence.tokens)
     name, o = stage
-    d = differences(sequence, o.get("mismatch", "staleness"))
-    if name == "MinPrefix":
+    d = differences(sequence, o.get("mismatch") or ("total" if name == "Nearby" else "staleness"))
+    if name == "Nearby":
+        lam = o["lam"]
+        result = [(math.fsum(lam ** abs(t - u) * d[u] for u in range(len(d))), 1.0) for t in range(len(d))]
+    elif name == "MinPrefix":
         result = []
         for t, own in enumerate(d):
             smallest = min(d[:t]) if t else 0.0
@@ -246,8 +251,13 @@ def clip(r: float, a: float, low: float, high: float, dual: float | None) -> tup
     return a * capped, (a * r if inside(r, low, dual) else 0.0)
 
 
-def gate(stage: Stage, log_ratio: float, position: int, token: Token, sequence: Sequence) -> tuple[float, float, bool]:
-    """`detached` says that the derivative is with respect to the token's own log-prob, no slope."""
+def gate(
+    stage: Stage, log_ratio: float, position: int, token: Token, sequence: Sequence, of: str = "staleness"
+) -> tuple[float, float, bool]:
+    """`detached` says that the derivative is with respect to the token's own log-prob, no slope.
+
+    `of` is the pair of policies that the ratio compares.
+    """
     name, o = stage
     a, l = token.advantage, token.logp
     r = power(log_ratio)
@@ -257,6 +267,9 @@ def gate(stage: Stage, log_ratio: float, position: int, token: Token, sequence: 
         return a * r, a * r, False
     if name == "DetachedRatio":
         return a * r * l, a * r, True
+    if name == "Overlap":  # the ratio to the even mixture
+        c = r / (0.5 * 1.0 + 0.5 * r)
+        return a * c * l, a * c, True
     if name == "DetachedClip":
         c = clamp(r, o.get("low", 0.0), o["cap"])
         return a * c * l, a * c, True
@@ -306,6 +319,40 @@ def gate(stage: Stage, log_ratio: float, position: int, token: Token, sequence: 
         return a * l / (1.0 + o["tau"]), a / (1.0 + o["tau"]), True
     if name == "Quadratic":  # Kimi, DRO; the anchor's distance is the clamped log-ratio
         return a * l - o["tau"] / 2.0 * log_ratio**2, a - o["tau"] * log_ratio, True
+    if name == "EssCapped":  # P3O; R is clamped to +-20 in its logarithm, 1 / R to +-10
+        inverse = math.exp(clamp(-log_ratio, -10.0, 10.0))
+        penalty = log_ratio + inverse - 1.0
+        c = min(r, o["share"])
+        return a * c * l - (1.0 - o["share"]) * penalty, a * c - (1.0 - o["share"]) * (1.0 - inverse), True
+    if name == "NarrowingClip":  # SAT
+        of_means = o.get("level") == "geometric"
+        far, narrow = abs(log_ratio if of_means else difference(token, of, limit=math.inf)), 1.0
+        near(far, o["tail"])
+        if far > o["tail"] * (1.0 + 1e-6 * of_means) > 0.0:
+            narrow = 1.0 / (1.0 + (far / o["tail"]) ** o["power"])
+        up, down = (narrow, 1.0) if log_ratio > 0.0 else (1.0, narrow)
+        return *clip(r, a, 1.0 - o["eps_low"] * down, 1.0 + o["eps_high"] * up, None), False
+    if name == "ProbabilityRegion":  # IPO of prime-rl
+        moved = abs(math.exp(token.logp) - math.exp(token.old if of == "staleness" else token.rollout))
+        keep = 1.0 if inside(moved, None, o["threshold"]) else 0.0
+        pull = o["kl_tau"] * log_ratio**2
+        return keep * a * r - pull, keep * a * r - 2.0 * o["kl_tau"] * log_ratio, False
+    if name == "DetachedMask":  # GLM-5: both ends are open
+        low, high = 1.0 - o["eps_low"], 1.0 + o["eps_high"]
+        near(r, low)
+        near(r, high)
+        c = r if low < r < high else 0.0
+        return a * c * l, a * c, True
+    if name == "RatioPenalty":  # DRPO; SPO
+        scale = 1.0
+        if o["divergence"] == "tv":
+            scale = math.exp(token.old if of == "staleness" else token.rollout)
+        sign = (a > 0) - (a < 0)
+        penalty = abs(a) * scale * (r - 1.0) ** 2 / (2.0 * o["delta"])
+        return a * r - penalty, a * r * (1.0 - sign * scale * (r - 1.0) / o["delta"]), False
+    if name == "SmoothedRatio":  # PSPO
+        alpha = o["alpha"]
+        return ((1.0 - alpha) * r + alpha) * a, (1.0 - alpha) * r * a, False
     if name == "Asymmetric":  # AsymRE
         shifted = sequence.reward - o["baseline"][sequence.group] - o["delta_v"]
         return shifted * l, shifted, True
@@ -404,13 +451,17 @@ def bernoulli_kl(log_p: float, log_q: float) -> float:
     return result
 
 
+PAIRS = dict.fromkeys(("OPSM", "DPPO", "VACO", "CPPO", "ESTR", "SuffixVeto"), "total") | {"SquareBound": "staleness"}
+"""The policies that a rejection compares unless it is told otherwise; the others: "engine"."""
+
+
 def rejections(stage: Stage, sequence: Sequence) -> list[bool]:
     """Which tokens of the sequence are kept."""
     name, o = stage
     tokens = sequence.tokens
     if not tokens:
         return []
-    of = o.get("mismatch", "total" if name in ("OPSM", "DPPO", "VACO") else "engine")
+    of = o.get("mismatch", PAIRS.get(name, "engine"))
     d = differences(sequence, of)
     if name == "Geometric":
         return [inside(power(mean(d)), o["low"], o["high"])] * len(tokens)
@@ -427,7 +478,18 @@ def rejections(stage: Stage, sequence: Sequence) -> list[bool]:
         return [all([inside(x, math.log(o["threshold"]), None) for x in raw])] * len(tokens)
     if name == "OPSM":
         close = inside(-mean(d), None, o["delta"])
+        if o.get("level", "token") == "sequence":
+            average = mean([token.advantage if token.finite else 0.0 for token in tokens])
+            if not close:
+                near(average, 0.0)
+            return [close or not average < 0] * len(tokens)
         return [token.advantage >= 0 or close for token in tokens]
+    if name == "NarrowingInterval":  # PNPO: [low^h, high^h] with h = (T/t)^length_power
+        d, kept = differences(sequence, o.get("mismatch", "staleness")), []
+        for t in range(1, len(d) + 1):
+            h = (len(d) / t) ** o["length_power"]
+            kept.append(inside(mean(d[:t]), math.log(o["low"]) * h, math.log(o["high"]) * h))
+        return kept
     if name == "VACO":
         divergences = [divergence(o.get("divergence", "ratio"), token, of) for token in tokens]
         out = not inside(mean(divergences), None, o["bound"])
@@ -437,8 +499,24 @@ def rejections(stage: Stage, sequence: Sequence) -> list[bool]:
             if out and token.advantage != 0:
                 near(x, 0.0)
         return [not (out and token.advantage * x > 0) for x, token in zip(d, tokens, strict=True)]
+    if name == "SuffixVeto":
+        gone, result = False, []
+        for token in tokens:
+            result.append(not (gone and token.advantage < 0))
+            gone = not inside(difference(token, of, limit=math.inf), math.log(o["threshold"]), None) or gone
+        return result
+    if name == "CPPO":
+        return cppo_kept(o, tokens, of)
+    if name == "ESTR":
+        squares = [difference(token, of, limit=math.inf) ** 2 for token in tokens]
+        bounds = [o["tau"] * (token.entropy + o["floor"]) if token.finite else math.inf for token in tokens]
+        return [inside(x, None, bound) for x, bound in zip(squares, bounds, strict=True)]
     if name == "SquareBound":
-        return [inside(x * x, None, o["bound"]) for x in differences(sequence, "staleness")]
+        result = []
+        for token in tokens:
+            x = difference(token, of, limit=math.inf)
+            result.append(inside(x * x, None, o["bound"]) or (o["tokens"] == "outward" and not outward(token, x)))
+        return result
     if name == "REC":
         return [
             rec_kept(o, power(x), token.advantage)
@@ -447,6 +525,36 @@ def rejections(stage: Stage, sequence: Sequence) -> list[bool]:
     if name in ("DPPO", "BinaryKL"):
         return [not token.finite or probability_kept(stage, token, of) for token in tokens]
     raise ValueError(name)
+
+
+def outward(token: Token, log_ratio: float) -> bool:
+    """Whether the token has moved in the direction that its advantage pushes."""
+    if token.advantage != 0.0:
+        near(log_ratio, 0.0)
+    return (token.advantage > 0.0 and log_ratio > 0.0) or (token.advantage < 0.0 and log_ratio < 0.0)
+
+
+def quantile(values: list[float], q: float) -> float:
+    """Linear between the order statistics at q (n - 1)."""
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    low = min(int(place), len(ordered) - 2) if len(ordered) > 1 else 0
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def cppo_kept(o: dict[str, Any], tokens: list[Token], of: str) -> list[bool]:
+    shifts = [divergence("tv", token, of) for token in tokens]
+    budget = clamp(quantile(shifts, o["quantile"]), o["budget_low"], o["budget_high"])
+    spent = allowed = 0.0
+    result = []
+    for t, (token, shift) in enumerate(zip(tokens, shifts, strict=True)):
+        w = 1.0 - (1.0 - o["w_min"]) * t / max(len(tokens) - 1, 1)
+        moved_out = outward(token, difference(token, of))
+        fits = True if not moved_out else inside(w * shift, None, min(o["delta"], o["delta"] + allowed - spent))
+        result.append(fits)
+        spent, allowed = spent + w * shift, allowed + w * budget
+    return result
 
 
 def rec_kept(o: dict[str, Any], r: float, a: float) -> bool:
@@ -508,18 +616,74 @@ def asymmetric(o: dict[str, Any], batch: list[Sequence]) -> Stage:
     return "Asymmetric", {"baseline": baseline, "delta_v": o["delta_v"]}
 
 
+def squares_of(o: dict[str, Any], batch: list[Sequence], tokens: str) -> list[float]:
+    """log^2 r of the outward tokens, or of all, in ascending order."""
+    result = []
+    for sequence in batch:
+        for token in sequence.tokens:
+            x = difference(token, o.get("mismatch", "staleness"), limit=math.inf)
+            if token.finite and (tokens == "all" or outward(token, x)):
+                result.append(x * x)
+    return sorted(result)
+
+
 def moment_budget(o: dict[str, Any], batch: list[Sequence]) -> Stage:
     """Drop the largest log^2 r until the mean over the tokens left is at most tau."""
-    squares = sorted(
-        difference(token, "staleness") ** 2 for sequence in batch for token in sequence.tokens if token.finite
-    )
+    tokens = o.get("tokens", "outward")
+    squares = squares_of(o, batch, tokens)
     while squares:
         average = mean(squares)
         near(average, o["tau"])
         if average <= o["tau"]:
             break
         squares.pop()
-    return "SquareBound", {"bound": squares[-1] if squares else -1.0}
+    bound = squares[-1] if squares else -1.0
+    return "SquareBound", {"bound": bound, "tokens": tokens, "mismatch": o.get("mismatch", "staleness")}
+
+
+def moment_clip(o: dict[str, Any], batch: list[Sequence]) -> Stage:
+    """PPO's clip at +-sqrt u, where the mean of min(log^2 r, u) over the outward tokens is tau; u by bisection."""
+    squares, low, high = squares_of(o, batch, "outward"), 0.0, math.inf
+    if squares:
+        near(mean(squares), o["tau"])
+    if squares and mean(squares) > o["tau"]:
+        below, above = 0.0, squares[-1]
+        for _ in range(200):
+            middle = (below + above) / 2.0
+            if mean([min(x, middle) for x in squares]) < o["tau"]:
+                below = middle
+            else:
+                above = middle
+        low, high = math.exp(-min(math.sqrt(above), 700.0)), math.exp(min(math.sqrt(above), 700.0))
+    if o.get("floor_low") is not None:
+        low = min(low, 1.0 - o["floor_low"])
+    if o.get("floor_high") is not None:
+        high = max(high, 1.0 + o["floor_high"])
+    return "Clip", {"eps_low": 1.0 - low, "eps_high": high - 1.0}
+
+
+def ess_cap(o: dict[str, Any], batch: list[Sequence]) -> Stage:
+    """The effective share of the tokens, (sum R)^2 / (n sum R^2), with the largest R divided out."""
+    d = [difference(t, o["mismatch"], limit=math.inf) for sequence in batch for t in sequence.tokens if t.finite]
+    if not d:
+        return "EssCapped", {"share": 1.0}
+    top = max(d)
+    ratios = [math.exp(max(x - top, -700.0)) for x in d]
+    return "EssCapped", {"share": math.fsum(ratios) ** 2 / (len(d) * math.fsum(x * x for x in ratios))}
+
+
+def tail_clip(o: dict[str, Any], batch: list[Sequence]) -> Stage:
+    """The tail begins at the smallest distance that so many of the tokens do not exceed."""
+
+    def far(token: Token, sequence: Sequence) -> float:
+        if o["level"] == "geometric":
+            return abs(mean(differences(sequence, o["mismatch"])))
+        return abs(difference(token, o["mismatch"], limit=math.inf))
+
+    d = sorted(far(t, s) for s in batch for t in s.tokens if t.finite)
+    reached = [x for i, x in enumerate(d, 1) if i >= o["quantile"] * len(d) - 1e-9]
+    clip_options = {name: o[name] for name in ("eps_low", "eps_high", "power", "level")}
+    return "NarrowingClip", {**clip_options, "tail": reached[0] if reached else 0.0}
 
 
 def balanced_clip(o: dict[str, Any], batch: list[Sequence]) -> Stage:
@@ -551,7 +715,14 @@ def balanced_clip(o: dict[str, Any], batch: list[Sequence]) -> Stage:
     return "Clip", {"eps_low": 1.0 - low, "eps_high": high - 1.0, "dual_clip": o["dual_clip"]}
 
 
-CONTROLLERS = {"Asymmetric": asymmetric, "MomentBudget": moment_budget, "BalancedClip": balanced_clip}
+CONTROLLERS = {
+    "Asymmetric": asymmetric,
+    "MomentBudget": moment_budget,
+    "MomentClip": moment_clip,
+    "BalancedClip": balanced_clip,
+    "EssCap": ess_cap,
+    "TailClip": tail_clip,
+}
 """Beside these, SelfNormalise is a weight of its own above."""
 
 
@@ -598,6 +769,7 @@ def run(
     span = width if max_length is None else max_length
 
     chosen = resolved(method.gate, batch)
+    of = "staleness" if method.ratio is None else method.ratio[1].get("mismatch", "staleness")
     terms = []
     trace.unit = 0.0
     coefficient = [[0.0] * width for _ in batch]
@@ -609,7 +781,7 @@ def run(
         for t, (token, (log_ratio, slope)) in enumerate(zip(sequence.tokens, ratios, strict=True)):
             if not token.finite or not kept[b][t]:
                 continue
-            surrogate, derivative, detached = gate(chosen, log_ratio, t + 1, token, sequence)
+            surrogate, derivative, detached = gate(chosen, log_ratio, t + 1, token, sequence, of)
             if not detached:
                 derivative *= slope
             trace.unit = max(trace.unit, abs(weight[b][t] * token.advantage / z))

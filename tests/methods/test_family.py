@@ -208,6 +208,131 @@ def test_luspo_is_gspo_times_the_length():
 # -- options -------------------------------------------------------------------------------------------------
 
 
+# -- bounds and penalties of the methods that compare with the sampler ----------------------------------------
+
+
+def sampled(ratios, advantages, rollout=-3.0):
+    """As ``moved``, with the same ratios to the sampler's log-probs, which ``old_logp`` is far from."""
+    delta = torch.tensor([ratios], dtype=torch.float64).log()
+    engine = torch.full_like(delta, rollout)
+    advantages = torch.tensor(advantages, dtype=torch.float64).expand_as(delta)
+    return Batch(
+        logp=engine + delta, old_logp=engine - 1, rollout_logp=engine, advantages=advantages, mask=delta < math.inf
+    )
+
+
+def coefficients(name, batch, **options):
+    """-dL/dlogp times Z, under token-mean."""
+    out = offcorr.get(name, **options, aggregate="token-mean")(batch)
+    return (-out.coefficient * batch.mask.sum())[0].tolist()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_glm5_drops_what_lies_on_a_bound_whatever_the_sign(sign):
+    batch = sampled([0.5, 1.0, 2.0, 1.5], sign, rollout=0.0)
+    assert coefficients("glm5", batch, eps_low=0.5, eps_high=1.0) == pytest.approx([0, sign, 0, 1.5 * sign])
+    wider = coefficients("glm5", batch, eps_low=0.5 + 1e-9, eps_high=1.0 + 1e-9)
+    assert wider == pytest.approx([0.5 * sign, sign, 2.0 * sign, 1.5 * sign])
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_ipo_keeps_what_lies_on_the_bound_on_either_side(sign):
+    """mu = 1/4; the probabilities are 1/4, 1/2 (on the bound), 9/16, 1/8."""
+    batch = sampled([1.0, 2.0, 2.25, 0.5], sign, rollout=-math.log(4))
+    moved_by = (batch.logp.exp() - batch.rollout_logp.exp()).abs()
+    bound = moved_by[0, 1].item()
+    assert coefficients("ipo", batch, threshold=bound) == pytest.approx([sign, 2 * sign, 0, 0.5 * sign])
+    assert coefficients("ipo", batch, threshold=math.nextafter(bound, 0))[1] == 0
+    down = coefficients("ipo", batch, threshold=0.125 - 1e-9)
+    assert down == pytest.approx([sign, 0, 0, 0])
+
+
+def test_ipos_pull_acts_on_dropped_tokens_and_without_an_advantage():
+    batch = sampled([2.0, 4.0, 0.5], [[0.0, 1.0, -1.0]])
+    kept = [0.0, 0.0, -0.5]
+    pull = [-2 * 0.3 * math.log(ratio) for ratio in (2.0, 4.0, 0.5)]
+    found = coefficients("ipo", batch, threshold=0.1, kl_tau=0.3)
+    assert found == pytest.approx([a + b for a, b in zip(kept, pull, strict=True)])
+    far = offcorr.rejections.K1(0.1, 3.0, level="token", mismatch="total")
+    rejected = coefficients("ipo", batch, threshold=0.1, kl_tau=0.3, reject=far)
+    assert rejected == pytest.approx([found[0], 0.0, found[2]])
+    assert not offcorr.get("ipo", kl_tau=0.3).gate.scales_with_advantage
+    assert offcorr.get("ipo").gate.scales_with_advantage and not any(coefficients("ipo", sampled([2.0, 4.0], 0.0)))
+
+
+def test_drpo_is_importance_sampling_with_hardly_a_bound_by_default():
+    ratios = [0.3, 1.0, 3.0, 9.9]
+    batch = sampled(ratios, 1.0, rollout=-math.log(10))
+    assert multipliers("drpo", batch) == pytest.approx(ratios, rel=0.08)
+    near = multipliers("drpo", batch, delta=0.2)  # mu (R - 1) is -.07, 0, .2 and .89
+    assert near == pytest.approx([0.3 * 1.35, 1.0, 0.0, 9.9 * (1 - 4.45)])
+    assert multipliers("drpo", batch, delta=2.0, divergence="chi2") == pytest.approx([0.3 * 1.35, 1.0, 0.0, -34.155])
+    flipped = dataclasses.replace(batch, advantages=-batch.advantages)
+    assert multipliers("drpo", flipped, delta=0.2) == pytest.approx([0.3 * 0.65, 1.0, 6.0, 9.9 * 5.45])
+
+
+def test_pspo_is_importance_sampling_with_a_smaller_step():
+    batch = moved([0.5, 1.0, 4.0], -1.0)
+    plain = offcorr.get("token_is", aggregate="token-mean")(batch)
+    out = offcorr.get("pspo", alpha=0.25, aggregate="token-mean")(batch)
+    torch.testing.assert_close(out.coefficient, 0.75 * plain.coefficient)
+    assert -out.loss.item() == pytest.approx(-(0.75 * 5.5 / 3 + 0.25))
+
+
+# -- geometric prefixes and means ----------------------------------------------------------------------------
+
+
+def test_pnpos_interval_narrows_to_its_base_at_the_last_valid_token():
+    """Every w_t is 1.3 and T = 4, so that h = 2, 2^.5, (4/3)^.5, 1 on the valid tokens."""
+    batch = moved([1.3] * 6, 1.0)
+    batch = dataclasses.replace(batch, mask=torch.tensor([[True, False, True, True, False, True]]))
+    for high, kept in {1.31: "1111", 1.29: "1110", 1.25: "1100", 1.2: "1000", 1.13: "0000"}.items():
+        found = offcorr.get("pnpo", low=0.5, high=high)(batch).metrics.compute()["offcorr/loss/kept"]
+        assert found == pytest.approx(kept.count("1") / 4), high
+        c = coefficients("pnpo", batch, low=0.5, high=high)
+        assert [round(c[t], 9) for t in (0, 2, 3, 5)] == [1.3 * int(keep) for keep in kept]
+    fixed = coefficients("pnpo", batch, low=0.5, high=1.29, length_power=0.0)
+    assert not any(fixed)
+    mirrored = dataclasses.replace(batch, logp=2 * batch.old_logp - batch.logp)  # w = 1/1.3
+    c = coefficients("pnpo", mirrored, low=1 / 1.25, high=2.0)
+    assert [round(c[t], 9) for t in (0, 2, 3, 5)] == [round(1 / 1.3, 9)] * 2 + [0, 0]
+
+
+def test_geo_mis_tests_the_root_and_weighs_by_the_product():
+    batch = sampled([1.5] * 20, 1.0)
+    assert coefficients("geo_mis", batch, low=0.5, high=1.6) == pytest.approx([1.5**20] * 20)
+    assert not any(coefficients("geo_mis", batch, low=0.5, high=1.4))
+    assert not any(coefficients("geo_mis", batch, low=1.6, high=2.0))
+
+
+def test_ctpos_geometric_prefix_has_the_gradient_of_a_token():
+    """The multiplier is the root s itself, not s / t; a negative power narrows the bounds."""
+    batch = moved([1.2, 1.2, 1.2], 1.0)
+    options = {"level": "prefix_geometric", "power": -0.5, "log_low": 1.0}
+    assert multipliers("ctpo", batch, log_high=0.4, **options) == pytest.approx([1.2, 1.2, 1.2])
+    assert multipliers("ctpo", batch, log_high=0.3, **options) == pytest.approx(
+        [1.2, 1.2, 0]
+    )  # .3, .21, .17; log 1.2 = .18
+    assert multipliers("ctpo", batch, log_high=0.3) == pytest.approx([1.2, 1.44, 0])  # prefix, power .5: .3, .42, .52
+
+
+def test_opsm_decides_per_sequence_where_it_is_asked_to():
+    """Advantages -3, 1, 1 with a mean below 0, and 3, -1, -1 with one above; both sequences fell by one nat a token."""
+    old = torch.full((3, 3), -3.0, dtype=torch.float64)
+    advantages = torch.tensor([[-3.0, 1, 1], [3, -1, -1], [1, -1, 0]], dtype=torch.float64)
+    batch = Batch(logp=old - 1, old_logp=old, advantages=advantages, mask=old < 0)
+    gate = {"eps_low": 1.0, "aggregate": "sum"}
+    by_token = offcorr.get("opsm", delta=0.5, **gate)(batch).coefficient != 0
+    by_sequence = offcorr.get("opsm", delta=0.5, level="sequence", **gate)(batch).coefficient != 0
+    assert torch.equal(by_token, advantages > 0)
+    assert by_sequence.tolist() == [[False] * 3, [True] * 3, [True, True, False]]  # a mean of 0 is kept
+    near = dataclasses.replace(batch, logp=old - 0.4)
+    assert torch.equal(offcorr.get("opsm", delta=0.5, level="sequence", **gate)(near).coefficient != 0, advantages != 0)
+    one = dataclasses.replace(batch, advantages=torch.tensor([-1.0, 1, -1], dtype=torch.float64))
+    same = [offcorr.get("opsm", level=level)(one).coefficient for level in ("token", "sequence")]
+    assert torch.equal(*same) and not same[0][0].any()
+
+
 @pytest.mark.parametrize(
     "name, options, said",
     [
@@ -223,11 +348,43 @@ def test_luspo_is_gspo_times_the_length():
         ("asymre", {"delta_v": "low"}, "delta_v is 'low', expected a finite number"),
         ("dppo", {"divergence": "js"}, "divergence is 'js', expected one of"),
         ("aipo", {"weight": {"name": "truncate"}}, "both count the engine ratio"),
+        ("ipo", {"threshold": -0.1}, "threshold is -0.1, expected a finite number >= 0"),
+        ("glm5", {"eps_low": 0.0}, "eps_low is 0.0, expected a finite number > 0"),
+        ("drpo", {"divergence": "kl"}, "divergence is 'kl', expected one of"),
+        ("drpo", {"delta": 0.0}, "delta is 0.0, expected a finite number > 0"),
+        ("pspo", {"alpha": 1.0}, "alpha is 1.0, expected a number < 1"),
+        ("pnpo", {}, "pnpo requires low and high, without a default: pass a value, for instance low=0.8, high=1.25"),
+        ("pnpo", {"low": 1.2, "high": 1.1}, "low = 1.2 is above high = 1.1"),
+        ("geo_mis", {"low": 0.5}, "geo_mis requires high, without a default"),
+        ("opsm", {"level": "turn"}, "level is 'turn', expected one of"),
+        ("ctpo", {"level": "sequence"}, "ctpo: level is 'sequence', expected one of"),
     ],
 )
 def test_refused(name, options, said):
     with pytest.raises(ValueError, match=said.replace("?", r"\?")):
         offcorr.get(name, **options)
+
+
+def test_cppos_budget_is_a_quantile_between_order_statistics():
+    """Of .1, .3 and .4 the .75-quantile is .35: the second token has .25 left, the third all of delta."""
+    numbers = offcorr.rejections.CPPO(0.3, w_min=1.0, budget_low=0.0, budget_high=1.0, quantile=0.75).params
+    shifts = torch.tensor([[0.4, 9.0, 0.3, 0.1]], dtype=torch.float64)
+    mask = torch.tensor([[True, False, True, True]])
+    rows = Batch(logp=-shifts, advantages=torch.ones(1), mask=mask).tokens.rows
+    margin = offcorr.spans.budget_margin(torch.where(mask, shifts, 0), rows, numbers)
+    torch.testing.assert_close(margin[mask], torch.tensor([-0.1, -0.05, 0.2], dtype=torch.float64))
+
+
+def test_estr_lets_a_token_without_a_choice_move_by_the_floor():
+    """Entropy 0: log^2 R is at most tau floor = .001."""
+    old = torch.full((1, 2), -2.0)
+    moved = old + torch.tensor([[0.03, 0.04]])
+    fields = {"rollout_logp": old, "entropy": torch.zeros(1, 2), "advantages": torch.ones(1), "mask": old < 0}
+    out = offcorr.get("estr", tau=0.1, floor=0.01)(Batch(logp=moved, **fields))
+    assert (out.coefficient != 0).tolist() == [[True, False]]
+    fields["entropy"] = None
+    with pytest.raises(ValueError, match="entropy is None, but ESTR"):
+        offcorr.get("estr", tau=0.1)(Batch(logp=moved, **fields))
 
 
 def test_a_methods_own_station_is_known_to_a_fresh_process():

@@ -28,10 +28,20 @@ Case = dict[str, Any]
 Options = dict[str, Any]
 
 AGGREGATES = [TOKEN_MEAN, SMTM, SMTS, SMTS_NORM, SUM]
-GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_cases.json").read_text())["cases"]
-
 offcorr.available()  # some stages stand in the file of the one method that uses them
 FORMS, SPANS = dict(base._FORMS), set(library_spans.SPANS)  # as they are before any test adds to them
+
+
+def golden_cases(name: str) -> list[Case]:
+    return json.loads((Path(__file__).parents[1] / "data" / name).read_text())["cases"]
+
+
+SECOND = golden_cases("golden_cases_2.json")
+FIRST = golden_cases("golden_cases.json")
+for _case in FIRST:
+    if _case["method"] == "m2po":
+        _case["options"]["tokens"] = "all"  # the default when this table was made
+GOLDEN = FIRST + SECOND
 
 
 def ours(build: Any) -> bool:
@@ -42,6 +52,8 @@ def ours(build: Any) -> bool:
 ENGINE_METHODS = {
     *("tis", "seq_tis", "icepop", "seq_mis", "geo_rs", "veto", "decoupled_ppo"),
     *("binary_kl", "dppo", "dppo_tv", "dppo_kl", "vcpo", "aipo"),
+    *("cppo", "p3o", "mu_grpo", "sat", "estr", "m2po"),
+    *("ipo", "glm5", "drpo", "geo_mis"),
 }
 
 
@@ -97,6 +109,7 @@ def random_case(rng: random.Random, *, engine: bool = True, broken: bool = True)
         "group_ids": [rng.randrange(2) for _ in range(rows)],
         "turn_ids": random_turns(rng, mask) if rng.random() < 0.2 else None,
         "weight": random_factors(rng, mask) if rng.random() < 0.2 else None,
+        "entropy": [[rng.expovariate(1.0) if valid else rng.choice(junk) for valid in row] for row in mask],
     }
 
 
@@ -119,7 +132,7 @@ def random_turns(rng: random.Random, mask: list[list[int]]) -> list[list[int]]:
     return turns
 
 
-FLOATS = ("logp", "old_logp", "rollout_logp", "advantages", "rewards", "weight")
+FLOATS = ("logp", "old_logp", "rollout_logp", "advantages", "rewards", "weight", "entropy")
 
 
 def tensor(values: Any, dtype: torch.dtype) -> torch.Tensor | None:
@@ -200,6 +213,10 @@ def decided(case: Case, dtype: torch.dtype) -> bool:
 # --- golden data ----------------------------------------------------------------------------------
 
 
+def test_the_second_golden_table_is_complete() -> None:
+    assert len(SECOND) == 51
+
+
 @pytest.mark.parametrize("index", range(len(GOLDEN)))
 def test_the_oracle_reproduces_the_golden_table(index: int) -> None:
     case = GOLDEN[index]
@@ -241,6 +258,32 @@ def small_clip(rng: random.Random) -> Options:
     return {"eps_low": rng.uniform(1e-3, 0.2), "eps_high": rng.uniform(1e-3, 0.2)}
 
 
+def bounds(rng: random.Random) -> Options:
+    return {"eps_low": rng.uniform(0.05, 0.9), "eps_high": rng.uniform(0.05, 2.0)}
+
+
+def cppo_options(rng: random.Random) -> Options:
+    low = rng.uniform(0.0, 0.1)
+    return {
+        "delta": rng.uniform(0.01, 0.3),
+        "w_min": rng.choice([0.0, 1.0, rng.random()]),
+        "budget_low": low,
+        "budget_high": low + rng.uniform(0.0, 0.2),
+        "quantile": rng.choice([0.0, 1.0, rng.random()]),
+    }
+
+
+def floors(rng: random.Random) -> Options:
+    return {name: rng.choice([None, rng.uniform(0.1, 0.5)]) for name in ("floor_low", "floor_high")}
+
+
+def m2po_options(rng: random.Random) -> Options:
+    options: Options = {"tau": rng.uniform(0.001, 0.5), "mismatch": rng.choice(["staleness", "total"])}
+    if rng.random() < 0.5:
+        return {**options, "mode": "clip", **floors(rng)}
+    return {**options, "tokens": rng.choice(["outward", "all"])}
+
+
 def cap(rng: random.Random) -> Options:
     return {"cap": rng.uniform(0.5, 9.0)}
 
@@ -267,12 +310,29 @@ def dppo_options(rng: random.Random) -> Options:
     }
 
 
+def opsm_options(rng: random.Random) -> Options:
+    return {"delta": rng.uniform(0.0, 1.0), "level": rng.choice(["token", "sequence"])}
+
+
+def position_options(rng: random.Random) -> Options:
+    return {
+        "log_low": rng.uniform(0.01, 0.5),
+        "log_high": rng.uniform(0.01, 0.5),
+        "power": rng.uniform(-1.0, 1.0),
+        "log_dual": rng.choice([None, rng.uniform(0.01, 0.5), *2 * [rng.uniform(8.0, 20.0)]]),
+    }
+
+
 OPTIONS: dict[str, Callable[[random.Random], Options]] = {
     "reinforce": lambda rng: {},
     "token_is": optional_cap,
     "prefix_is": optional_cap,
     "cumulative_is": optional_cap,
     "sequence_is": optional_cap,
+    "near_overlap": lambda rng: {
+        "lam": rng.choice([0.0, 1.0, rng.random(), rng.random()]),
+        "mismatch": rng.choice([None, "staleness"]),
+    },
     "ppo": ppo_options,
     "grpo": ppo_options,
     "dapo": ppo_options,
@@ -283,7 +343,7 @@ OPTIONS: dict[str, Callable[[random.Random], Options]] = {
     "seq_mis": with_ppo(cap),
     "geo_rs": with_ppo(band),
     "veto": with_ppo(lambda rng: {"threshold": 10 ** rng.uniform(-6, -0.5)}),
-    "opsm": with_ppo(lambda rng: {"delta": rng.uniform(0.0, 1.0)}),
+    "opsm": with_ppo(opsm_options),
     "binary_kl": with_ppo(lambda rng: {"bound": 10 ** rng.uniform(-3, 0)}),
     "vaco": lambda rng: {
         "bound": rng.uniform(0.01, 1.0),
@@ -307,12 +367,7 @@ OPTIONS: dict[str, Callable[[random.Random], Options]] = {
         "eps_high": rng.uniform(0.1, 2.0),
         "bounded": rng.random() < 0.5,
     },
-    "ctpo": lambda rng: {
-        "log_low": rng.uniform(0.01, 0.5),
-        "log_high": rng.uniform(0.01, 0.5),
-        "power": rng.uniform(0.0, 1.0),
-        "log_dual": rng.choice([None, rng.uniform(0.01, 0.5), *2 * [rng.uniform(8.0, 20.0)]]),
-    },
+    "ctpo": lambda rng: {**position_options(rng), "level": rng.choice(["prefix", "prefix_geometric"])},
     "turn_ppo": ppo_options,
     "holderpo": with_ppo(lambda rng: {"power": rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0])}),
     "dppo": dppo_options,
@@ -338,9 +393,25 @@ OPTIONS: dict[str, Callable[[random.Random], Options]] = {
         "eps_low_prime": rng.uniform(0.5, 0.9),
         "eps_high_prime": rng.uniform(1.0, 3.0),
     },
-    "m2po": lambda rng: {"tau": rng.uniform(0.001, 0.5)},
+    "m2po": m2po_options,
+    "cppo": lambda rng: {**cppo_options(rng), "cap": rng.choice([None, rng.uniform(1.0, 20.0)])},
+    "p3o": lambda rng: {},
+    "mu_grpo": lambda rng: {"threshold": 10 ** rng.uniform(-6, -0.1), **bounds(rng)},
+    "sat": lambda rng: {
+        **bounds(rng),
+        "quantile": rng.choice([0.5, 0.9, 1.0]),
+        "power": rng.uniform(0.5, 4.0),
+        "level": rng.choice(["token", "geometric"]),
+    },
+    "estr": lambda rng: {"tau": 10 ** rng.uniform(-3, 0), "floor": rng.choice([0.0, 0.01]), **bounds(rng)},
     "bapo": lambda rng: {"target": rng.uniform(0.3, 2.0)},
     "vcpo": cap,
+    "ipo": lambda rng: {"threshold": rng.uniform(0.01, 0.4), "kl_tau": rng.choice([0.0, rng.uniform(0.001, 0.5)])},
+    "glm5": lambda rng: {"eps_low": rng.uniform(0.05, 0.9), "eps_high": rng.uniform(0.05, 2.0)},
+    "drpo": lambda rng: {"delta": 10 ** rng.uniform(-1, 1.3), "divergence": rng.choice(["tv", "chi2"])},
+    "pspo": lambda rng: {"alpha": rng.uniform(0.0, 0.9)},
+    "pnpo": lambda rng: {**band(rng), "length_power": rng.choice([0.0, 0.5, rng.uniform(0.0, 2.0)])},
+    "geo_mis": band,
 }
 
 
@@ -387,7 +458,7 @@ def test_methods_on_random_cases(name: str, draws: int) -> None:
         case = random_case(rng, engine=name in ENGINE_METHODS)
         options = OPTIONS[name](rng)
         if rng.random() < 0.2:
-            options = {}
+            options = dict(find(name).example)
         loss, call = random_call(rng)
         loss_fn = offcorr.get(name, **options, **loss)
         for dtype in (torch.float64, torch.float32):
@@ -428,6 +499,7 @@ RATIOS: dict[str, Draw] = {
     "Turn": nothing,
     "Prefix": nothing,
     "PrefixGeometric": nothing,
+    "Nearby": lambda rng: {"lam": rng.random()},
     "MinPrefix": lambda rng: {"bounded": rng.random() < 0.5},
     "PowerMean": lambda rng: {"power": rng.choice([-2.0, -1.0, -0.3, 0.0, 0.5, 1.0, 2.0])},
     "ClippedGeometric": OPTIONS["gmpo"],
@@ -435,11 +507,12 @@ RATIOS: dict[str, Draw] = {
 GATES: dict[str, Draw] = {
     "ScoreFunction": nothing,
     "DetachedRatio": nothing,
+    "Overlap": nothing,
     "Unclipped": nothing,
     "Clip": ppo_options,
     "DetachedClip": lambda rng: {"cap": rng.uniform(1.0, 9.0), "low": rng.uniform(0.0, 0.9)},
     "SoftClip": OPTIONS["sapo"],
-    "PositionClip": OPTIONS["ctpo"],
+    "PositionClip": position_options,
     "SignClip": OPTIONS["dispo"],
     "DecayingClip": OPTIONS["dgpo"],
     "GammaKernel": OPTIONS["vespo"],
@@ -447,14 +520,34 @@ GATES: dict[str, Draw] = {
     "ScaledScore": OPTIONS["opmd"],
     "Quadratic": OPTIONS["kimi"],
     "Asymmetric": OPTIONS["asymre"],
+    "ProbabilityRegion": OPTIONS["ipo"],
+    "DetachedMask": OPTIONS["glm5"],
+    "RatioPenalty": OPTIONS["drpo"],
+    "SmoothedRatio": OPTIONS["pspo"],
     "BalancedClip": lambda rng: {**oracle.METHODS["bapo"].defaults, **OPTIONS["bapo"](rng)},
+    "MomentClip": lambda rng: {"tau": rng.uniform(0.001, 0.5), **floors(rng)},
+    "EssCap": nothing,
+    "EssCapped": lambda rng: {"share": rng.random()},
+    "NarrowingClip": lambda rng: {
+        **bounds(rng),
+        "tail": rng.choice([0.0, rng.random()]),
+        "power": rng.uniform(0.5, 4.0),
+        "level": rng.choice(["token", "geometric"]),
+    },
+    "TailClip": OPTIONS["sat"],
 }
+OWN_MISMATCH = {"MomentClip", "EssCap", "TailClip"}
+"""Gates that compare policies themselves: the ratio's."""
+TOKEN_FORM = {"Quadratic", "EssCap", "EssCapped"}
+"""Gates that are defined on ratios in token form only."""
 NO_RATIO = {"ScoreFunction", "ScaledScore", "Asymmetric"}
 """Gates that look at no ratio: only then a weight may count the staleness."""
-DETACHED = NO_RATIO | {"DetachedRatio", "DetachedClip", "SignClip", "GammaKernel", "Tapered"}
+DETACHED = NO_RATIO | {
+    *("DetachedRatio", "DetachedClip", "DetachedMask", "Overlap", "SignClip", "GammaKernel", "Tapered")
+}
 """Gates that an engine ratio, which does not depend on logp, can multiply."""
 MEANS = {"PowerMean", "ClippedGeometric"}
-"""Ratios whose slope is not 1; Quadratic is defined on those in token form only."""
+"""Ratios whose slope is not 1."""
 WEIGHTS: dict[str, Draw] = {
     "Truncate": cap,
     "Mask": band,
@@ -470,7 +563,8 @@ REJECTIONS: dict[str, Draw] = {
     "K2": moment,
     "K3": moment,
     "Veto": lambda rng: {"threshold": 10 ** rng.uniform(-6, -0.5)},
-    "OPSM": lambda rng: {"delta": rng.uniform(0.0, 1.0)},
+    "OPSM": opsm_options,
+    "NarrowingInterval": OPTIONS["pnpo"],
     "BinaryKL": log_bound(-3, 0),
     "DPPO": lambda rng: {
         **{key: rng.uniform(0.01, 0.3) for key in ("low", "high", "delta")},
@@ -482,9 +576,13 @@ REJECTIONS: dict[str, Draw] = {
         "increase_only": rng.random() < 0.7,
     },
     "REC": lambda rng: {key: value for key, value in OPTIONS["rec"](rng).items() if key != "weighted"},
-    "MomentBudget": OPTIONS["m2po"],
+    "MomentBudget": lambda rng: {"tau": rng.uniform(0.001, 0.5), "tokens": rng.choice(["outward", "all"])},
+    "SquareBound": lambda rng: {"bound": 10 ** rng.uniform(-4, 0), "tokens": rng.choice(["outward", "all"])},
+    "SuffixVeto": lambda rng: {"threshold": 10 ** rng.uniform(-6, -0.1)},
+    "CPPO": cppo_options,
+    "ESTR": lambda rng: {"tau": 10 ** rng.uniform(-3, 0), "floor": rng.choice([0.0, 0.01])},
 }
-STALENESS_ONLY = {"REC", "MomentBudget"}
+STALENESS_ONLY = {"REC"}
 """Rejections that their paper defines between logp and old_logp; others are drawn for every pair of policies."""
 DRAWN = {"ratio": RATIOS, "gate": GATES, "weight": WEIGHTS, "rejection": REJECTIONS}
 
@@ -539,7 +637,7 @@ def random_rejection(rng: random.Random) -> Stage:
 def random_stages(rng: random.Random) -> Options:
     """A ratio, a gate, weights and rejections that count no ratio twice."""
     gate = rng.choice(list(GATES))
-    ratios = [name for name in RATIOS if gate != "Quadratic" or name not in MEANS]
+    ratios = [name for name in RATIOS if gate not in TOKEN_FORM or name not in MEANS]
     mismatch = rng.choice(["staleness", "staleness", "total", *(["engine"] if gate in DETACHED else [])])
     name = rng.choice(ratios)
     ratio = (name, {**RATIOS[name](rng), "mismatch": mismatch}) if gate not in NO_RATIO or rng.random() < 0.5 else None
@@ -547,7 +645,8 @@ def random_stages(rng: random.Random) -> Options:
     free = {"staleness": ["engine"], None: ["staleness", "engine", "total"]}.get(counted, [])
     weights = [random_weight(rng, free)] if free and rng.random() < 0.6 else []
     rejects = [random_rejection(rng) for _ in range(rng.choice([0, 0, 1, 1, 2]))]
-    return {"ratio": ratio, "gate": (gate, GATES[gate](rng)), "weights": weights, "rejects": rejects}
+    options = GATES[gate](rng) | ({"mismatch": mismatch} if gate in OWN_MISMATCH else {})
+    return {"ratio": ratio, "gate": (gate, options), "weights": weights, "rejects": rejects}
 
 
 def built(stages: Options) -> Options:

@@ -84,7 +84,7 @@ def test_tool_tokens_are_in_no_product_minimum_position_or_length(ratio):
     batch = testing.example(sequences=4)
     keep = batch.mask[0]
     row = batch.rows(slice(0, 1))
-    tensors = ("logp", "old_logp", "rollout_logp", "mask")
+    tensors = ("logp", "old_logp", "rollout_logp", "entropy", "mask")
     cut = dataclasses.replace(row, **{name: getattr(row, name)[:, keep] for name in tensors})
     turns = torch.cumsum(keep & ~torch.nn.functional.pad(keep, (1, 0))[:-1], 0)
     cut = dataclasses.replace(cut, turn_ids=turns[keep][None])

@@ -14,22 +14,33 @@ import torch
 
 import offcorr
 from offcorr import Batch, Statistics, gates, ops, rejections, weights
-from offcorr.stages.controllers import Balance, BalancedClip, MomentBudget, SquaredLogRatios
+from offcorr.methods.p3o import EssCap, EssCapped
+from offcorr.methods.sat import NarrowingClip, TailClip
+from offcorr.stages.controllers import Balance, BalancedClip, Joined, MomentBudget, MomentClip
 from tests.waits import Waits
 
 METHODS = {
     "bapo": {"target": 0.76},
     "m2po": {},
+    "m2po?tokens=all": {},
+    "m2po?mode=clip": {},
+    "p3o": {},
+    "sat": {"quantile": 0.3},
+    "sat?level=geometric": {"quantile": 0.3},
     "asymre": {},
     "self-normalised": {},
 }
+
+
+EXACT = ("bapo", "m2po", "m2po?tokens=all", "m2po?mode=clip", "sat", "sat?level=geometric")
+"""Methods whose statistics are joined and sorted, or added up in float64 to one of a few bounds."""
 
 
 def correction(name):
     if name == "self-normalised":
         weight = offcorr.weights.SelfNormalise(offcorr.weights.Truncate(1.5), over="group")
         return offcorr.get("ppo", weight=weight, aggregate="token-mean")
-    return offcorr.get(name, **METHODS[name])
+    return dataclasses.replace(offcorr.get(name, **METHODS[name]), aggregate="token-mean")
 
 
 def batch_of(sequences=64, width=24, dtype=torch.float64, seed=0):
@@ -39,6 +50,7 @@ def batch_of(sequences=64, width=24, dtype=torch.float64, seed=0):
     old_logp = logp + 0.4 * normal(sequences, width)
     fields = {
         "logp": logp,
+        "entropy": logp.abs(),
         "old_logp": old_logp,
         "rollout_logp": old_logp + 0.1 * normal(sequences, width),
         "advantages": normal(sequences) - 0.05,
@@ -78,7 +90,7 @@ def test_the_split_changes_nothing(name, micro_batches, ranks, dtype):
     exact = {"rtol": 1e-12, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-9}
     torch.testing.assert_close(torch.cat([out.coefficient for out in outs]), whole.coefficient, **exact)
     torch.testing.assert_close(torch.stack([out.loss for out in outs]).sum(), whole.loss, rtol=1e-5, atol=1e-7)
-    if name in ("bapo", "m2po"):  # the resolved numbers are the same bit for bit
+    if name in EXACT:  # the resolved numbers are the same bit for bit
         alone, together = (loss_fn.resolve(s) for s in (loss_fn.statistics(batch), statistics))
         assert (alone.gate, alone.reject) == (together.gate, together.reject)
 
@@ -204,6 +216,11 @@ def test_bapo_refuses(options, said):
 # -- M2PO ----------------------------------------------------------------------------------------------------
 
 
+def outward(batch):
+    """Valid tokens that moved in the direction of their advantage."""
+    return batch.mask & ((batch.logp - batch.old_logp) * batch.advantages[:, None] > 0)
+
+
 def largest_kept_by_hand(squares, tau):
     """The paper's loop: drops the largest until the mean over the remaining tokens is at most tau."""
     left = sorted(float(s) for s in squares)
@@ -214,21 +231,25 @@ def largest_kept_by_hand(squares, tau):
 
 @pytest.mark.parametrize("tau", [0.0, 0.001, 0.04, 0.1, 0.2, 10.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_m2po_keeps_what_the_papers_loop_keeps(tau, seed):
+@pytest.mark.parametrize("tokens", ["outward", "all"])
+def test_m2po_keeps_what_the_papers_loop_keeps(tokens, tau, seed):
     batch = batch_of(seed=seed)
-    loss_fn = offcorr.get("m2po", tau=tau)
+    loss_fn = offcorr.get("m2po", tau=tau, tokens=tokens)
     squares = (batch.logp - batch.old_logp).square()
-    left = largest_kept_by_hand(squares[batch.mask], tau)
+    judged = outward(batch) if tokens == "outward" else batch.mask
+    left = largest_kept_by_hand(squares[judged], tau)
     kept = (loss_fn(batch).coefficient != 0) & batch.mask
+    assert kept[batch.mask & ~judged].all()  # whatever has not moved outward stays
+    kept &= judged
     assert int(kept.sum()) == len(left)
     assert sorted(squares[kept].tolist()) == pytest.approx(left, abs=1e-15)
     assert squares[kept].mean() <= tau + 1e-12 if left else not kept.any()
-    assert (0 < len(left) < int(batch.mask.sum())) == (tau in (0.001, 0.04, 0.1))  # all three regimes are reached
+    assert (0 < len(left) < int(judged.sum())) == (tau in (0.001, 0.04, 0.1))  # all three regimes are reached
 
 
 def test_m2po_keeps_unmoved_tokens_and_ties():
     def bound(values, tau):
-        return MomentBudget(tau).resolve(SquaredLogRatios(torch.tensor(values))).bound * 2
+        return MomentBudget(tau).resolve(Joined(torch.tensor(values))).bound
 
     assert bound([0.0, 0.0, 1.0], 0.0) == 0.0
     assert bound([1.0, 4.0], 0.5) == 0.0  # no token fits: only unchanged tokens would, and there are none
@@ -240,9 +261,58 @@ def test_m2po_keeps_unmoved_tokens_and_ties():
 def test_m2po_shows_its_threshold():
     loss_fn, batch = offcorr.get("m2po"), batch_of()
     (found,) = loss_fn.resolve(loss_fn.statistics(batch)).reject
-    assert isinstance(found, offcorr.rejections.K2) and found.level == "token" and found.mismatch == "staleness"
-    left = largest_kept_by_hand((batch.logp - batch.old_logp).square()[batch.mask], 0.04)
-    assert 2 * found.bound == pytest.approx(left[-1], rel=1e-12)
+    left = largest_kept_by_hand((batch.logp - batch.old_logp).square()[outward(batch)], 0.04)
+    assert found == rejections.SquareBound(found.bound) and found.bound == pytest.approx(left[-1], rel=1e-12)
+
+
+def test_m2po_sees_log_ratios_that_are_not_clamped():
+    """Of 25 and 30 nats, both clamped to 20, the larger goes first."""
+    old = torch.full((1, 2), -40.0, dtype=torch.float64)
+    batch = Batch(logp=old + torch.tensor([[25.0, 30.0]]), old_logp=old, advantages=torch.ones(1), mask=old < 0)
+    kept = offcorr.get("m2po", tau=26.0**2)(batch).coefficient != 0
+    assert kept.tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.001, 0.04, 0.1, 0.2, 10.0])
+def test_m2pos_clip_caps_the_second_moment_at_tau(tau):
+    batch = batch_of()
+    clip = found_by(offcorr.get("m2po", mode="clip", tau=tau), batch).gate
+    low, high = 1 - clip.eps_low, 1 + clip.eps_high
+    squares = (batch.logp - batch.old_logp).square()[outward(batch)]
+    cap = float(high.log()) ** 2
+    mean = squares.clamp(max=cap).mean()
+    assert mean == pytest.approx(min(tau, float(squares.mean())), abs=1e-12)
+    assert (cap > squares.max()) == (tau >= squares.mean()) == (tau in (0.2, 10.0))
+    assert low == pytest.approx(1 / float(high))
+    kept = offcorr.get("m2po", tau=tau)(batch).coefficient != 0
+    uncut = offcorr.get("m2po", mode="clip", tau=tau)(batch).coefficient != 0
+    assert not (uncut & ~kept).any()  # it cuts at least the tokens that the mask drops
+
+
+def test_m2pos_floors_are_not_clipped():
+    def bounds(**floors):
+        clip = found_by(offcorr.get("m2po", mode="clip", tau=0.0, **floors), batch_of()).gate
+        return 1 - clip.eps_low, 1 + clip.eps_high
+
+    assert bounds() == (1, 1)
+    assert bounds(floor_low=0.3) == pytest.approx((0.7, 1))
+    assert bounds(floor_low=0.3, floor_high=0.5) == pytest.approx((0.7, 1.5))
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"mode": "cut"}, "mode is 'cut', expected 'mask' or 'clip'"),
+        ({"mode": "clip", "tokens": "all"}, "tokens is 'all' with mode 'clip', expected 'outward'"),
+        ({"floor_high": 0.5}, "floor_low is None and floor_high is 0.5 with mode 'mask', expected None"),
+        ({"tokens": "inward"}, "tokens is 'inward', did you mean 'outward'"),
+        ({"mode": "clip", "floor_low": -1.0}, "floor_low is -1.0, expected a finite number >= 0 or None"),
+        ({"mismatch": "both"}, "mismatch is 'both', expected one of"),
+    ],
+)
+def test_m2po_refuses(options, said):
+    with pytest.raises(ValueError, match=said):
+        offcorr.get("m2po", **options)
 
 
 def test_m2po_joins_parts_of_any_width():
@@ -261,10 +331,91 @@ def test_m2po_joins_parts_of_any_width():
     assert not loss_fn(nothing).coefficient.any()
 
 
-# -- both ----------------------------------------------------------------------------------------------------
+# -- P3O and SAT ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bapo", "m2po"])
+def test_p3o_takes_the_effective_share_of_ratios_that_are_not_clamped():
+    batch = batch_of()
+    ratio = (batch.logp - batch.rollout_logp)[batch.mask].exp()
+    share = float(ratio.sum() ** 2 / ratio.square().sum() / len(ratio))
+    assert 0.1 < share < 0.9
+    assert float(found_by(offcorr.get("p3o"), batch).gate.share) == pytest.approx(share, rel=1e-12)
+    far = torch.where(torch.arange(64)[:, None] == 0, -800.0, batch.rollout_logp)  # e^800 is no float64
+    share = float(found_by(offcorr.get("p3o"), dataclasses.replace(batch, rollout_logp=far)).gate.share)
+    assert 0 < share <= int(batch.mask[0].sum()) / int(batch.mask.sum())
+
+
+def test_p3o_on_policy_is_reinforce_and_its_penalty_needs_no_advantage():
+    batch = batch_of()
+    same = dataclasses.replace(batch, rollout_logp=batch.logp)
+    assert float(found_by(offcorr.get("p3o"), same).gate.share) == pytest.approx(1)
+    idle = dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages))
+    pulled = -offcorr.get("p3o", aggregate="sum")(idle).coefficient
+    share = float(found_by(offcorr.get("p3o"), idle).gate.share)
+    d = (batch.logp - batch.rollout_logp)[batch.mask]
+    torch.testing.assert_close(pulled[batch.mask], -(1 - share) * (1 - (-d).exp()))  # towards the sampler
+
+
+@pytest.mark.parametrize("numbers, quantile, tail", [(10, 0.9, 9.0), (10, 0.91, 10.0), (7, 0.5, 4.0), (1, 0.1, 1.0)])
+def test_sats_tail_begins_at_an_order_statistic(numbers, quantile, tail):
+    values = torch.cat([torch.arange(1.0, numbers + 1), torch.full((5,), math.inf)])
+    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
+    assert TailClip(quantile=quantile).resolve(Joined(values[order])).tail == tail
+
+
+def test_sat_without_a_tail_is_ppo():
+    """No tokens, or a quantile of 0."""
+    assert TailClip().resolve(Joined(torch.tensor([]))).tail == 0
+    assert TailClip().resolve(Joined(torch.tensor([0.0, 0.0, math.inf]))).tail == 0
+    batch = batch_of()
+    without = offcorr.Correction(gate=NarrowingClip(0.2, 0.2, tail=0.0, power=2.0))(batch).coefficient
+    torch.testing.assert_close(without, offcorr.Correction()(batch).coefficient, rtol=0, atol=0)
+
+
+def of_means(*means):
+    """One sequence per mean of the log-ratio, of 1, 2, 3 ... tokens."""
+    rows, width = len(means), len(means)
+    old = torch.full((rows, width), -2.0, dtype=torch.float64)
+    mask = torch.arange(width) <= torch.arange(rows)[:, None]
+    moved = old + torch.tensor(means, dtype=torch.float64)[:, None]
+    return Batch(logp=moved, rollout_logp=old, advantages=torch.ones(rows), mask=mask)
+
+
+def test_sats_quantile_of_means_counts_every_token_once():
+    batch = of_means(0.4, 0.1, 0.2)  # of 1, 2 and 3 tokens: in order .1 .1 .2 .2 .2 .4
+    for quantile, tail in ((0.3, 0.1), (0.4, 0.2), (5 / 6, 0.2), (0.9, 0.4)):
+        gate = found_by(offcorr.get("sat", level="geometric", quantile=quantile), batch).gate
+        assert float(gate.tail) == pytest.approx(tail, rel=1e-12) and gate.level == "geometric"
+    # The bounds are e^.3 and, in the tail, where .2 < .4, 1 + (e^.3 - 1) / (1 + 2^2), which e^.2 exceeds.
+    options = {"level": "geometric", "eps_high": math.exp(0.3) - 1, "aggregate": "sum"}
+    c = -offcorr.get("sat", quantile=0.5, **options)(batch).coefficient
+    assert c[:, 0].tolist() == pytest.approx([0, math.exp(0.1), math.exp(0.2)])
+    c = -offcorr.get("sat", quantile=0.3, **options)(batch).coefficient
+    assert c[:, 0].tolist() == pytest.approx([0, math.exp(0.1), 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_the_last_bit_of_a_mean_does_not_gate_the_sequence_at_sats_quantile(dtype):
+    batch = batch_of(sequences=9, dtype=dtype)
+    means = offcorr.spans.geometric(batch.tokens.log_ratio("total").clamped, batch.tokens.rows)[:, 0]
+    batch = dataclasses.replace(batch, advantages=means.sign())
+    found = found_by(offcorr.get("sat", level="geometric", quantile=0.5), batch)
+    tail = found.gate.tail
+    at = (means.abs() == tail).nonzero().item()  # inside the clip, and outside of a clip half as wide
+
+    def kept(tail):
+        gate = NarrowingClip(1.4 * float(tail), 1.4 * float(tail), tail, 2.0, "geometric")
+        return bool(dataclasses.replace(found, gate=gate)(batch).coefficient[at].any())
+
+    below, above = (torch.nextafter(tail, torch.tensor(end, dtype=dtype)) for end in (0.0, 1.0))
+    assert [kept(each) for each in (below, tail, above)] == [True] * 3
+    assert not kept(tail * (1 - 1e-5))
+
+
+# -- all of them ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bapo", "m2po", "m2po?mode=clip", "p3o", "sat"])
 def test_tokens_that_are_no_number_are_not_counted(name):
     loss_fn, batch = offcorr.get(name), batch_of()
     hole = torch.zeros_like(batch.mask)
@@ -290,7 +441,9 @@ def test_what_was_found_is_logged():
     parts = [batch.rows(slice(i, i + 16)) for i in range(0, 64, 16)]
     for loss_fn, wanted in (
         (offcorr.get("bapo", target=0.76), {"c_low": 0.8, "c_high": 1.45}),
-        (offcorr.get("m2po"), {"squared_log_ratio": 2 * float(found_by(offcorr.get("m2po"), batch).reject[0].bound)}),
+        (offcorr.get("m2po"), {"squared_log_ratio": float(found_by(offcorr.get("m2po"), batch).reject[0].bound)}),
+        (offcorr.get("sat"), {"tail": float(found_by(offcorr.get("sat"), batch).gate.tail)}),
+        (offcorr.get("p3o"), {"ess_share": float(found_by(offcorr.get("p3o"), batch).gate.share)}),
         (offcorr.get("ppo"), {}),
     ):
         statistics = merged(loss_fn, parts) if wanted else None
@@ -371,7 +524,7 @@ def test_nothing_waits_for_the_device(name, device, dtype, aggregate):
     assert logp.grad.shape == logp.shape and found.statistics(batch) is None
     assert {"where", "sum"} <= set(recorder.seen)
     control = {name for name in metrics.data if "/control/" in name}
-    assert len(control) == {"bapo": 2, "m2po": 1}.get(name, 0)
+    assert len(control) == {"asymre": 0, "self-normalised": 0, "bapo": 2, "m2po?mode=clip": 2}.get(name, 1)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -415,6 +568,13 @@ STATIONS = [
     rejections.DPPO(low=0.02, high=0.02),
     rejections.DPPO("kl", delta=0.001),
     rejections.VACO(0.3),
+    rejections.SuffixVeto(0.8),
+    rejections.CPPO(0.02, budget_low=0.001, budget_high=0.002),
+    rejections.ESTR(0.01),
+    rejections.SquareBound(0.01),
+    EssCapped(0.5),
+    NarrowingClip(0.2, 0.2, tail=0.1, power=2.0),
+    NarrowingClip(0.2, 0.2, tail=0.1, power=2.0, level="geometric"),
 ]
 
 
@@ -466,12 +626,14 @@ def test_a_clip_of_tensors_is_a_clip():
 
 
 def test_a_configuration_of_what_was_found_is_plain():
-    loss_fn, batch = offcorr.Correction(gate=BalancedClip(target=0.76), reject=MomentBudget()), batch_of()
-    found = loss_fn.resolve(loss_fn.statistics(batch))
-    config = json.loads(json.dumps(found.to_config()))
-    assert config["gate"] == pytest.approx({"name": "clip", "eps_low": 0.2, "eps_high": 0.45, "dual_clip": 3.0})
-    again = offcorr.from_config(config)
-    torch.testing.assert_close(again(batch).coefficient, found(batch).coefficient, rtol=0, atol=0)
+    batch = batch_of()
+    for gate in (BalancedClip(target=0.76), MomentClip(), EssCap(mismatch="staleness"), TailClip(mismatch="staleness")):
+        found = found_by(offcorr.Correction(gate=gate, reject=MomentBudget()), batch)
+        config = json.loads(json.dumps(found.to_config()))
+        if isinstance(gate, BalancedClip):
+            assert config["gate"] == pytest.approx({"name": "clip", "eps_low": 0.2, "eps_high": 0.45, "dual_clip": 3.0})
+        again = offcorr.from_config(config)
+        torch.testing.assert_close(again(batch).coefficient, found(batch).coefficient, rtol=0, atol=0)
     assert offcorr.get("ppo", eps_low=torch.tensor(0.25)).to_config()["eps_low"] == 0.25
     assert json.dumps(offcorr.get("ppo", eps_low=torch.tensor(0.25)).to_config())
 
@@ -501,7 +663,7 @@ def test_a_token_that_the_engine_could_not_score_is_in_the_budget_that_judges_it
     rollout = torch.where(torch.tensor([[True, True, True, False]]), old, math.nan)
     batch = Batch(logp=logp, old_logp=old, rollout_logp=rollout, advantages=torch.ones(1), mask=torch.ones(1, 4))
     for tau, kept in ((0.2, 3), (0.3, 4)):  # the mean over all four squares is 1 / 4
-        loss_fn = offcorr.Correction(reject=MomentBudget(tau, mismatch="total"))
+        loss_fn = offcorr.Correction(reject=MomentBudget(tau, "all", mismatch="total"))
         assert loss_fn(batch).metrics.compute()["offcorr/loss/kept"] == kept / 4
 
 
