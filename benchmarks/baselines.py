@@ -26,16 +26,16 @@ from rich.progress import track
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import flags  # noqa: E402
-from methods import report, row_of, write  # noqa: E402
 
 from offcorr import toy  # noqa: E402
+from offcorr.lab import arena_report, results  # noqa: E402
 
 BASELINES = ("group", "token", "opob")
 SETTING = {"loss": "vcpo", "ess_lr": "sqrt", "lag": 16, "precision": "int8", "packed": False, "updates": 4}
 
 
 def run(baseline: str, seed: int, generations: int, folder: Path) -> dict[str, Any]:
-    """Returns the held-out accuracy over the run, and its wall-clock seconds."""
+    """Returns the run's record, as ``offcorr bench arena`` has it; its ``method`` is the baseline."""
     settings = SETTING | {"baseline": baseline, "seed": seed, "generations": generations, "eval_every": 4}
     arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     script = HERE.parent / "recipes" / "accelerate_loop.py"
@@ -49,7 +49,14 @@ def run(baseline: str, seed: int, generations: int, folder: Path) -> dict[str, A
     if done.returncode:
         raise SystemExit(f"the run {baseline!r}, seed {seed}, failed:\n{done.stderr[-3000:]}")
     logs = json.loads((folder / "history.json").read_text())
-    return row_of(baseline, seed, logs) | {"seconds": time.perf_counter() - began}
+    return record(baseline, seed, logs) | {"seconds": time.perf_counter() - began}
+
+
+def record(baseline: str, seed: int, logs: list[dict[str, Any]]) -> dict[str, Any]:
+    evaluations = [(entry["step"], entry["eval_reward"]) for entry in logs if "eval_reward" in entry]
+    steps, accuracy = (list(column) for column in zip(*evaluations, strict=True))
+    setting = SETTING | {"method": baseline, "learning_rate": None, "seed": seed}
+    return {"setting": setting, "exit_code": 0, "held_out": {"step": steps, "value": accuracy}, "metrics": {}}
 
 
 def main() -> int:
@@ -66,10 +73,18 @@ def main() -> int:
     chosen = list(product(args.seeds, args.baselines))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         started = pool.map(lambda c: run(c[1], c[0], args.generations, args.runs / f"{c[1]}-{c[0]}"), chosen)
-        rows = list(track(started, total=len(chosen), description="runs"))
+        records = list(track(started, total=len(chosen), description="runs"))
     command = f"python benchmarks/baselines.py --baselines {' '.join(args.baselines)}"
     command += f" --seeds {' '.join(map(str, args.seeds))} --generations {args.generations}"
-    write(rows, report(rows, command, SETTING), file)
+    report = arena_report.report(records)
+    seconds = [
+        {"baseline": name, "seed": seed, "seconds": run["seconds"]}
+        for (seed, name), run in zip(chosen, records, strict=True)
+    ]
+    results.save(results.about(command, SETTING) | report | {"seconds": seconds}, file)
+    print(f"{arena_report.text(report)}\nnumbers: {file}")
+    for picture in arena_report.pictures(report, file):
+        print(f"picture: {picture}")
     return 0
 
 

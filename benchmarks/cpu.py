@@ -15,12 +15,10 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import flags
@@ -28,26 +26,12 @@ import torch
 from torch import Tensor
 
 from offcorr.kernels.logprob import linear_logprob, naive_logprob
-
-KEPT = 0.4
-"""Fraction of tokens with a gradient, in the variants named after it."""
-
-
-class Problem:
-    """Inputs for N tokens, hidden size H and vocabulary V, in float32; ``d`` is the incoming gradient of logp."""
-
-    def __init__(self, tokens: int, size: int, vocabulary: int) -> None:
-        draw = torch.Generator().manual_seed(0)
-        self.hidden = torch.randn(tokens, size, generator=draw).requires_grad_()
-        self.weight = (torch.randn(vocabulary, size, generator=draw) / size**0.5).requires_grad_()
-        self.target = torch.randint(vocabulary, (tokens,), generator=draw)
-        self.d = torch.randn(tokens, generator=draw)
-        self.some = torch.where(torch.rand(tokens, generator=draw) < KEPT, self.d, 0)
+from offcorr.lab.kernels import KEPT, Problem, in_turn, naive_head, ratio
+from offcorr.lab.results import processor
 
 
 def naive(p: Problem, frozen: bool) -> Tensor:
-    weight = p.weight.detach() if frozen else p.weight
-    return torch.log_softmax(p.hidden @ weight.T, -1).gather(1, p.target[:, None])[:, 0]
+    return naive_head(p.hidden, p.weight.detach() if frozen else p.weight, p.target)
 
 
 def torch_linear_cross_entropy(p: Problem, frozen: bool) -> Tensor:
@@ -128,19 +112,7 @@ def importable(name: str) -> bool:
 def step(p: Problem, variant: Variant) -> None:
     run, frozen, some = variant
     p.hidden.grad = p.weight.grad = None
-    run(p, frozen).backward(p.some if some else p.d)
-
-
-def times(p: Problem, names: list[str], rounds: int) -> dict[str, list[float]]:
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        for name in names:
-            began = clock()
-            step(p, VARIANTS[name])
-            if number:  # the first round warms up
-                taken[name].append(clock() - began)
-    return taken
+    run(p, frozen).backward(p.some(KEPT) if some else p.d)
 
 
 def peak_memory(name: str, size: tuple[int, int, int]) -> float:
@@ -150,8 +122,8 @@ def peak_memory(name: str, size: tuple[int, int, int]) -> float:
 
 
 def measure_memory(name: str, size: tuple[int, int, int]) -> float:
-    step(Problem(16, size[1], 64), VARIANTS[name])  # loads libraries and their buffers
-    p = Problem(*size)
+    step(Problem.of("cpu", 16, size[1], 64), VARIANTS[name])  # loads libraries and their buffers
+    p = Problem.of("cpu", *size)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the peak
     status = {line.split(":")[0]: line.split()[1] for line in open("/proc/self/status") if "kB" in line}
@@ -198,13 +170,6 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def processor() -> str:
-    for line in open("/proc/cpuinfo") if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def machine() -> dict[str, Any]:
     return {
         "processor": processor(),
@@ -230,12 +195,13 @@ def main() -> None:
         print(measure_memory(options.memory_of, size))
         return
     names = [name for name in VARIANTS if importable(name)]
-    taken = times(Problem(*size), names, options.rounds)
+    p = Problem.of("cpu", *size)
+    taken = in_turn({name: partial(step, p, VARIANTS[name]) for name in names}, options.rounds)
     rows: dict[str, dict[str, float]] = {}
     for name in names:
         base = taken[name.split(":")[0] + ": naive"]
         rows[name] = {
-            "time": statistics.median(a / b for a, b in zip(taken[name], base, strict=True)),
+            "time": ratio(taken[name], base),
             "time_of_minima": min(taken[name]) / min(base),
         }
     if not options.no_memory:

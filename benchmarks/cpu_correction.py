@@ -12,51 +12,20 @@ batches of another width, which changes from step to step in training.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import offcorr
+from offcorr.lab.kernels import METHODS, bare_ppo, batch, both_ways, in_turn, ratio, seconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import flags  # noqa: E402
 from cpu import machine  # noqa: E402
-
-METHODS = ("ppo", "dapo", "minpro", "gspo", "seq_tis")
-
-
-def batch(rows: int, width: int) -> offcorr.Batch:
-    draw = torch.Generator().manual_seed(width)
-    old_logp = -3 * torch.rand(rows, width, generator=draw)
-    return offcorr.Batch(
-        logp=(old_logp + 0.1 * torch.randn(rows, width, generator=draw)).requires_grad_(),
-        old_logp=old_logp,
-        rollout_logp=old_logp + 0.01 * torch.randn(rows, width, generator=draw),
-        advantages=torch.randn(rows, generator=draw),
-        mask=torch.rand(rows, width, generator=draw) < 0.9,
-    )
-
-
-def bare_ppo(inputs: offcorr.Batch) -> tuple[torch.Tensor, None]:
-    """PPO's token-mean loss and nothing else."""
-    ratio, advantages = (inputs.logp - inputs.old_logp).exp(), inputs.advantages[:, None]
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return -(surrogate * inputs.mask).sum() / inputs.mask.sum(), None
-
-
-def seconds(correct: Any, inputs: offcorr.Batch) -> float:
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    began = clock()
-    loss, _ = correct(dataclasses.replace(inputs))  # a new batch, since a batch keeps the view of it that stages use
-    loss.backward()
-    inputs.logp.grad = None
-    return clock() - began
 
 
 def measure(name: str, rounds: int) -> dict[str, float]:
@@ -68,16 +37,15 @@ def measure(name: str, rounds: int) -> dict[str, float]:
 
     torch._dynamo.reset()
     compiled = torch.compile(reference)
-    inputs, narrower = batch(64, 2048), batch(64, 2000)
-    first, changed = seconds(compiled, inputs), seconds(compiled, narrower)
-    seconds(reference, inputs)
-    taken = [[seconds(f, inputs) for f in (bare_ppo, reference, compiled)] for _ in range(rounds)]
+    given, narrower = batch("cpu", 64, 2048), batch("cpu", 64, 2000)
+    first = seconds(both_ways(lambda inputs: compiled(inputs)[0], given))
+    changed = seconds(both_ways(lambda inputs: compiled(inputs)[0], narrower))
+    losses = {"bare": bare_ppo, "reference": lambda i: reference(i)[0], "compiled": lambda i: compiled(i)[0]}
+    taken = in_turn({variant: both_ways(loss, given) for variant, loss in losses.items()}, rounds)
     return {
-        "bare_seconds": statistics.median(bare for bare, _, _ in taken),
-        "reference_seconds": statistics.median(ours for _, ours, _ in taken),
-        "compiled_seconds": statistics.median(fast for _, _, fast in taken),
-        "reference_to_bare": statistics.median(ours / bare for bare, ours, _ in taken),
-        "ratio": statistics.median(fast / ours for _, ours, fast in taken),
+        **{f"{variant}_seconds": statistics.median(spent) for variant, spent in taken.items()},
+        "reference_to_bare": ratio(taken["reference"], taken["bare"]),
+        "ratio": ratio(taken["compiled"], taken["reference"]),
         "first_call_seconds": first,
         "another_width_seconds": changed,
     }

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import offcorr
+from offcorr.methods.registry import illustration
 
 
 def method(name: str) -> str:
     """The name of a method that this library has, with or without options."""
     try:
-        offcorr.get(name)
+        illustration(name)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return name

@@ -37,7 +37,8 @@ import offcorr
 from offcorr.correction import _reference
 from offcorr.kernels import dispatch, launch
 from offcorr.kernels.logprob import logits_logprob
-from offcorr.methods.registry import catalogue
+from offcorr.lab.kernels import batch
+from offcorr.methods.registry import catalogue, illustration
 from offcorr.stages.spans import SPANS
 
 CONSTANTS = ("BLOCK", "WARPS", "REGISTERS", "FILL", "PART", "ALONE")
@@ -45,31 +46,6 @@ COMPARED = ("dapo", "gspo", "minpro", "ctpo", "tis", "seq_mis")
 """Timed at 16M tokens and against torch.compile too."""
 
 # -- batches -------------------------------------------------------------------------------------------------
-
-
-def batch(
-    device: torch.device, rows: int, width: int, dtype: torch.dtype = torch.float32, packed: bool = False
-) -> offcorr.Batch:
-    """Three policies some distance apart, a fifth of the tokens masked, groups of eight."""
-    draw = torch.Generator(device=device).manual_seed(rows + width)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, device=device)
-
-    logp = -normal(rows, width).abs() - 0.01
-    old_logp = logp + 0.05 * normal(rows, width)
-    per_token = {"logp": logp, "old_logp": old_logp, "rollout_logp": old_logp + 0.02 * normal(rows, width)}
-    per_token = {name: value.to(dtype) for name, value in per_token.items()}
-    per_token["mask"] = torch.rand(rows, width, generator=draw, device=device) > 0.2
-    rest = {
-        "advantages": normal(rows),
-        "rewards": normal(rows).sign(),
-        "group_ids": torch.arange(rows, device=device) // 8,
-    }
-    if not packed:
-        return offcorr.Batch(**per_token, **rest)
-    ends = torch.arange(rows + 1, device=device) * width
-    return offcorr.Batch.packed(**{n: v.flatten() for n, v in per_token.items()}, **rest, cu_seqlens=ends)
 
 
 def double(given: offcorr.Batch) -> offcorr.Batch:
@@ -98,7 +74,7 @@ def disagreement(name: str, given: offcorr.Batch) -> Row:
     A token on which float32 and float64 fall on different sides of a bound says nothing about the kernel, so tokens
     are counted where the kernel is further off than both rounding and the reference allow.
     """
-    loss_fn = offcorr.get(name).with_max_length(32)
+    loss_fn = illustration(name).with_max_length(32)
     with dispatch.use("reference"):
         exact, single = loss_fn(double(given)), loss_fn(given)
     with dispatch.use("triton"):
@@ -132,7 +108,7 @@ def compile_kernels(name: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     given = [usual(device), batch(device, 8, 1000), batch(device, 8, 1000, packed=True)]
     given.append(batch(device, 8, 1000, dtype=torch.bfloat16))
-    loss_fn = offcorr.get(name).with_max_length(32)
+    loss_fn = illustration(name).with_max_length(32)
     with dispatch.use("triton"):
         for one in given if device.type == "cuda" else given[:1]:
             loss_fn(one)
@@ -202,7 +178,7 @@ class Timed:
     """
 
     def __init__(self, name: str, given: offcorr.Batch) -> None:
-        loss_fn = offcorr.get(name).with_max_length(32)
+        loss_fn = illustration(name).with_max_length(32)
         self.loss_fn, self.given = loss_fn.resolve(loss_fn.statistics(given)), given
         self.denominator = float(given.logp.numel())
 

@@ -35,22 +35,15 @@ import offcorr
 from offcorr.kernels.dispatch import use
 from offcorr.kernels.logprob import linear as logprob
 from offcorr.kernels.logprob import linear_logprob, logits_logprob, naive_logprob, out_of_support, out_of_vocabulary
-
-KEPT = 0.4
-"""The fraction of tokens with a gradient in the target."""
+from offcorr.lab.kernels import KEPT, Problem
 
 
 def chunk(run: Run) -> int | None:
     return None if run.gpu else 4  # the interpreter runs rows one by one, padding included
 
 
-def problem(run: Run, tokens: int, size: int, vocabulary: int, dtype: torch.dtype, scale: float = 2.0) -> list[Tensor]:
-    """hidden, weight, target, gradient of logp; logits of standard deviation ``scale``."""
-    draw = torch.Generator(run.device).manual_seed(0)
-    options = {"generator": draw, "device": run.device}
-    hidden = (scale * torch.randn(tokens, size, **options)).to(dtype).requires_grad_()
-    weight = (torch.randn(vocabulary, size, **options) / size**0.5).to(dtype).requires_grad_()
-    return [hidden, weight, torch.randint(vocabulary, (tokens,), **options), torch.randn(tokens, **options)]
+def problem(run: Run, tokens: int, size: int, vocabulary: int, dtype: torch.dtype, scale: float = 2.0) -> Problem:
+    return Problem.of(run.device, tokens, size, vocabulary, dtype, scale)
 
 
 # -- correctness ---------------------------------------------------------------------------------------------
@@ -283,7 +276,7 @@ def ours(**options: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return call
 
 
-def case(run: Run, name: str, function: Callable[..., Tensor], given: list[Tensor], **about: Any) -> None:
+def case(run: Run, name: str, function: Callable[..., Tensor], given: Problem, **about: Any) -> None:
     """Forward, and forward with backward, of one implementation; products: how many the floor has."""
     if run.left() < 0:
         return
@@ -322,7 +315,7 @@ def case(run: Run, name: str, function: Callable[..., Tensor], given: list[Tenso
     run.add("cases", row)
 
 
-def three(run: Run, given: list[Tensor]) -> None:
+def three(run: Run, given: Problem) -> None:
     """What the targets speak of."""
     case(run, "linear_logprob", ours(chunk=chunk(run)), given, products=4)
     case(run, "linear_logprob", ours(chunk=chunk(run)), given, products=1 + 3 * KEPT, kept=KEPT)

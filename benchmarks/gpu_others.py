@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 import offcorr
+from offcorr.lab.kernels import naive_head
 
 # -- log-probs of hidden states ------------------------------------------------------------------------------
-
-
-def naive(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return torch.log_softmax((hidden @ weight.T).float(), -1).gather(1, target[:, None])[:, 0]
 
 
 def trl(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...] = ()) -> Tensor:
@@ -56,7 +53,7 @@ def torch_chunked(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 LOGPROBS = {
-    "naive": naive,
+    "naive": naive_head,
     "TRL": trl,
     "Liger (one scalar)": liger,
     "cut-cross-entropy": cut_cross_entropy,

@@ -7,18 +7,14 @@ machine.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import os
-import re
 import shutil
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -26,6 +22,7 @@ import torch
 
 from offcorr.batch import Batch
 from offcorr.correction import Correction
+from offcorr.lab import results
 from offcorr.lab.exact import (
     SIZES,
     Advantages,
@@ -38,6 +35,8 @@ from offcorr.lab.exact import (
     couples,
     measure,
 )
+from offcorr.lab.processes import one_thread
+from offcorr.lab.text import Progress, entries, folded
 from offcorr.methods.registry import catalogue, resolve
 
 __all__ = ["Column", "Row", "add_parser", "compare", "picture", "run", "table"]
@@ -157,6 +156,7 @@ def compare(
     methods: Sequence[tuple[str, Correction]],
     draws: int = 200,
     report: Callable[[int, str], None] = lambda done, name: None,
+    timed: bool = True,
 ) -> list[Row]:
     """One row per method.
 
@@ -164,6 +164,7 @@ def compare(
         methods: names, as they shall appear, with their corrections.
         draws: batches drawn of each size, for a method that couples the sequences of a batch.
         report: called with the number of finished methods and the name of the next.
+        timed: whether the time per token is measured; where it is not, it is NaN.
 
     Raises:
         ValueError: a correction cannot be computed here; the message begins with its name.
@@ -174,7 +175,8 @@ def compare(
         report(done, name)
         try:
             measured = measure(world, loss_fn, draws=draws)
-            rows.append(Row(name, aliases.get(name, ()), loss_fn, measured, seconds_per_token(loss_fn)))
+            seconds = seconds_per_token(loss_fn) if timed else math.nan
+            rows.append(Row(name, aliases.get(name, ()), loss_fn, measured, seconds))
         except (ValueError, TypeError) as error:
             raise ValueError(f"METHOD {name!r} cannot be compared: {error}") from error
     return rows
@@ -228,6 +230,17 @@ def as_data(world: World, rows: Sequence[Row], elapsed: float) -> dict[str, Any]
     }
 
 
+def illustrated(names: Iterable[str]) -> list[str]:
+    """A note for each method that has options without a default and so runs at the values of its illustration."""
+    examples = {method.name: method.example for method in catalogue() if method.example}
+    notes = []
+    for name in names:
+        if name in examples:
+            values = ", ".join(f"{option}={value!r}" for option, value in examples[name].items())
+            notes.append(f"{name} ran with {values}, an illustration: they have no default.")
+    return notes
+
+
 def same_updates(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows whose c is the same on every token of every sequence, where there are at least two."""
     groups: list[list[Row]] = []
@@ -263,11 +276,11 @@ def table(world: World, rows: Sequence[Row], width: int) -> str:
             blocks.append([])
         blocks[-1].append(column)
 
-    lines = _entries(_about(world), width)
+    lines = entries(_about(world), width)
     for block in blocks:
         lines += ["", " " * label + "".join(column.head.rjust(wide[column]) for column in block)]
         for number, row in enumerate(rows):
-            *above, last = _folded(_label(row), label)
+            *above, last = folded(_label(row), label)
             numbers = "".join(cells[column][number].rjust(wide[column]) for column in block)
             lines += [*above, last.ljust(label) + numbers]
     return "\n".join([*lines, "", *_caption(world, rows, shown, width)])
@@ -309,6 +322,7 @@ def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: 
             "A clip is a trust region, not an estimator: a direction of 0 or below says that what it lets through "
             "here is nothing, or points away from the true gradient; not that training with it fails."
         )
+    notes += illustrated(row.name for row in rows)
     if renamed := [" = ".join((row.name, *row.aliases)) for row in rows if row.aliases]:
         notes.append(f"Two names of one method: {'; '.join(renamed)}.")
     for group in same_updates(rows):
@@ -316,39 +330,16 @@ def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: 
     if not world.setting.engine_gap and any("engine" in row.loss_fn.compares for row in rows):
         notes.append("The engine has no mismatch here; --engine-gap 0.05 shows what a correction of it does.")
     return [
-        *_entries([("", first)], width),
-        *_entries([(column.head, column.formula) for column in shown], width),
-        *_entries([("", note) for note in notes], width),
+        *entries([("", first)], width),
+        *entries([(column.head, column.formula) for column in shown], width),
+        *entries([("", note) for note in notes], width),
         "",
-        *_entries([("", NOT_A_RANKING)], width),
+        *entries([("", NOT_A_RANKING)], width),
     ]
 
 
 def _label(row: Row) -> str:
     return row.name + (" *" if row.measured.drawn else "")
-
-
-def _folded(name: str, width: int) -> list[str]:
-    """A name in lines of at most ``width`` characters, broken after "/", ":", "?" and "&" where it can be."""
-    lines = [""]
-    for part in re.findall(r"[^/:?&]*[/:?&]?", name):
-        while len(lines[-1] + part) > width:
-            room = 0 if lines[-1] else width
-            lines[-1], part = lines[-1] + part[:room], part[room:]
-            lines.append("")
-        lines[-1] += part
-    return lines
-
-
-def _entries(entries: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Heads and texts in two columns, the texts wrapped."""
-    head = max(len(head) for head, _ in entries) if entries else 0
-    indent = " " * (head + 2 if head else 0)
-    lines = []
-    for name, text in entries:
-        first = name.ljust(len(indent))
-        lines += textwrap.wrap(text, min(width, 110), initial_indent=first, subsequent_indent=indent)
-    return lines
 
 
 # -- the picture ---------------------------------------------------------------------------------------------
@@ -414,6 +405,16 @@ def picture(world: World, rows: Sequence[Row], path: Path) -> None:
 # -- the command ---------------------------------------------------------------------------------------------
 
 
+def add_methods(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument METHOD ..., for ``named_methods``."""
+    parser.add_argument(
+        "methods",
+        nargs="*",
+        metavar="METHOD",
+        help="a name with or without options ('minpro?eps_high=0.3'), or file.py:method; default: every method",
+    )
+
+
 def add_parser(subparsers: Any) -> None:
     """Adds the subcommand ``compare``."""
     default = Setting()
@@ -427,12 +428,7 @@ def add_parser(subparsers: Any) -> None:
         "offcorr compare --regime noise --engine-gap 0.05 --output compare.png",
     )
     add = parser.add_argument
-    add(
-        "methods",
-        nargs="*",
-        metavar="METHOD",
-        help="a name with or without options ('minpro?eps_high=0.3'), or file.py:method; default: every method",
-    )
+    add_methods(parser)
     add(
         "--gap",
         type=float,
@@ -481,10 +477,10 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     try:
         setting = _setting(options)
-        _check_output(options.output)
+        results.check_picture("--output", options.output)
         if options.draws < 2:
             raise ValueError(f"--draws is {options.draws}, expected at least 2 batches")
-        methods = _methods(options.methods)
+        methods = named_methods(options.methods)
         with one_thread(), Progress(len(methods), _plan(setting, methods, options.draws)) as progress:
             world = _as_option(lambda: World.of(setting))
             rows = compare(world, methods, options.draws, progress)
@@ -540,24 +536,10 @@ def _as_option(make: Callable[[], Any]) -> Any:
         raise ValueError(f"--{name.replace('_', '-')} {rest}") from error
 
 
-def _check_output(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--output is {str(path)!r}, expected a file name that ends in .png, .svg or .pdf")
-    if not path.parent.is_dir():
-        raise ValueError(f"--output is {str(path)!r}, but there is no folder {str(path.parent)!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "--output draws with matplotlib, which is not installed: pip install matplotlib, or leave --output out "
-            "(the table and --json do without)"
-        )
-
-
-def _methods(specs: Sequence[str]) -> list[tuple[str, Correction]]:
+def named_methods(specs: Sequence[str]) -> list[tuple[str, Correction]]:
     """The corrections by the names under which they were asked for; without any, every method once."""
     if not specs:
-        return [(method.name, method()) for method in catalogue()]
+        return [(method.name, method(**method.example)) for method in catalogue()]
     found: list[tuple[str, Correction]] = []
     for spec in specs:
         if spec in dict(found):
@@ -568,40 +550,3 @@ def _methods(specs: Sequence[str]) -> list[tuple[str, Correction]]:
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise ValueError(f"METHOD {spec!r}: {kind}{error}") from error
     return found
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch on one thread: the tensors are small, and threads cost more than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-class Progress:
-    """Shows on stderr how far the comparison is: one line that changes, or without a terminal a line now and then."""
-
-    def __init__(self, total: int, plan: str) -> None:
-        self.total, self.plan = total, plan
-        self.live = sys.stderr.isatty()
-        self.said = time.monotonic()
-
-    def __enter__(self) -> Progress:
-        self._say(self.plan, keep=not self.live)
-        return self
-
-    def __call__(self, done: int, name: str) -> None:
-        """Reports that ``done`` methods are finished and ``name`` is next."""
-        if self.live or time.monotonic() - self.said > 5:
-            self.said = time.monotonic()
-            self._say(f"{done}/{self.total} {name}", keep=not self.live)
-
-    def __exit__(self, *error: object) -> None:
-        if self.live:
-            self._say("", keep=False)
-
-    def _say(self, text: str, keep: bool) -> None:
-        print(text if keep else f"\r\033[K{text}", end="\n" if keep else "", file=sys.stderr, flush=True)

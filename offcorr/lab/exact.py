@@ -386,7 +386,8 @@ def _ascended(tree: Tree, logits: Tensor, features: Tensor | None, rewards: Tens
         reached = (tree.visits(logp)[:, None] * logp.exp()).flatten()
         fisher = scores.T @ (reached[:, None] * scores)
         gradient = scores.T @ (reached * advantages.flatten())
-        ridge = 1e-6 * fisher.diagonal().mean() * torch.eye(len(fisher), dtype=fisher.dtype)
+        size_of_ridge = (1e-6 * fisher.diagonal().mean()).clamp(min=1e-30)  # it is 0 once the policy is certain
+        ridge = size_of_ridge * torch.eye(len(fisher), dtype=fisher.dtype)
         logits = logits + features @ (size * torch.linalg.solve(fisher + ridge, gradient))
     return logits
 

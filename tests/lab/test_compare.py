@@ -16,9 +16,9 @@ import pytest
 
 import offcorr
 from offcorr import cli
-from offcorr.lab import compare
+from offcorr.lab import compare, text
 from offcorr.lab.compare import seconds_per_token
-from offcorr.lab.exact import Setting, World
+from offcorr.lab.exact import Setting, World, couples
 from offcorr.methods.registry import catalogue
 from offcorr.stages.checks import warn_once
 
@@ -105,10 +105,10 @@ def test_all_methods_are_one_block_of_80_columns(rows):
 
 
 def test_long_names_are_folded_where_they_can_be_broken():
-    assert compare._folded("minpro?eps_high=0.3&aggregate=sum", 16) == ["minpro?", "eps_high=0.3&", "aggregate=sum"]
-    assert compare._folded("some/folder/mine.py:method", 14) == ["some/folder/", "mine.py:method"]
-    assert compare._folded("a_name_that_cannot_be_broken", 10) == ["a_name_tha", "t_cannot_b", "e_broken"]
-    assert compare._folded("ppo", 14) == ["ppo"]
+    assert text.folded("minpro?eps_high=0.3&aggregate=sum", 16) == ["minpro?", "eps_high=0.3&", "aggregate=sum"]
+    assert text.folded("some/folder/mine.py:method", 14) == ["some/folder/", "mine.py:method"]
+    assert text.folded("a_name_that_cannot_be_broken", 10) == ["a_name_tha", "t_cannot_b", "e_broken"]
+    assert text.folded("ppo", 14) == ["ppo"]
 
 
 def test_the_table_says_what_is_the_same_and_what_was_drawn(rows):
@@ -185,7 +185,7 @@ def test_without_matplotlib_the_option_is_named_before_anything_runs(command, mo
     assert code == 2 and not out
     assert err == (
         "offcorr compare: error: --output draws with matplotlib, which is not installed: pip install matplotlib, or "
-        "leave --output out (the table and --json do without)\n"
+        "leave --output out (all else does without)\n"
     )
 
 
@@ -262,11 +262,23 @@ def test_progress_without_a_terminal_is_on_stderr(command, monkeypatch):
 
 def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with compare.Progress(2, "two methods") as progress:
+    with text.Progress(2, "two methods") as progress:
         progress(0, "ppo")
         progress(1, "minpro")
     shown = capsys.readouterr().err
     assert "\n" not in shown and "1/2 minpro" in shown and shown.endswith("\r\033[K")
+    with text.Progress(2, "two methods") as progress:
+        progress.note("one was known")
+    assert "\r\033[Kone was known\n" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_one_line(command, monkeypatch):
+    def interrupted(*given, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "measure", interrupted)
+    code, out, err = command("ppo", *TINY)
+    assert code == 130 and not out and err.splitlines()[-1] == "offcorr compare: stopped"
 
 
 @pytest.mark.parametrize("columns", [60, 80, 132])
@@ -286,12 +298,12 @@ def test_torchs_threads_are_as_before(command):
 
 
 def test_the_page_shows_what_the_command_prints():
-    """But for the times; and the three methods that are drawn, whose numbers need a minute to be worth comparing."""
+    """But for the times; and the methods that are drawn, whose numbers need a minute to be worth comparing."""
     page = (ROOT / "docs" / "compare.md").read_text()
     shown = page.partition("<!-- compare -->\n```text\n")[2].partition("```")[0]
     assert max(map(len, shown.splitlines())) <= 80
     world = World.of(Setting())
-    methods = [(method.name, method()) for method in catalogue()]
+    methods = [(method.name, method(**method.example)) for method in catalogue()]
     found = compare.compare(world, methods, draws=2)
     fresh = compare.table(world, found, 80).replace("2 batches of each size", "200 batches of each size")
 
@@ -303,7 +315,7 @@ def test_the_page_shows_what_the_command_prints():
 
     assert parts(shown)[:2] == parts(fresh)[:2]
     old, new = parts(shown)[2], parts(fresh)[2]
-    assert old.keys() == new.keys() and len(old) == len(methods) - 3
+    assert old.keys() == new.keys() and len(old) == len([f for _, f in methods if not couples(f)])
     for name, values in new.items():
         assert list(map(float, old[name])) == pytest.approx(list(map(float, values)), abs=0.011), name
 

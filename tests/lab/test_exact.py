@@ -126,11 +126,11 @@ def test_on_policy_every_method_is_reinforce_but_the_declared_exceptions(policy,
     reinforce = exact.applied_to(world, offcorr.get("reinforce"), rows)
     assert bias(world, "reinforce") < 1e-12
     for method in catalogue():
-        found = exact.applied_to(world, method(), rows)
+        found = exact.applied_to(world, method(**method.example), rows)
         same = torch.allclose(found, reinforce, rtol=1e-10, atol=1e-13)
         assert same == method.on_policy, f"{method.name}: REINFORCE's on-policy: {same}, declared: {method.on_policy}"
-        if not couples(method()):
-            assert (bias(world, method.name) < 1e-12) == method.on_policy, method.name
+        if not couples(method(**method.example)):
+            assert (bias(world, method.name, **method.example) < 1e-12) == method.on_policy, method.name
 
 
 @pytest.mark.parametrize("name", ["minpro", "ppo", "sequence_is"])
@@ -270,3 +270,5 @@ def test_the_longest_length_is_allowed():
 def test_a_gap_out_of_reach_says_how_far_the_regime_goes():
     with pytest.raises(ValueError, match=r"gap is 0.99, but regime 'stale' reaches at most 0\.\d+ with this length"):
         World.of(Setting(gap=0.99, regime="stale"))
+    with pytest.raises(ValueError, match="gap is 0.9999, but regime 'stale' reaches at most"):
+        World.of(Setting(length=3, gap=0.9999, regime="stale", policy="tied", seed=0))

@@ -1,0 +1,378 @@
+"""The tables of docs/lab.md and docs/which.md, made from the committed results of the lab.
+
+    python benchmarks/lab_pages.py [--check]
+
+It reads the files ``RESULTS`` of benchmarks/results; each holds the command that made it.  A table stands between
+``<!-- lab NAME -->`` and ``<!-- end -->``; ``--check`` changes nothing and fails where one is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from offcorr.cli import markdown
+from offcorr.lab import results
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("docs/lab.md", "docs/which.md")
+BLOCK = re.compile(r"(<!-- lab (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+ARENAS = ("arena", "arena_more", "arena_mu_grpo", "arena_int4", "arena_lag_4", "arena_lag_0")
+RESULTS = ("exact", "loop", "loop_long", "loop_variants", *ARENAS)
+OWN = "near_overlap"
+LEVEL = 2.0
+"""Standard errors of a paired difference within which two methods are said to be level."""
+
+Row = dict[str, str]
+
+
+@functools.cache
+def result(name: str) -> dict[str, Any]:
+    """A committed result."""
+    return dict(json.loads((ROOT / "benchmarks" / "results" / f"lab_{name}.json").read_text()))
+
+
+# -- the three worlds ----------------------------------------------------------------------------------------
+
+
+def exact() -> list[Row]:
+    """Methods with different updates, by direction quality in large batches."""
+    data = result("exact")
+    columns = list(data["columns"])
+    rows = {row["method"]: dict(zip(columns, row["all"], strict=True)) for row in data["methods"]}
+    drawn = {row["method"] for row in data["methods"] if row["drawn"]}
+    groups = sorted(data["same_update"], key=lambda group: -(rows[group[0]]["direction_1024_mean"] or -1))
+    heads = {
+        "direction, N = 64": ("direction_64_mean", "direction_64_worst"),
+        "direction, N = 1024": ("direction_1024_mean", "direction_1024_worst"),
+        "RMSE, N = 1024": ("rmse_1024_mean", "rmse_1024_worst"),
+        "bias": ("bias_mean", "bias_worst"),
+    }
+    return [
+        {"method": ", ".join(f"`{name}`" for name in group) + (" *" if group[0] in drawn else "")}
+        | {head: " / ".join(_short(rows[group[0]][key]) for key in keys) for head, keys in heads.items()}
+        | {"cos < 0": f"{rows[group[0]]['away']:.0f}"}
+        for group in groups
+    ]
+
+
+def loop() -> list[Row]:
+    """Every method: smallest and mean relative return of both parts."""
+    data = result("loop")
+    rows = sorted(data["methods"], key=lambda row: -row["summary"]["held-out"]["mean"])
+    return [{"method": f"`{row['method']}`"} | _parts(row) for row in rows]
+
+
+def _parts(row: Mapping[str, Any]) -> Row:
+    line: Row = {}
+    for part in ("held-out", "development"):
+        summary = row["summary"][part]
+        line[f"{part}, mean"] = f"{summary['mean']:.3f} ± {summary['error']:.3f}"
+        line[f"{part}, worst"] = f"{summary['worst']:.2f} ({summary['worst_setting']})"
+    return line | {"over all rates": f"{row['summary']['held-out']['every_rate']:.2f}"}
+
+
+def loop_long() -> list[Row]:
+    """The methods that were run with more seeds."""
+    rows = sorted(result("loop_long")["methods"], key=lambda row: -row["summary"]["held-out"]["mean"])
+    return [{"method": f"`{row['method']}`"} | _parts(row) for row in rows]
+
+
+def variants() -> list[Row]:
+    """Variants of near_overlap and what was tried on top of it."""
+    rows = sorted(result("loop_variants")["methods"], key=lambda row: -row["summary"]["held-out"]["mean"])
+    return [{"variant": f"`{row['method'].rpartition(':')[2]}`"} | _parts(row) for row in rows]
+
+
+def loop_settings() -> list[Row]:
+    """Setting by setting: the methods that were run with more seeds."""
+    data = result("loop_long")
+    methods = sorted(data["methods"], key=lambda row: -row["summary"]["held-out"]["mean"])
+    held_out = set(data["parts"]["held-out"])
+    return [
+        {
+            "setting": setting["name"] + ("" if setting["name"] in held_out else " (development)"),
+            "tokens, lag": f"{setting['length']}, {setting['lag']}",
+        }
+        | {f"`{row['method']}`": _level(row["relative"][place], row["error"][place]) for row in methods}
+        for place, setting in enumerate(data["settings"])
+    ]
+
+
+def _level(relative: float, error: float) -> str:
+    """A relative return; bold where it is level with the best."""
+    level = 1 - relative <= LEVEL * (error or 0) + 1e-9
+    return f"**{relative:.2f}**" if level else f"{relative:.2f}"
+
+
+def arena() -> list[Row]:
+    """Every sampler and method; differences between the runs of the same seeds."""
+    lines = []
+    for cell, rows in trained().items():
+        best = _best(rows)
+        for row in sorted(rows.values(), key=lambda row: -_relative(row, best)):
+            lines.append({"sampler": "lag {}, {}".format(*cell)} | _arena_row(row, best))
+    return lines
+
+
+Trained = dict[str, Mapping[str, Any]]
+
+
+@functools.cache
+def trained() -> dict[tuple[int, str], Trained]:
+    """The rows of all arena files by sampler, then by method."""
+    cells: dict[tuple[int, str], Trained] = {}
+    for row in (row for name in ARENAS for row in result(name)["rows"]):
+        cells.setdefault((row["lag"], row["precision"]), {})[row["method"]] = row
+    return cells
+
+
+def _best(rows: Trained) -> Mapping[str, Any]:
+    """The highest mean AUC among the methods with most seeds."""
+    most = max(len(row["seeds"]) for row in rows.values())
+    return max((row for row in rows.values() if len(row["seeds"]) == most), key=lambda row: row["auc"]["mean"])
+
+
+def _relative(row: Mapping[str, Any], best: Mapping[str, Any]) -> float:
+    """The mean AUC over that of the best method's runs of the same seeds."""
+    others = dict(zip(best["seeds"], best["auc_of_seeds"], strict=True))
+    return statistics.fmean(row["auc_of_seeds"]) / statistics.fmean(others[seed] for seed in row["seeds"])
+
+
+def _arena_row(row: Mapping[str, Any], best: Mapping[str, Any]) -> Row:
+    others = dict(zip(best["seeds"], best["auc_of_seeds"], strict=True))
+    away = results.difference(row["auc_of_seeds"], [others[seed] for seed in row["seeds"]])
+    return {
+        "method": f"`{row['method']}`",
+        "AUC": f"{row['auc']['mean']:.3f} ({row['auc']['low']:.3f} to {row['auc']['high']:.3f})",
+        "final": f"{row['final']['mean']:.3f}",
+        "largest fall": f"{row['fall']['mean']:.3f}",
+        "to the best": "" if row is best else f"{away.mean:+.3f} ± {away.error:.3f}".replace(" ± nan", ""),
+        "collapsed": f"{row['collapsed']} of {row['runs']}",
+    }
+
+
+# -- which method --------------------------------------------------------------------------------------------
+
+SITUATIONS: dict[str, tuple[tuple[str, ...], tuple[tuple[int, str], ...]]] = {
+    "on-policy": (("on-policy",), ((0, "fp32"),)),
+    "4 updates behind": (("lag-4",), ((4, "int8"),)),
+    "16 to 32 behind, 32 tokens": (
+        ("tied-32-lag-16", "tied-32-lag-32", "keys", "free", "sgd"),
+        ((16, "int8"),),
+    ),
+    "24 to 32 behind, 48 tokens": (("tabular-48-lag-24", "two-symbols"), ()),
+    "48 to 64 behind, 20 to 30 tokens": (("tied-20-lag-48",), ((64, "int8"),)),
+    "64 behind, 64 tokens": (("tied-64-lag-64",), ()),
+    "a coarse engine besides": (("quantised-32-lag-32",), ((16, "int4"),)),
+}
+"""Situation -> settings of the loop, samplers of the arena.  The arena's sequences have about 26 tokens."""
+
+NEAR_THE_BEST, FAR = 0.97, 0.85
+"""Relative numbers from which a method is near the best of a situation, and below which it is far from it."""
+
+WELL_KNOWN = ("reinforce", "ppo", "gspo", "cispo", "minpro", "ctpo", "topr", "token_is", "sequence_is", OWN)
+"""The methods that are named where they are far from the best."""
+
+
+def situations() -> list[Row]:
+    """By situation: which methods are near the best, and which well-known ones are far from it, in loop and arena."""
+    data = result("loop")
+    places = {setting["name"]: place for place, setting in enumerate(data["settings"])}
+    rows: list[Row] = []
+    for situation, (settings, cells) in SITUATIONS.items():
+        looped = {
+            row["method"]: statistics.fmean(row["relative"][places[setting]] for setting in settings)
+            for row in data["methods"]
+        }
+        top = max(looped.values())
+        looped = {name: value / top for name, value in looped.items()}
+        found = [trained()[cell] for cell in cells]
+        arena = {name: _relative(row, _best(rows)) for rows in found for name, row in rows.items()}
+        rows.append(
+            {
+                "the sampler is": situation,
+                "loop: near the best": _names(looped, lambda value: value >= NEAR_THE_BEST),
+                "loop: far from it": _names({n: looped[n] for n in WELL_KNOWN}, lambda value: value < FAR),
+                "arena: near the best": _names(arena, lambda value: value >= NEAR_THE_BEST) if cells else "",
+                "arena: far from it": _names(arena, lambda value: value < FAR) if cells else "",
+            }
+        )
+    return rows
+
+
+def _names(values: Mapping[str, float], chosen: Callable[[float], bool]) -> str:
+    found = sorted((name for name, value in values.items() if chosen(value)), key=lambda name: -values[name])
+    if len(found) == len(values) > 10:
+        return f"all {len(found)}"
+    return ", ".join(f"`{name}` {values[name]:.2f}" for name in found)
+
+
+# -- side by side --------------------------------------------------------------------------------------------
+
+
+def worlds() -> list[Row]:
+    """The methods that were measured in all three worlds, each number relative to the best of its world."""
+    columns = list(result("exact")["columns"])
+    exactly = {row["method"]: dict(zip(columns, row["all"], strict=True)) for row in result("exact")["methods"]}
+    looped = {row["method"]: row["summary"]["held-out"] for row in result("loop")["methods"]}
+    cells = {f"lag {lag}": trained()[lag, "int8"] for lag in (16, 64)}
+    relative = {
+        name: {cell: _relative(rows[name], _best(rows)) for cell, rows in cells.items()}
+        for name in exactly.keys() & looped.keys()
+        if all(name in rows for rows in cells.values())
+    }
+    worst = {name: min(looped[name]["worst"], *numbers.values()) for name, numbers in relative.items()}
+    return [
+        {
+            "method": f"`{name}`",
+            "exact: direction at N = 1024": _short(exactly[name]["direction_1024_mean"]),
+            "loop: mean": f"{looped[name]['mean']:.2f}",
+            "loop: worst setting": f"{looped[name]['worst']:.2f}",
+        }
+        | {f"arena: AUC, {cell}": f"{value:.2f}" for cell, value in relative[name].items()}
+        | {
+            "arena: collapses": " + ".join(
+                f"{rows[name]['collapsed']} of {rows[name]['runs']}" for rows in cells.values()
+            ),
+            "worst of loop and arena": f"{worst[name]:.2f}",
+        }
+        for name in sorted(worst, key=lambda name: -worst[name])
+    ]
+
+
+def lam() -> list[Row]:
+    """near_overlap by lam: the closed loop by length, the arena by lag."""
+    data = result("loop_long")
+    lengths = sorted({setting["length"] for setting in data["settings"] if setting["lag"] >= 16})
+    rows: list[Row] = []
+    for value, row in sorted(_by_lam(data["methods"]).items()):
+        line = {"lam": f"{value:g}"}
+        for length in lengths:
+            found = [
+                relative
+                for relative, setting in zip(row["relative"], data["settings"], strict=True)
+                if setting["length"] == length and setting["lag"] >= 16
+            ]
+            line[f"loop, {length} tokens"] = f"{statistics.fmean(found):.3f}"
+        for lag in (16, 64):
+            rows_at = trained()[lag, "int8"]
+            known = _by_lam(list(rows_at.values()))
+            line[f"arena, lag {lag}"] = f"{_relative(known[value], _best(rows_at)):.3f}" if value in known else ""
+        rows.append(line)
+    return rows
+
+
+def _by_lam(rows: Sequence[Mapping[str, Any]]) -> dict[float, Mapping[str, Any]]:
+    found = {}
+    for row in rows:
+        match = re.fullmatch(rf"{OWN}(?:\?lam=([\d.]+))?", row["method"])
+        if match:
+            found[float(match[1] or 0.8)] = row
+    return found
+
+
+def seeds() -> list[Row]:
+    """How many seeds tell two methods apart in the arena."""
+    return [
+        {
+            "sampler": f"lag {row['lag']}, {row['precision']}",
+            "sd of a paired difference in AUC": f"{row['sd']:.3f}",
+            **{f"seeds for a difference of {gap}": f"{count}" for gap, count in row["seeds"].items()},
+        }
+        for row in result("arena")["seeds_needed"]
+    ]
+
+
+def warnings() -> list[Row]:
+    """Early warnings: of every metric the threshold that finds most, and of those the one with fewest false alarms."""
+    best: dict[tuple[str, bool], Mapping[str, Any]] = {}
+    for row in result("arena")["warnings"]:
+        key = row["metric"], row["above"]
+        if key not in best or _worth(row) > _worth(best[key]):
+            best[key] = row
+    rows = sorted((row for row in best.values() if row["warned"]), key=_worth, reverse=True)
+    return [
+        {
+            "metric": f"`{row['metric'].removeprefix('offcorr/')}`",
+            "warns": f"{'>' if row['above'] else '<'} {row['threshold']:g}",
+            "collapses found": f"{row['warned']} of {row['collapses']}",
+            "updates before, median": f"{row['updates_before']:g}",
+            "false alarms": f"{row['false_alarms']} of {row['without_collapse']}",
+        }
+        for row in rows
+    ]
+
+
+def _worth(row: Mapping[str, Any]) -> float:
+    """Share of the collapses found minus share of the other runs alarmed."""
+    return float(row["warned"] / max(row["collapses"], 1) - row["false_alarms"] / max(row["without_collapse"], 1))
+
+
+def sources() -> list[Row]:
+    """The result files, what made them, and where."""
+    return [
+        {
+            "file": f"[`{name}`](../benchmarks/results/lab_{name}.json)",
+            "command": f"`{data['command']}`",
+            "machine": f"{data['machine']['cores']} CPU cores, torch {data['versions']['torch']}",
+        }
+        for name in RESULTS
+        for data in [result(name)]
+    ]
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else "0" if abs(value) < 5e-4 else f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+TABLES: dict[str, Callable[[], list[Row]]] = {
+    table.__name__: table
+    for table in (
+        exact,
+        loop,
+        loop_long,
+        loop_settings,
+        variants,
+        arena,
+        worlds,
+        lam,
+        seeds,
+        warnings,
+        situations,
+        sources,
+    )
+}
+
+
+def filled(page: str) -> str:
+    """The page with every table made anew."""
+    return BLOCK.sub(lambda match: f"{match[1]}{markdown(TABLES[match[2]]())}\n{match[3]}", page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
+    options = parser.parse_args()
+    stale = []
+    for name in PAGES:
+        page = ROOT / name
+        fresh = filled(page.read_text())
+        if fresh != page.read_text():
+            stale.append(name)
+            if not options.check:
+                page.write_text(fresh)
+    if stale:
+        print(f"{'out of date' if options.check else 'written'}: {', '.join(stale)}")
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
