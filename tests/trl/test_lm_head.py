@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from offcorr.trl import GRPOConfig
@@ -35,8 +36,9 @@ def test_the_same_numbers(model_folder, options, masked):
     draw = torch.Generator().manual_seed(0)
     labels = torch.randint(2, 23, (3, 11), generator=draw)
     labels[:, : 11 if masked == "all" else 4] = -100
-    ours, theirs = (answers(model_folder, choice, labels, **options) for choice in ("offcorr", "trl"))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    theirs = answers(model_folder, "trl", labels, **options)
+    for choice in ("offcorr", "exact"):
+        torch.testing.assert_close(answers(model_folder, choice, labels, **options), theirs, rtol=1e-5, atol=1e-5)
 
 
 @needs_the_function
@@ -78,6 +80,40 @@ def test_the_choice(make_trainer, replay, monkeypatch, choice, used):
     from trl.trainer import utils
 
     assert utils._ChunkedLogProbFunction is not heads.LinearLogProb  # put back
+
+
+@needs_the_function
+@pytest.mark.parametrize("choice, precision", [("offcorr", "fp32"), ("exact", "fp32"), ("exact", "bf16")])
+def test_the_samplers_log_probs_to_the_last_bit(make_trainer, choice, precision):
+    """Under the weights that sampled; prompts of different lengths, sampled with a KV cache."""
+    from offcorr import exact
+    from offcorr.rollout import OffPolicy
+
+    trainer = make_trainer(
+        rollout_func=OffPolicy(precision=precision),
+        logprob_head=choice,
+        loss_type="ppo",
+        max_steps=1,
+        log_metrics="full",
+        temperature=0.8,
+        model_init_kwargs={"dtype": "float32" if precision == "fp32" else "bfloat16"},
+        per_device_train_batch_size=16,
+    )
+    prompts = [f"{'1+' * (i % 4)}{i}=" for i in range(8)]
+    trainer.train_dataset = Dataset.from_dict({"prompt": prompts})
+    assert next(trainer.model.parameters()).dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
+    with exact.batch_invariant():
+        trainer.train()
+    name = "offcorr/engine/abs_max"
+    largest = [entry[name] for entry in trainer.state.log_history if name in entry]
+    assert len(largest) == 1 and (largest[0] == 0) == (choice == "exact")
+
+
+def test_exact_takes_no_images(model_folder):
+    model = heads.counting_real_tokens(AutoModelForCausalLM.from_pretrained(model_folder))
+    ids = torch.ones(1, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="text alone, but the batch has pixel_values"):
+        model(input_ids=ids, attention_mask=ids, pixel_values=ids)
 
 
 def test_auto_leaves_what_was_not_measured_to_trl():
