@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -57,12 +58,13 @@ def recorded_rollouts(options: argparse.Namespace):
     """A ``rollout_func`` that gives random completions, at no cost to speak of."""
     chance = torch.Generator().manual_seed(0)
     length, ids = options.length, range(2, options.vocabulary)
+    likely = -math.log(options.vocabulary)  # of every token, nearly, in a model that has learnt nothing
 
     def rollout_func(prompts, trainer):
         lengths = torch.randint(length // 2, length + 1, (len(prompts),), generator=chance).tolist()
         completions = [torch.randint(ids.start, ids.stop, (n,), generator=chance).tolist() for n in lengths]
-        logprobs = [(-3 + 0.1 * torch.randn(n, generator=chance)).tolist() for n in lengths]
-        old_logp = [[x + 0.01 for x in row] for row in logprobs]
+        logprobs = [(likely + 0.1 * torch.randn(n, generator=chance)).tolist() for n in lengths]
+        old_logp = [[x + 0.01 * torch.randn((), generator=chance).item() for x in row] for row in logprobs]
         return {
             "prompt_ids": [[2, 3, 4, 5]] * len(prompts),
             "completion_ids": completions,
@@ -78,7 +80,7 @@ def reward(completion_ids, **_):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def make_trainer(cls, config, loss_type, options, folder):
+def make_trainer(cls, config, loss_type, options, folder, **more):
     set_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -124,6 +126,7 @@ def make_trainer(cls, config, loss_type, options, folder):
             use_cpu=not on_gpu,
             gradient_checkpointing=False,
             disable_tqdm=True,
+            **more,
         ),
         train_dataset=Dataset.from_dict({"prompt": [f"w{i}" for i in range(2, 34)]}),
         processing_class=tokenizer,

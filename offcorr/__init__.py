@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from offcorr import metrics, testing, training
+from offcorr import metrics, testing, tokens, training
 from offcorr.batch import Batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.kernels.dispatch import backend
@@ -11,9 +11,11 @@ from offcorr.kernels.dispatch import use as use_backend
 from offcorr.kernels.logprob import LogProbs, linear_logprob, logits_logprob, out_of_support, out_of_vocabulary
 from offcorr.methods.registry import available, from_config, get, register, resolve, unregister
 from offcorr.metrics import Metrics
-from offcorr.stages import controllers, gates, ops, ratios, rejections, spans, weights
+from offcorr.stages import advantages, controllers, gates, ops, ratios, rejections, spans, weights
+from offcorr.training.monitor import Monitor
 
 if TYPE_CHECKING:
+    from offcorr import exact as exact
     from offcorr import extras as extras
     from offcorr import integrations as integrations
     from offcorr import rollout as rollout
@@ -27,8 +29,10 @@ __all__ = [
     "Correction",
     "LogProbs",
     "Metrics",
+    "Monitor",
     "Output",
     "Statistics",
+    "advantages",
     "available",
     "backend",
     "controllers",
@@ -47,13 +51,14 @@ __all__ = [
     "resolve",
     "spans",
     "testing",
+    "tokens",
     "training",
     "unregister",
     "use_backend",
     "weights",
 ]
 
-_ON_FIRST_USE = ("extras", "integrations", "rollout", "toy", "trl")
+_ON_FIRST_USE = ("exact", "extras", "integrations", "rollout", "toy", "trl")
 """Subpackages that `import offcorr` leaves out: most of them need packages that the core does without."""
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for an attribute

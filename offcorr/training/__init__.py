@@ -1,5 +1,6 @@
 """Parts of a training loop, with torch alone: step, anchors, snapshots, schedules, the ESS rate, baselines, checks."""
 
+from offcorr.training.alarms import Alarm, MismatchError
 from offcorr.training.anchors import (
     ANCHORS,
     EWMA,
@@ -12,27 +13,36 @@ from offcorr.training.anchors import (
     make_anchor,
 )
 from offcorr.training.baselines import OPOB, token_baseline
+from offcorr.training.cusum import Cusum
 from offcorr.training.ess_lr import ESSLearningRate
+from offcorr.training.monitor import Monitor
 from offcorr.training.parallel import gather_over, gather_sequences
 from offcorr.training.precision import PRECISIONS, Precision
 from offcorr.training.replica import Replica
 from offcorr.training.schedules import Annealed, Linear, share_done
 from offcorr.training.semantics import Estimate, Semantics, logprob_semantics
+from offcorr.training.series import LIMITS, Limit
 from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights
 from offcorr.training.step import Step
 
 __all__ = [
     "ANCHORS",
+    "LIMITS",
     "EWMA",
     "OPOB",
     "PRECISIONS",
+    "Alarm",
     "Anchor",
+    "Cusum",
     "Annealed",
     "ESSLearningRate",
     "Estimate",
+    "Limit",
     "Linear",
     "LogLinear",
+    "MismatchError",
     "MissingVersion",
+    "Monitor",
     "Precision",
     "Recomputed",
     "Replica",

@@ -65,7 +65,7 @@ ALIASES = {
 
 @torch.no_grad()
 def field_metrics(batch: Batch, *, contains_rollout: bool) -> Metrics:
-    """Entropy, lag, and the accumulators that ``ALIASES`` needs beside the core's, of a padded batch.
+    """Entropy, lag, and the accumulators that ``ALIASES`` and monitors need beside the core's, of a padded batch.
 
     Args:
         contains_rollout: ``old_logp`` comes from the engine, so d is taken from ``logp`` instead.
@@ -74,6 +74,8 @@ def field_metrics(batch: Batch, *, contains_rollout: bool) -> Metrics:
     data: dict[str, Accumulator] = {}
     if batch.entropy is not None:
         data["entropy"] = Mean(Mean.of(batch.entropy, mask))  # nats
+        surprise = -batch.logp.detach() - batch.entropy
+        data[FIELD + "surprise"] = Mean(Mean.of(surprise, mask & surprise.isfinite()))  # read by the monitor alone
     if batch.rollout_version is not None and batch.trainer_version is not None:
         lag = (batch.trainer_version - batch.rollout_version).double()  # optimizer steps
         data[STALENESS + "lag"] = Mean(Mean.of(lag, mask))

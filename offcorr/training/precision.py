@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 
-def quantise_int8(weight: Tensor) -> Tensor:
-    """Symmetric int8, one scale per output channel.  w -> round(w / s) * s, s = max|w_row| / 127
+def quantise_int(weight: Tensor, bits: int) -> Tensor:
+    """Symmetric integers, one scale per output channel.  w -> round(w / s) * s, s = max|w_row| / (2^(bits - 1) - 1)
 
-    Takes ``weight`` [..., out, in], float; returns the nearest weights that int8 can hold, in the same shape and dtype.
+    Takes ``weight`` [..., out, in], float; returns the nearest weights that integers of ``bits`` can hold, in the same
+    shape and dtype.
     """
-    scale = _absmax(weight) / 127
-    return (weight / scale).round_().clamp_(-127, 127).mul_(scale)
+    largest = 2 ** (bits - 1) - 1
+    scale = _absmax(weight) / largest
+    return (weight / scale).round_().clamp_(-largest, largest).mul_(scale)
 
 
 def quantise_fp8(weight: Tensor, storage: str) -> Tensor:
@@ -79,7 +81,8 @@ PRECISIONS: dict[str, Precision] = {
         Precision("fp32", torch.float32),
         Precision("bf16", torch.bfloat16),
         Precision("fp16", torch.float16),
-        Precision("int8", torch.float32, quantise_int8),
+        Precision("int8", torch.float32, partial(quantise_int, bits=8)),
+        Precision("int4", torch.float32, partial(quantise_int, bits=4)),
         _fp8("fp8_e4m3", "float8_e4m3fn"),
         _fp8("fp8_e5m2", "float8_e5m2"),
     )

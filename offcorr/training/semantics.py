@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from offcorr.batch import above_zero
+from offcorr.batch import Batch, above_zero
 
 Kind = Literal[
     "agrees",
@@ -35,6 +35,12 @@ LARGE = 0.1
 
 SIGNIFICANT = 5.0
 """Standard errors that an effect is away from 0 before it is reported; a run makes one such test."""
+
+FATAL_MASS, FATAL_SURPRISE = 0.02, 0.03
+"""Lost probability, and mean of -logp - entropy (nats), from which a training should not begin."""
+
+LARGEST_MASS, LARGEST_SURPRISE = 0.6, 1.0
+"""The same, up to which a setting of the sampler explains them."""
 
 PROCESSED = "let the engine report what it samples from (vLLM: logprobs_mode='processed_logprobs')"
 
@@ -88,6 +94,7 @@ class Semantics:
             error is that of sampling alone; that entropy stands for the whole context adds up to .02 at .7, .05 at .5.
         surprise: mean of -logp - entropy; None without entropy.
         sentence: the finding in words.
+        same_weights: False: the trainer's log-probs are of later weights than those that sampled.
     """
 
     kind: Kind
@@ -97,6 +104,7 @@ class Semantics:
     temperature: Estimate | None
     surprise: Estimate | None
     sentence: str
+    same_weights: bool = True
 
     @property
     def mend(self) -> str:
@@ -107,6 +115,24 @@ class Semantics:
     def wrong(self) -> bool:
         """Whether something is to be mended."""
         return bool(self.mend)
+
+    @property
+    def fatal(self) -> bool:
+        """Whether no weight can correct this: the log-probs are not the sampler's probabilities, by enough to matter.
+
+        Below .02 of lost probability or .03 nat of surprise nothing is fatal, and above .6 or 1 nat it is no sampler's
+        setting but another text, such as a script's; what "differs" may be a true mismatch, a temperature beside later
+        weights their training, and one that was found without entropy mere noise.
+        """
+        if self.kind == "kept_mass":
+            return FATAL_MASS <= 1 - self.ratio.value <= LARGEST_MASS
+        if self.kind == "unlogged":
+            return self.surprise is not None and FATAL_SURPRISE <= abs(self.surprise.value) <= LARGEST_SURPRISE
+        if self.kind in ("temperature", "raw"):
+            return self.same_weights and self.temperature is not None
+        if self.kind == "unnormalised":
+            return 1 - self.ratio.value <= LARGEST_MASS
+        return self.kind in ("probabilities", "shifted")
 
 
 @torch.no_grad()
@@ -166,7 +192,7 @@ def logprob_semantics(
         seen &= entropies.isfinite()
     if not seen.any():
         nan = Estimate(torch.nan, torch.nan)
-        return Semantics("unknown", 0, torch.nan, nan, None, None, "the engine reported no log-probs")
+        return Semantics("unknown", 0, torch.nan, nan, None, None, "the engine reported no log-probs", same_weights)
     t, e = ours[seen], theirs[seen]
     h = None if entropies is None else entropies[seen]
     d = t - e
@@ -176,7 +202,7 @@ def logprob_semantics(
     measured = f" (mean |d| {gap:.2g} over {len(d)} tokens)"
 
     def result(kind: Kind, finding: str, carried: Estimate | None = None) -> Semantics:
-        return Semantics(kind, len(d), gap, ratio, carried, surprise, finding + measured)
+        return Semantics(kind, len(d), gap, ratio, carried, surprise, finding + measured, same_weights)
 
     if above_zero(e):
         return result("probabilities", "the engine's log-probs are above 0, as no log-prob is: probabilities, it seems")
@@ -223,6 +249,35 @@ def logprob_semantics(
             f"{sharper} certain: mean of -logp - entropy {surprise.value:.2g} +- {surprise.error:.1g} in place of 0",
         )
     return result("agrees", "the engine's log-probs agree with the trainer's")
+
+
+def batch_semantics(batch: Batch, *, temperature: float = 1.0, sampled: bool = True) -> Semantics | None:
+    """``logprob_semantics`` of a batch, padded or packed; None where the engine reported nothing.
+
+    Args:
+        temperature: the trainer's.
+        sampled: ``old_logp``, if any, is of the weights that sampled; False: ``logp`` is compared.
+    """
+    padded = batch.tokens.batch
+    if padded.rollout_logp is None:
+        return None
+    mask, logp, entropy, same_weights = padded.mask.bool(), padded.logp.detach(), padded.entropy, True
+    if not mask.any(1).all():
+        # Sequences were left out, say those without an end: the mean of -logp - entropy of the others need not be 0.
+        entropy = None
+    if sampled and padded.old_logp is not None:
+        moved = (logp - padded.old_logp)[mask].nan_to_num().abs().mean()
+        logp, entropy = padded.old_logp, entropy if moved < 0.01 else None
+    elif padded.rollout_version is not None and padded.trainer_version is not None:
+        same_weights = bool((padded.rollout_version == padded.trainer_version)[mask].all())
+    return logprob_semantics(
+        logp,
+        padded.rollout_logp,
+        mask,
+        entropy=entropy,
+        temperature=temperature,
+        same_weights=same_weights,
+    )
 
 
 def _tempered(

@@ -15,15 +15,17 @@ from offcorr.batch import Batch, check_batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.metrics import Count, Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.training.anchors import Anchor, Rollout, Score, Snapshots, Supplied, default_anchor
+from offcorr.training.anchors import Anchor, Recomputed, Rollout, Score, Snapshots, Supplied, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import FIELD, field_metrics
 from offcorr.training.logged import logged
+from offcorr.training.monitor import Ids, Monitor
 from offcorr.training.schedules import Annealed
-from offcorr.training.semantics import Semantics, logprob_semantics
+from offcorr.training.semantics import Semantics, batch_semantics
 
 ENGINE = "offcorr/engine/"
 UNSCORED = "offcorr/loss/unscored"
+MONITORED = "the monitor's baselines"
 
 
 class Step:
@@ -40,6 +42,8 @@ class Step:
         ess_lr: scales the learning rate; a function, as for ``anchor``, where the optimizer is made later.
         gather: [K] of this rank to [ranks, K], for instance ``lambda vector: accelerator.gather(vector[None])``;
             None: one rank.
+        monitor: watches the mismatch: it sees the batches of training and, whenever ``metrics`` is called, the
+            metrics, and acts then.  ``end`` is to be called with the number of steps.
 
     Raises:
         ValueError: the correction and the anchor would count a ratio twice.
@@ -80,6 +84,7 @@ class Step:
         anchor: Anchor | Callable[[], Anchor] | None = None,
         ess_lr: ESSLearningRate | Callable[[], ESSLearningRate] | None = None,
         gather: Gather | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         if loss is not None and not isinstance(loss, Correction | Annealed):
             raise TypeError(f"loss is {loss!r}, expected an offcorr.Correction, for instance offcorr.get('dapo')")
@@ -90,6 +95,9 @@ class Step:
         self._anchor = anchor if isinstance(anchor, Anchor) else None
         self._ess_lr = ess_lr if isinstance(ess_lr, ESSLearningRate) else None
         self._gather: Gather = gather or (lambda vector: vector[None])
+        self.monitor = monitor
+        if monitor is not None:
+            monitor.measures = False
         self._kept: dict[str, Tensor] = {}
         self.statistics: Statistics | None = None
         self.denominator: float | Tensor | None = None
@@ -99,6 +107,7 @@ class Step:
         """The engine reported log-probs of the tokens whose metrics were read last, and none of them was finite."""
         self._begun = False
         self._train = True
+        self._version = 0
         self._placed: Anchor | None = None
         self._active: Mean | None = None
         self._measured: dict[bool, Metrics] = {True: Metrics(), False: Metrics()}
@@ -163,23 +172,8 @@ class Step:
         >>> step.semantics(step.place(offcorr.testing.example(spread=0.0))).sentence
         "the engine's log-probs agree with the trainer's (mean |d| 0 over 48 tokens)"
         """
-        padded = batch.tokens.batch
-        if padded.rollout_logp is None:
-            return None
-        logp, entropy, same_weights = padded.logp.detach(), padded.entropy, True
-        if isinstance(self._placed, Supplied | Snapshots) and padded.old_logp is not None:
-            moved = (logp - padded.old_logp)[padded.mask.bool()].nan_to_num().abs().mean()
-            logp, entropy = padded.old_logp, entropy if moved < 0.01 else None
-        elif padded.rollout_version is not None and padded.trainer_version is not None:
-            same_weights = bool((padded.rollout_version == padded.trainer_version)[padded.mask.bool()].all())
-        return logprob_semantics(
-            logp,
-            padded.rollout_logp,
-            padded.mask,
-            entropy=entropy,
-            temperature=temperature,
-            same_weights=same_weights,
-        )
+        sampled = isinstance(self._placed, Supplied | Snapshots)
+        return batch_semantics(batch, temperature=temperature, sampled=sampled)
 
     def _named_anchor(self, text: Callable[[object], str] = repr) -> str:
         chosen = self._make_anchor is not None or self._anchor is not None
@@ -196,14 +190,21 @@ class Step:
             self._ess_lr = self._make_ess_lr()
         return self._ess_lr
 
-    def restart(self) -> None:
-        """Begin a run: an anchor or learning rate that was passed as a function is made anew, now."""
+    def restart(self, version: int = 0) -> None:
+        """Begin a run: an anchor or learning rate that was passed as a function is made anew, now.
+
+        Args:
+            version: of the weights that the run begins with.
+        """
+        self._version = version
         if self._make_anchor is not None:
             self._anchor = self._make_anchor()
         if self._make_ess_lr is not None:
             if self._ess_lr is not None:
                 self._ess_lr.detach()
             self._ess_lr = self._make_ess_lr()
+        if self.monitor is not None:
+            self.monitor.restart()
         self._active, self._placed, self.in_progress = None, None, False
 
     # -- one optimizer step --------------------------------------------------------------------------------------
@@ -310,14 +311,23 @@ class Step:
         self._placed = self.anchor or default_anchor(batch, self._correction)
         return self._placed.place(batch, score, recomputed)
 
-    def loss(self, batch: Batch, *, last: bool = True, on_policy: Tensor | None = None) -> Output:
+    def loss(
+        self,
+        batch: Batch,
+        *,
+        last: bool = True,
+        on_policy: Tensor | None = None,
+        ids: Ids | None = None,
+    ) -> Output:
         """Loss, coefficient and metrics of a micro-batch; its share of the loss of the whole optimizer step.
 
         Args:
             last: True for the last micro-batch before ``optimizer.step()``.
             on_policy: as in ``ESSLearningRate.add``.
+            ids: the batch's token ids, called where a monitor needs its records; as in ``Monitor.keep``.
 
         Raises:
+            MismatchError: the batch is the first, and fails the monitor's self-test.
             RuntimeError: no step has begun since the last one ended.
             ValueError: the number that the aggregation divides by was not given.
         """
@@ -330,17 +340,33 @@ class Step:
                 "optimizer step: pass their number to begin() or count()"
             )
         kept = not self.correction.count_rejected
-        out = self.correction(batch, denominator=self.denominator, statistics=self.statistics, kept=kept)
+        weighted = batch
+        if self.monitor is not None and self._train:
+            weighted = self.monitor.masked(batch)
+            self.add(self.monitor.masking(batch))
+        out = self.correction(weighted, denominator=self.denominator, statistics=self.statistics, kept=kept)
         if self._train and self._anchor is not None and self._anchor.wants_active:
             self._count_active(batch, out.coefficient)
-        self.observe(batch, out.metrics, last=last, on_policy=on_policy)
+        self.observe(batch, out.metrics, last=last, on_policy=on_policy, ids=ids)
         return out
 
     def observe(
-        self, batch: Batch, metrics: Metrics | None = None, *, last: bool = True, on_policy: Tensor | None = None
+        self,
+        batch: Batch,
+        metrics: Metrics | None = None,
+        *,
+        last: bool = True,
+        on_policy: Tensor | None = None,
+        ids: Ids | None = None,
     ) -> None:
         """Measure a micro-batch whose loss is computed elsewhere; arguments as in ``loss``."""
         check_batch(batch)
+        if self.monitor is not None and self._train:
+            if not self.monitor.tested and self.monitor.self_test != "off":
+                self.monitor.test(self.semantics(batch, self.monitor.temperature))
+            of_weights = self._placed is None or isinstance(self._placed, Supplied | Snapshots | Recomputed)
+            kept = batch if of_weights else batch.replaced(old_logp=None)  # no log-probs of the weights that sampled
+            self.monitor.keep(kept, ids, self._version + 1)
         if metrics is None:
             unscored = batch.tokens.unscored.sum(dtype=torch.float64).reshape(1)
             metrics = Metrics({**measure(batch).data, UNSCORED: Count(unscored)})
@@ -365,6 +391,7 @@ class Step:
             version: of the weights now, one higher after every step.
         """
         self.in_progress = self._begun = False
+        self._version = version
         if self._ess_lr is not None:
             self._ess_lr.end()
         if self.anchor is None:
@@ -382,18 +409,24 @@ class Step:
     def metrics(self, train: bool = True, choice: str | None = None) -> dict[str, float]:
         """The metrics since the last call, over all micro-batches and ranks.
 
-        One packed vector per rank and one transfer to the host; every rank must call it.
+        One packed vector per rank and one transfer to the host; every rank must call it.  A monitor sees them, too.
 
         Args:
             train: False: those of evaluations.
             choice: None: all that was measured; "short", "full", "aliases": those that the trainers log under this
                 ``log_metrics``, which in an evaluation are without the constant ones (``offcorr.training.logged``).
+
+        Raises:
+            MismatchError: the monitor raises an alarm whose action is "stop".
         """
         measured, self._measured[train] = self._measured[train], Metrics()
         values, self._values[train] = self._values[train], defaultdict(list)
         computed = measured.all_reduce(self._gather).compute()
         computed |= {name: sum(value) / len(value) for name, value in values.items()}
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
+        if self.monitor is not None and train:
+            self.monitor.end(self._version, computed)
+            computed |= self.monitor.numbers() if computed else {}
         if choice is None:
             return {name: value for name, value in computed.items() if not name.startswith(FIELD)}
         return logged(computed, choice, train)
@@ -415,7 +448,7 @@ class Step:
     @torch.no_grad()
     def _count_active(self, batch: Batch, coefficient: Tensor) -> None:
         could = batch.mask.bool()
-        if self.correction.gate.scales_with_advantage:
+        if self.correction.scales_with_advantage:
             # A prompt whose samples all have the same reward has no gradient, wherever the anchor is.
             could = could & (batch.repack(batch.tokens.advantages) != 0)
         active = Mean(Mean.of(coefficient != 0, could))
@@ -424,15 +457,17 @@ class Step:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint between two optimizer steps, the same on every rank: anchor and calibration.
+        """State for a checkpoint between two optimizer steps, the same on every rank: anchor, calibration, baselines.
 
-        Empty where neither has any.
+        Empty where none of them has any.
         """
         state: dict[str, Any] = {}
         if self.anchor is not None and (weights := self.anchor.state_dict()):
             state["anchor"] = {type(self.anchor).__name__: weights}
         if self.ess_lr is not None and self.ess_lr.auto:
             state["ess_lr"] = self.ess_lr.state_dict()
+        if self.monitor is not None:
+            state["monitor"] = self.monitor.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -445,9 +480,11 @@ class Step:
         for name, own in self.state_dict().items():
             found = state.get(name, {})
             if not own.keys() <= found.keys():
-                missing.append(repr(self.anchor) if name == "anchor" else "the calibrated ess_base")
+                missing.append({"anchor": repr(self.anchor), "ess_lr": "the calibrated ess_base"}.get(name, MONITORED))
             elif name == "anchor":
                 self.anchor.load_state_dict(found[type(self.anchor).__name__])  # type: ignore[union-attr]
+            elif name == "monitor":
+                self.monitor.load_state_dict(found)  # type: ignore[union-attr]
             else:
                 self.ess_lr.load_state_dict(found)  # type: ignore[union-attr]
         return missing

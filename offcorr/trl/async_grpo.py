@@ -30,8 +30,15 @@ from offcorr.training.anchors import Anchor
 from offcorr.training.replica import base_of
 from offcorr.training.schedules import Annealed
 from offcorr.trl.config import CORRECTIONS_HELP, PREFIX, TRL_LOSSES, CorrectionOptions, given, named
+from offcorr.trl.dump import dump_row, make_dumps, row_ids
 from offcorr.trl.patch import patched
-from offcorr.trl.step import StepCallback, log_metrics, make_step, report_first_batch, share_done
+from offcorr.trl.step import (
+    StepCallback,
+    log_metrics,
+    make_step,
+    report_first_batch,
+    share_done,
+)
 
 require("offcorr.trl.async_grpo", ["trl>=1.16"], extra="trl")
 
@@ -112,6 +119,7 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
             AttentionInterface.register(TREE_ATTENTION, dense_tree_attention)
         if self.rollout_queue is not None:
             self.rollout_queue = ColumnQueue(self.rollout_queue)
+        self.dumps = make_dumps(self)
         self._callback = StepCallback(self)
         self.add_callback(self._callback)
 
@@ -135,15 +143,20 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         if not step.in_progress:
             self._begin_step(model)
         last = {"last": self.accelerator.sync_gradients, "on_policy": self._on_policy()}
+        last["ids"] = partial(row_ids, inputs)
         if not self._corrects:
             loss = super().compute_loss(self._remembering(model), inputs)
-            step.observe(self._batch(inputs), **last)
+            batch = self._batch(inputs)
+            step.observe(batch, **last)
+            dump_row(self, inputs, batch)
             return loss
 
         # TRL's compute_loss for its metrics; the forward pass inside it is the one that is trained.
         with torch.no_grad():
             super().compute_loss(self._remembering(model), inputs)
-        loss = step.loss(self._batch(inputs), **last).loss
+        batch = self._batch(inputs)
+        loss = step.loss(batch, **last).loss
+        dump_row(self, inputs, batch)
         if self.aux_loss_enabled:
             share = self.router_aux_loss_coef / self.current_gradient_accumulation_steps
             loss = loss + share * self._outputs.aux_loss
@@ -252,7 +265,7 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         self._callback.checkpoint = checkpoint
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        log_metrics(self)
+        log_metrics(self, logs)
         super().log(logs, start_time)
 
 

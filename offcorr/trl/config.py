@@ -7,16 +7,19 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import trl
 
 import offcorr
 from offcorr.methods.registry import Method, find
-from offcorr.stages.checks import outside
+from offcorr.stages.checks import nearest, one_of, outside
+from offcorr.training.alarms import ACTIONS
 from offcorr.training.anchors import ANCHORS
 from offcorr.training.ess_lr import AUTO, RULES
 from offcorr.training.logged import CHOICES
+from offcorr.training.monitor import Monitor
 from offcorr.training.schedules import Annealed
 from offcorr.trl.lm_head import HEADS, SUPPORTED
 
@@ -122,6 +125,25 @@ class CorrectionOptions:
             "choices": list(CHOICES),
         },
     )
+    monitor: dict | str | None = field(
+        default="warn",
+        metadata={
+            "help": "Watches the mismatch between trainer and sampler (offcorr.Monitor). 'warn', 'log', 'dump', 'mask' "
+            "or 'stop': the action of every alarm; 'off': nothing is watched. Or a mapping of the options, on the "
+            'command line as JSON, for instance \'{"critical": ["dump", "stop"], "self_test": "warn"}\': warning, '
+            "critical, self_test, warmup, drift, threshold, persistence, folder. docs/metrics.md, 'The monitor'."
+        },
+    )
+    dump_rollouts: str | None = field(
+        default=None,
+        metadata={
+            "help": "A folder, new or empty, for the sequences that are trained on, with the log-probs of sampler and "
+            "trainer: one parquet file per optimizer step and rank, which `offcorr diagnose` reads. Needs pyarrow."
+        },
+    )
+    dump_every: int = field(
+        default=1, metadata={"help": "Optimizer steps from one that dump_rollouts writes to the next; the first is 1."}
+    )
 
     def __post_init__(self) -> None:
         for name, example in MAPPINGS.items():
@@ -152,11 +174,26 @@ class CorrectionOptions:
             raise ValueError(f"ess_lr is {self.ess_lr!r}, expected one of {list(RULES)} or None")
         if self.log_metrics not in CHOICES:
             raise ValueError(f"log_metrics is {self.log_metrics!r}, expected one of {list(CHOICES)}")
+        monitor_options(self.monitor)
         self.ess_base = _ess_base(self.ess_base)
+        self._check_dump()
         if self.ess_lr is None and self.ess_base != 1.0:
             warnings.warn(
                 f"ess_base={self.ess_base!r} does nothing without ess_lr: set ess_lr to one of {list(RULES)}",
                 stacklevel=outside(),
+            )
+
+    def _check_dump(self) -> None:
+        folder, every = self.dump_rollouts, self.dump_every
+        if folder is not None and not (isinstance(folder, str | Path) and str(folder)):
+            raise ValueError(f"dump_rollouts is {folder!r}, expected the path of a folder or None")
+        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+            raise ValueError(f"dump_rollouts is {folder!r}, which is a file, expected a folder")
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"dump_every is {every!r}, expected a number of optimizer steps, 1 or more")
+        if folder is None and every != 1:
+            warnings.warn(
+                f"dump_every={every} does nothing without dump_rollouts: name a folder there", stacklevel=outside()
             )
 
 
@@ -185,7 +222,8 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
         default="auto",
         metadata={
             "help": "Computes log-probs from hidden states: 'trl', 'offcorr' (offcorr.linear_logprob, TRL 1.16 and "
-            "later), or 'auto': for a correction, offcorr where it was measured to be faster (on a CPU), else trl.",
+            "later), 'exact' (offcorr.exact: with OffPolicy and inside batch_invariant the sampler's to the last bit), "
+            "or 'auto': for a correction, offcorr where it was measured to be faster (on a CPU), else trl.",
             "choices": list(HEADS),
         },
     )
@@ -206,10 +244,10 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
             raise ValueError(f"skip_dead_sequences is {self.skip_dead_sequences!r}, expected True or False")
         if self.logprob_head not in HEADS:
             raise ValueError(f"logprob_head is {self.logprob_head!r}, expected one of {list(HEADS)}")
-        if self.logprob_head == "offcorr" and not SUPPORTED:
+        if self.logprob_head in ("offcorr", "exact") and not SUPPORTED:
             raise ValueError(
-                "logprob_head='offcorr' replaces a function that this TRL does not have: update TRL (1.16 has it), or "
-                "take 'auto'"
+                f"logprob_head={self.logprob_head!r} replaces a function that this TRL does not have: update TRL (1.16 "
+                "has it), or take 'auto'"
             )
         if self.ess_lr is not None and self.skip_dead_sequences:
             raise ValueError(
@@ -221,6 +259,46 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
                 f"skip_dead_sequences=True leaves sequences out before the forward pass, and anchor={self.anchor!r} "
                 "has no log-probs before it: leave one of the two out"
             )
+
+
+MONITOR_OPTIONS = ("warning", "critical", "self_test", "warmup", "drift", "threshold", "persistence", "folder")
+"""The options of ``offcorr.Monitor`` that ``monitor`` takes."""
+
+
+def monitor_options(given: Any) -> dict[str, Any] | None:
+    """The keyword arguments of ``offcorr.Monitor`` that ``monitor`` stands for; None: "off".
+
+    Raises:
+        ValueError: it is no action, or has an option that is unknown or wrong.
+
+    >>> monitor_options("stop")
+    {'warning': 'stop', 'critical': 'stop'}
+    >>> monitor_options('{"self_test": "warn"}')
+    {'self_test': 'warn'}
+    """
+    wanted = f"expected 'off', one of {list(ACTIONS)}, or a mapping of options of offcorr.Monitor"
+    options = given
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        try:
+            options = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"monitor is {given!r}, {wanted} ({error})") from error
+    if options is None or options == "off":
+        return None
+    if isinstance(options, str):
+        if options not in ACTIONS:
+            raise ValueError(f"monitor is {given!r}{nearest(options, ('off', *ACTIONS), ', ' + wanted)}")
+        return {"warning": options, "critical": options}
+    if not isinstance(options, Mapping):
+        raise ValueError(f"monitor is {given!r}, {wanted}")
+    for name in options:
+        if name not in MONITOR_OPTIONS:
+            raise ValueError(f"monitor has the option {name!r}{one_of(name, MONITOR_OPTIONS)}")
+    try:
+        Monitor(**options)
+    except ValueError as error:
+        raise ValueError(f"monitor: {error}") from error
+    return dict(options)
 
 
 def _ess_base(base: Any) -> float | str:

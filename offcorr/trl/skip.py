@@ -56,7 +56,7 @@ def dead_sequences(correction: offcorr.Correction, batch: offcorr.Batch) -> Tens
     """
     tokens = batch.tokens
     alive = tokens.mask
-    if correction.gate.scales_with_advantage:
+    if correction.scales_with_advantage:
         alive = alive & (tokens.advantages != 0)
     if batch.old_logp is not None and batch.rollout_logp is not None:
         for place, stage in correction.stages.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import TrainerCallback
 
@@ -16,11 +17,13 @@ import offcorr
 from offcorr.batch import ABOVE_ZERO
 from offcorr.stages.checks import outside, warn_once
 from offcorr.training import schedules
+from offcorr.training.alarms import MismatchError
 from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
+from offcorr.training.monitor import Monitor
 from offcorr.training.schedules import Annealed
-from offcorr.training.step import Step
-from offcorr.trl.config import PREFIX
+from offcorr.training.step import MONITORED, Step
+from offcorr.trl.config import PREFIX, monitor_options
 
 logger = logging.getLogger("offcorr")
 
@@ -58,7 +61,32 @@ def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
         else lambda: make_anchor(name, trainer.accelerator.unwrap_model(trainer.model), **options),
         ess_lr=None if rule is None else lambda: ESSLearningRate(trainer.optimizer, args.ess_base, rule),
         gather=lambda vector: trainer.accelerator.gather(vector[None]),
+        monitor=make_monitor(args, corrects=loss is not None),
     )
+
+
+def make_monitor(args: Any, corrects: bool) -> Monitor | None:
+    """The monitor that ``args.monitor`` asks for; None: "off".
+
+    Args:
+        corrects: False: the loss is TRL's own, which has no weights to mask sequences with.
+
+    Raises:
+        ValueError: an unknown option, or one that the loss cannot follow.
+    """
+    given = getattr(args, "monitor", "warn")
+    options = monitor_options(given)
+    if options is None:
+        return None
+    options = {"folder": Path(getattr(args, "output_dir", None) or ".", "mismatch"), **options}
+    monitor = Monitor(**options, temperature=getattr(args, "temperature", 1.0))
+    monitor.raises = False  # a checkpoint comes first
+    if not corrects and any("mask" in actions for actions in monitor.actions.values()):
+        raise ValueError(
+            f"monitor={given!r} masks sequences, and TRL's own loss has no weights for it: name a correction in "
+            f"loss_type, for instance '{PREFIX}dapo', or take another action"
+        )
+    return monitor
 
 
 def _check_unread_anchor(name: str, anchor: Anchor, loss_type: str | None) -> None:
@@ -82,17 +110,23 @@ def share_done(trainer: Any) -> float:
     return schedules.share_done(trainer.state.global_step, trainer.state.max_steps)
 
 
-def log_metrics(trainer: Any) -> None:
+def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
     """Hand the metrics of ``args.log_metrics`` to TRL, to be logged; what TRL measured itself stands.
 
+    The monitor reads them; where it stops the training, a checkpoint is saved and the loop ends after this step.
     Warns once per run, on the main process, where the engine's log-probs since the last log are all NaN or infinite.
     """
     mode = "train" if trainer.model.training else "eval"
     choice = getattr(trainer.args, "log_metrics", "short")
     step = trainer.correction_step
+    if step.monitor is not None:
+        step.monitor.on_main = trainer.accelerator.is_main_process
+        step.monitor.learning_rate = logs.get("learning_rate")
     for name, value in step.metrics(mode == "train", choice).items():
         if name not in trainer._metrics[mode]:
             trainer._metrics[mode][name] = [value]
+    if step.monitor is not None and step.monitor.stopped and not trainer.control.should_training_stop:
+        trainer.control.should_training_stop = trainer.control.should_save = True
     if step.none_scored and not trainer._warned_unscored:
         trainer._warned_unscored = True
         warn_on_main(
@@ -108,19 +142,35 @@ def report_first_batch(trainer: Any, batch: offcorr.Batch, sampler: str) -> None
 
     It goes to the logger "offcorr" at the level of warnings, the lowest that is shown where nothing is configured.
     Under TRL's own loss it says that nothing is corrected, and what is measured.  Engine log-probs that are not the
-    sampler's probabilities are a warning that names what to change.
+    sampler's probabilities are a warning that names what to change, or end the run on every rank (``Monitor``).
+
+    Raises:
+        MismatchError: the first batch of the main process fails the monitor's self-test.
     """
-    if not trainer.accelerator.is_main_process:
-        return
     step = trainer.correction_step
-    found = step.semantics(batch, trainer.temperature)
+    refusal = [_report(trainer, batch, sampler) if trainer.accelerator.is_main_process else ""]
+    if step.monitor is not None:
+        step.monitor.tested = True
+        if broadcast_object_list(refusal)[0]:
+            raise MismatchError(refusal[0])
+
+
+def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
+    """Log the line, warn, and return the reason not to begin the training, if there is one."""
+    step = trainer.correction_step
+    tests = step.monitor is None or step.monitor.self_test != "off"
+    found = step.semantics(batch, trainer.temperature) if tests else None
     whose = "" if trainer.correction is not None else f"{trls_loss(trainer.args)}: "
     agreement = "" if found is None or found.wrong else f"; {found.sentence}"
     logger.warning("offcorr: %s%s; sampled by %s%s", whose, step.describe(batch), sampler, agreement)
-    if found is not None and found.kind == "probabilities":
+    if found is None or not found.wrong:
+        return ""
+    refusal = "" if step.monitor is None else step.monitor.refusal(found)
+    if not refusal and found.kind == "probabilities":
         warn_once(ABOVE_ZERO.format("rollout_logp"))  # on a CPU the batch has said so
-    elif found is not None and found.wrong:
+    elif not refusal:
         warnings.warn(f"in the first batch {found.sentence}: {found.mend}", stacklevel=outside())
+    return refusal
 
 
 def trls_loss(args: Any) -> str:
@@ -145,12 +195,18 @@ class StepCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         step = self._trainer.correction_step
-        step.restart()
+        step.restart(state.global_step)
+        if self._trainer.dumps is not None:
+            self._trainer.dumps.begin(resumed=self.checkpoint is not None)
         if self.checkpoint is None:
             return
         path = Path(self.checkpoint, STATE_FILE)
         saved = torch.load(path, "cpu", weights_only=True) if path.exists() else {}
         for missing in step.load_state_dict(saved):
+            if missing == MONITORED:
+                if self._trainer.accelerator.is_main_process:
+                    logger.warning("offcorr: the checkpoint %s has no state of %s, made anew", self.checkpoint, missing)
+                continue
             warn_on_main(
                 self._trainer,
                 f"the checkpoint {self.checkpoint} has no state of {missing}, which begins with the weights loaded",
@@ -158,6 +214,8 @@ class StepCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self._trainer.correction_step.end(state.global_step)
+        if self._trainer.dumps is not None:
+            self._trainer.dumps.end()
 
     def on_save(self, args, state, control, **kwargs) -> None:
         saved = self._trainer.correction_step.state_dict()

@@ -26,10 +26,18 @@ from offcorr.training.anchors import Anchor
 from offcorr.training.ess_lr import AUTO
 from offcorr.training.replica import base_of
 from offcorr.trl.config import choose_correction
-from offcorr.trl.lm_head import lm_head
+from offcorr.trl.dump import dump_padded, make_dumps, padded_ids
+from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
-from offcorr.trl.step import StepCallback, log_metrics, make_step, report_first_batch, share_done, warn_on_main
+from offcorr.trl.step import (
+    StepCallback,
+    log_metrics,
+    make_step,
+    report_first_batch,
+    share_done,
+    warn_on_main,
+)
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
 """The keys that a ``rollout_func`` may return beside TRL's; they travel with the batch to the loss."""
@@ -101,6 +109,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self.rollout_func.attach(self)
             self._sampler = self.rollout_func
             self.rollout_func = self._remember_sampled(self.rollout_func)
+        self.dumps = make_dumps(self)
         self._callback = StepCallback(self)
         self.add_callback(self._callback)
 
@@ -130,7 +139,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not self._corrects:
             with self._one_forward() as kept:
                 loss = super()._compute_loss(model, inputs)
-            step.observe(self._batch(inputs, Forward(*kept[0])), **last)
+            batch = self._batch(inputs, Forward(*kept[0]))
+            step.observe(batch, ids=padded_ids(inputs), **last)
+            dump_padded(self, inputs, batch)
             return loss
 
         self._count(inputs)
@@ -138,7 +149,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs = self._without_dead(inputs)
         with self._one_forward():
             batch = self._batch(inputs, self._forward(model, inputs))
-            loss = step.loss(batch, **last).loss
+            loss = step.loss(batch, ids=padded_ids(inputs), **last).loss
+            dump_padded(self, inputs, batch)
             if self._has_other_terms:
                 loss = loss + self._other_terms(model, inputs, batch, loss.detach())
         return loss
@@ -175,7 +187,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """The micro-batch without the sequences whose gradient is known to be 0."""
         known = inputs.get("old_logp", inputs.get("sampling_per_token_logps"))
         placeholder = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32) if known is None else known
-        batch = self._batch(inputs, Forward(placeholder.nan_to_num(), torch.zeros_like(placeholder)))
+        with patched(self, _reported=True):  # placeholders have nothing to report
+            batch = self._batch(inputs, Forward(placeholder.nan_to_num(), torch.zeros_like(placeholder)))
         rows = rows_kept(dead_sequences(self.correction_step.correction, batch))
         skipped = rows.new_tensor([len(inputs["advantages"]) - len(rows)] * 2, dtype=torch.float64)
         self.correction_step.add(offcorr.Metrics({"offcorr/loss/skipped": Mean(skipped)}))
@@ -225,7 +238,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         batch = self.correction_step.place(batch, partial(self._score, inputs), recomputed)
         if self._mode == "train" and not self._reported:
             self._reported = True
-            report_first_batch(self, batch, self._sampler_name)
+            # Among sequences that were picked by their reward -logp - entropy need not have the mean 0.
+            report_first_batch(self, batch.replaced(entropy=None) if self._skips_dead else batch, self._sampler_name)
         if batch.old_logp is None:
             self._warn_if_idle(inputs)
         return batch
@@ -295,14 +309,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         finally:
             self._kept_forwards = None
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
         if self._kept_forwards:
             return self._kept_forwards[0]
         choice = getattr(self.args, "logprob_head", "auto")
         if choice == "auto" and not self._corrects:
             choice = "trl"  # TRL's own loss to the last bit
+        if choice == "exact":
+            model = counting_real_tokens(model)
         with lm_head(choice, self.accelerator.device):
-            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if self._kept_forwards is not None:
             self._kept_forwards.append(result)
         return result
@@ -391,7 +407,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._sampler.restore(checkpoint)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        log_metrics(self)
+        log_metrics(self, logs)
         super().log(logs, start_time)
 
     # Checks

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import offcorr
+from offcorr.methods.registry import illustration
 from offcorr.training import ESSLearningRate, Step, gather_over, gather_sequences
 
 WIDTH = 12
@@ -53,7 +54,7 @@ def slice_of(batch, places):
 
 
 def correction(name):
-    return offcorr.get(name).with_max_length(WIDTH)
+    return illustration(name).with_max_length(WIDTH)
 
 
 def result(loss_fn, batch, leaf):

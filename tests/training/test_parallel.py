@@ -47,7 +47,7 @@ def test_one_collective_and_one_more_for_widths_that_are_not_known(two_ranks):
 def test_what_does_not_fit_is_named(two_ranks):
     first, second = (rank["refused"] for rank in two_ranks)
     assert first["sequences"] == ("logp has 5 sequences here and 6 on rank 1 of the group, expected the same ones")
-    assert first["fields"].endswith("on rank 1 of the group 3 fields of 17 bytes: expected the same fields and dtypes")
+    assert first["fields"].endswith("on rank 1 of the group 4 fields of 25 bytes: expected the same fields and dtypes")
     assert second["widths"] == "widths is [6, 6], expected one per rank, with 5 for this one (rank 1)"
     assert second["positions"] == (
         "positions of all ranks are [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4], expected each of 0 to 11"

@@ -316,3 +316,20 @@ def test_a_kept_mass_over_a_nearly_uniform_policy_is_not_a_missing_normalisation
     assert logprob_semantics(logp, logp - kept, torch.ones_like(logp).bool()).kind == "kept_mass"
     halved = logprob_semantics(logp, logp / 1.1, torch.ones_like(logp).bool())
     assert halved.kind == "unnormalised"
+
+
+def test_what_no_sampler_s_setting_explains_does_not_stop_a_run():
+    """A script's text beside made-up log-probs is a warning; a truncation and a silent temperature stop the run."""
+    generator = torch.Generator().manual_seed(0)
+    logp = -torch.rand(16, 64, generator=generator) * 2 - 8.0
+    made_up = -torch.rand(16, 64, generator=generator)
+    scripted = logprob_semantics(logp, made_up, torch.ones_like(logp).bool())
+    assert scripted.wrong
+    assert not scripted.fatal
+    unlikely = logprob_semantics(logp, logp, torch.ones_like(logp).bool(), entropy=torch.full_like(logp, 1.0))
+    assert unlikely.kind == "unlogged"
+    assert not unlikely.fatal
+    assert found(top_p=0.9).fatal
+    silent = logprob_semantics(logp, logp, torch.ones_like(logp).bool(), entropy=-logp - 0.2)
+    assert silent.kind == "unlogged"
+    assert silent.fatal

@@ -69,6 +69,7 @@ def train(settings: dict, config: dict) -> dict:
             gradient_checkpointing=False,
             disable_tqdm=True,
             log_metrics="aliases",
+            monitor={"self_test": "warn"},  # the completions are drawn at random
             **config,
         ),
         train_dataset=Dataset.from_dict({"prompt": list(recorded)}),

@@ -26,6 +26,7 @@ from trl.experimental.async_grpo.packing import TREE_ATTENTION, register_tree_at
 
 import offcorr
 from offcorr import Batch, toy
+from offcorr.diagnose import read
 from offcorr.toy.warm_start import build_tokenizer, save_tokenizer
 from offcorr.trl.async_grpo import (
     AsyncGRPOConfig,
@@ -618,3 +619,26 @@ def test_the_recipe(tmp_path):
     lags = [entry["offcorr/staleness/lag_max"] for entry in history if "offcorr/staleness/lag_max" in entry]
     assert max(lags) == 1
     assert all(entry["offcorr/engine/abs_mean"] > 1e-4 for entry in history if "offcorr/engine/abs_mean" in entry)
+
+
+@pytest.mark.filterwarnings("ignore:step", "ignore:in the first batch")
+def test_the_monitor_of_packed_rows(folder, tmp_path):
+    """Log-probs drawn at random are an alarm after ``persistence`` steps; its records are the workers' samples."""
+    monitor = {"self_test": "warn", "persistence": 2, "warning": "dump", "critical": ["dump", "stop"]}
+    settings = {"per_device_train_batch_size": 6, "loss_type": "ppo", "monitor": monitor, "max_steps": 4}
+    trainer = trainer_of(folder, tmp_path, preloaded(4), **settings)
+    trainer.train()
+    assert trainer.state.global_step == 2 and (tmp_path / "checkpoint-2").is_dir()
+    (alarm,) = trainer.correction_step.monitor.alarms
+    assert alarm.series == "staleness"  # the engine's log-probs are the anchor
+    assert (alarm.step, alarm.severity) == (2, "critical") and alarm.dump.parent == tmp_path / "mismatch"
+    records = list(read([alarm.dump], warn=lambda text: None))
+    trained = {1: [], 2: []}
+    for seed in (0, 1):
+        for sample in some_samples(seed):
+            if sample.completion_mask.any():
+                last = int(sample.completion_mask.nonzero()[0][-1])
+                trained[seed + 1].append(sample.input_ids[: last + 1].tolist())
+    for step, wanted in trained.items():
+        found = [[*r.prompt_ids.tolist(), *r.completion_ids.tolist()] for r in records if r.step == step]
+        assert sorted(found) == sorted(wanted)

@@ -53,6 +53,14 @@ def test_what_is_known_to_be_dead():
     assert get("dapo")(batch).coefficient[dead].any()
 
 
+def test_centred_advantages_leave_no_sequence_dead():
+    batch = testing.example()
+    batch.advantages.zero_()
+    valid = batch.mask.any(1)
+    assert dead_sequences(get("minpro"), batch).all()
+    assert not dead_sequences(get("minpro", advantages="centred"), batch)[valid].any()
+
+
 def test_at_least_one_sequence_is_kept():
     assert rows_kept(torch.tensor([True, False, True, False])).tolist() == [1, 3]
     assert rows_kept(torch.ones(4, dtype=torch.bool)).tolist() == [0]

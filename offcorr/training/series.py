@@ -1,0 +1,163 @@
+"""A series that a ``Monitor`` watches: what is charted of it, the limits of its metrics, its state of alarm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from offcorr.training.cusum import RISES, Cusum
+from offcorr.training.field_metrics import ENGINE, FIELD, STALENESS
+
+__all__ = ["LIMITS", "Limit"]
+
+Severity = Literal["warning", "critical"]
+
+SURPRISE = FIELD + "surprise"
+
+SMALLEST_K3 = 1e-7
+"""k3 below which a mismatch counts as none: a mean |d| of about 4e-4 nats."""
+
+LARGEST_K3 = 1e300
+"""k3 in place of infinity and NaN."""
+
+SAMPLERS_WEIGHTS = 0.01
+"""Mean |d| of staleness (nats) up to which ``logp`` stands for the log-probs of the weights that sampled."""
+
+CONDITIONS = (STALENESS + "lag", "learning_rate")
+"""Numbers with which a mismatch grows in a healthy run: where one rises during the warm-up, it starts again."""
+
+
+class Limit(NamedTuple):
+    """A bound that a metric of a series must not cross, whatever its baseline.
+
+    low, high: the metric is in order from ``low`` to ``high``.
+    said: the metric in words.
+    """
+
+    series: str
+    metric: str
+    low: float
+    high: float
+    severity: Severity
+    said: str
+
+
+LIMITS = (
+    Limit("engine", FIELD + "mult_error", 0.0, 1.05, "warning", "mean e^|d|"),
+    Limit("engine", ENGINE + "k3", 0.0, 0.015, "warning", "k3"),
+    Limit("engine", ENGINE + "k3", 0.0, 0.03, "critical", "k3"),
+    Limit("engine", ENGINE + "ess_token", 0.3, math.inf, "critical", "the effective sample size of the tokens"),
+    Limit("engine", ENGINE + "ratio_mean", 0.5, 2.0, "critical", "the mean ratio"),
+    Limit("staleness", STALENESS + "ess_token", 0.3, math.inf, "critical", "the effective sample size of the tokens"),
+    Limit("staleness", STALENESS + "ratio_mean", 0.5, 2.0, "critical", "the mean ratio"),
+)
+"""The bounds that other projects use: NeMo-RL (mean e^|d|), merge bars on the KL divergence, verl (the rest)."""
+
+
+class Series:
+    """One series of a monitor: its charts, the limits of its metrics, and whether it is under alarm.
+
+    Args:
+        name: "engine", "staleness" or "surprise".
+        limits: those of all series.
+        charts: "above", and "below" where the series may also fall.
+    """
+
+    def __init__(self, name: str, limits: tuple[Limit, ...], charts: dict[str, Cusum]) -> None:
+        self.name = name
+        self.limits = [limit for limit in limits if limit.series == name]
+        self.charts = charts
+        self.exceeded = [0] * len(self.limits)
+        self.active: Severity | None = None
+        self.calm = 0
+        self.alarms = 0
+        self.mask_above: float | None = None
+        self.evidence: tuple[str, ...] = ()
+
+    @property
+    def score(self) -> float:
+        """The larger CUSUM statistic."""
+        return max(chart.score for chart in self.charts.values())
+
+    def add(self, metrics: Mapping[str, float], conditions: Sequence[float], persistence: int) -> Severity | None:
+        """The severity of a new alarm, or of one that has become critical; None where there is none."""
+        values = self._values(metrics)
+        if values is None:
+            return None
+        found: dict[str, str] = {}
+        severity: Severity | None = None
+        above = False
+        for side, value in values.items():
+            chart = self.charts[side]
+            if chart.add(value, conditions):
+                severity = "warning"
+                found[side] = self._said(chart, value) + self._risen(chart, conditions)
+            above |= chart.above > 0
+        for i, limit in enumerate(self.limits):
+            number = metrics.get(limit.metric)
+            crossed = number is not None and not limit.low <= number <= limit.high
+            self.exceeded[i] = self.exceeded[i] + 1 if crossed else 0
+            above |= crossed
+            if number is not None and self.exceeded[i] >= persistence:
+                bound = f"below {limit.low:g}" if number < limit.low else f"above {limit.high:g}"
+                found[limit.metric] = f"{limit.said} {number:.3g}, {bound} in {self.exceeded[i]} steps in a row"
+                severity = limit.severity if severity != "critical" else severity
+        self.calm = 0 if above else self.calm + 1
+        if self.calm >= persistence and self.active:
+            self.active = self.mask_above = None
+            for chart in self.charts.values():
+                chart.reset()
+        if severity is None or self.active in (severity, "critical"):
+            return None
+        self.active, self.evidence = severity, tuple(found.values())
+        self.alarms += 1
+        return severity
+
+    def mask(self) -> None:
+        """Mask from now on: above the lowest limit of k3, or what the baseline rarely reaches, if that is more."""
+        fixed = [limit.high for limit in self.limits if limit.metric.endswith("/k3")]
+        chart = self.charts["above"]
+        usual = [math.exp(min(chart.mean + 3 * chart.sd, 700.0))] if chart.ready else []
+        self.mask_above = max([min(fixed, default=0.0), *usual])
+
+    def _values(self, metrics: Mapping[str, float]) -> dict[str, float] | None:
+        if self.name != "surprise":
+            k3 = metrics.get(f"offcorr/{self.name}/k3")
+            return (
+                None if k3 is None else {"above": math.log(max(k3, SMALLEST_K3) if math.isfinite(k3) else LARGEST_K3)}
+            )
+        if SURPRISE not in metrics or metrics.get(STALENESS + "abs_mean", 0.0) > SAMPLERS_WEIGHTS:
+            return None
+        return {"above": metrics[SURPRISE], "below": -metrics[SURPRISE]}
+
+    def _said(self, chart: Cusum, value: float) -> str:
+        """The chart's verdict in words."""
+        chart_said = f"CUSUM {chart.score:.1f}, above {chart.threshold:g}, in {chart.above} steps in a row"
+        if self.name == "surprise":
+            sign = -1 if chart is self.charts["below"] else 1
+            usual = f"{sign * chart.mean:.2g} +- {chart.sd:.2g}"
+            return f"mean of -logp - entropy {sign * value:.3g}, {usual} in the first steps ({chart_said})"
+        times = math.exp(value - chart.mean)
+        return f"k3 {math.exp(value):.2g}, {times:.3g} times that of the first steps ({chart_said})"
+
+    def _risen(self, chart: Cusum, conditions: Sequence[float]) -> str:
+        """The reported lag, where it is more than in the first steps."""
+        lag, usual = conditions[0], chart.usual[0]
+        return f"; the reported lag is {lag:.3g}, {usual:.3g} in the first steps" if lag > RISES * usual else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state for a checkpoint, as plain numbers."""
+        state: dict[str, Any] = {name: getattr(self, name) for name in _STATE}
+        return state | {"charts": {side: chart.state_dict() for side, chart in self.charts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a result of ``state_dict``."""
+        for name in _STATE:
+            value = state[name]
+            setattr(self, name, list(value) if isinstance(value, list) else value)
+        for side, chart in self.charts.items():
+            chart.load_state_dict(state["charts"][side])
+
+
+_STATE = ("exceeded", "active", "calm", "alarms", "mask_above")
