@@ -24,12 +24,14 @@ import torch
 
 import offcorr
 from offcorr.correction import Correction
+from offcorr.diagnose import command as diagnose_command
 from offcorr.integrations import HOOKS
 from offcorr.integrations.hook import Hook
-from offcorr.lab import compare
-from offcorr.methods.registry import Method, catalogue, find, resolve, split_spec
+from offcorr.lab import bench, compare
+from offcorr.methods.registry import Method, catalogue, find, illustration, split_spec
 from offcorr.metrics import LOSS, MISMATCH
-from offcorr.optional import require
+from offcorr.optional import RECIPE_NEEDS, configuration, configurations, recipes, require
+from offcorr.stages.ratios import Ratio
 from offcorr.stages.rejections import Rejection
 from offcorr.stages.weights import Weight
 from offcorr.training.field_metrics import ALIASES
@@ -44,7 +46,7 @@ def methods_table() -> Table:
         {
             "method": _names(method),
             "multiplier c": method.multiplier,
-            **_stages(method()),
+            **_stages(illustration(method.name)),
         }
         for method in catalogue()
     ]
@@ -80,7 +82,8 @@ def metrics_table() -> Table:
 def trainers_table() -> Table:
     """One row per method: whether the loss hook of each trainer can carry it, or the reason why not."""
     return [
-        {"method": _names(method), "TRL": "yes"} | {hook.trainer: _carried(hook, method()) for hook in HOOKS}
+        {"method": _names(method), "TRL": "yes"}
+        | {hook.trainer: _carried(hook, illustration(method.name)) for hook in HOOKS}
         for method in catalogue()
     ]
 
@@ -152,6 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `offcorr methods | head` closes the pipe early
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print(" ".join(("offcorr", given[0], getattr(options, "world", ""))).rstrip() + ": stopped", file=sys.stderr)
+        return 130
     except Refusal as refusal:
         print(f"offcorr {given[0]}: {refusal}", file=sys.stderr)
         return 2
@@ -174,7 +180,9 @@ def _parser() -> argparse.ArgumentParser:
         usage="offcorr train [--config FILE.yaml] [--num_processes N] [--config_file ACCELERATE.yaml] [flags]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=_TRAIN.format(
-            recipe=_shown(_recipes() / "grpo.py"), configs=_kept("configs"), accelerate=_kept("accelerate")
+            recipe=_shown(recipes() / "grpo.py"),
+            configs=", ".join(configurations("configs")),
+            accelerate=", ".join(configurations("accelerate")),
         ),
     )
     train.set_defaults(run=_train)
@@ -188,6 +196,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
     compare.add_parser(commands)
+    bench.add_parser(commands)
+    diagnose_command.add_parser(commands)
 
     methods = commands.add_parser("methods", help="list every method; with a NAME, all about one")
     methods.add_argument(
@@ -223,8 +233,6 @@ Every other flag goes to the recipe: each option of TRL's GRPOConfig, and the re
 --precision, --train_size and --eval_size. `offcorr train --help-all` lists them.
 The recipe is one file, to be read and copied: {recipe}"""
 
-_RECIPE_NEEDS = ("trl>=1.9.2", "transformers", "accelerate", "datasets", "rich", "matplotlib", "reasoning-gym")
-
 
 def _train(options: argparse.Namespace) -> int:
     """Runs recipes/grpo.py in this process, or under ``accelerate launch`` where several processes are asked for."""
@@ -244,7 +252,7 @@ def _train(options: argparse.Namespace) -> int:
         flags = ["--config", _file("--config", config, "configs"), *flags]
     _need("offcorr train")
     flags = ["--help" if flag == "--help-all" else flag for flag in flags]
-    recipe = _recipes() / "grpo.py"
+    recipe = recipes() / "grpo.py"
     os.environ["OFFCORR_COMMAND"] = "offcorr train"  # as which the recipe names itself, in every process
     if not launcher:
         return _run(recipe, flags)
@@ -256,12 +264,12 @@ def _train(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     _need("offcorr demo")
     os.environ["OFFCORR_COMMAND"] = "offcorr demo"
-    return _run(_recipes() / "demo.py", options.flags)
+    return _run(recipes() / "demo.py", options.flags)
 
 
 def _need(command: str) -> None:
     try:
-        require(command, _RECIPE_NEEDS, extra="recipes")
+        require(command, RECIPE_NEEDS, extra="recipes")
     except ImportError as error:
         raise Refusal(str(error).removeprefix(f"{command} ")) from error
 
@@ -285,7 +293,7 @@ def _run(recipe: Path, flags: Sequence[str]) -> int:
 def _several(count: int) -> list[str]:
     """The flags of ``accelerate launch`` for several processes without a configuration file."""
     if not torch.cuda.is_available():
-        return ["--config_file", str(_recipes() / "accelerate" / "two_cpu_processes.yaml")]
+        return ["--config_file", str(recipes() / "accelerate" / "two_cpu_processes.yaml")]
     if count > torch.cuda.device_count():
         raise Refusal(
             f"--num_processes is {count}, but there are {torch.cuda.device_count()} GPUs; "
@@ -294,30 +302,15 @@ def _several(count: int) -> list[str]:
     return ["--multi_gpu"]
 
 
-def _recipes() -> Path:
-    """The folder of recipes: inside the installed package, or beside the package in a checkout."""
-    package = Path(__file__).resolve().parent
-    installed = package / "recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
-
-
-def _kept(folder: str) -> str:
-    """The names of the YAML files that come with the recipes."""
-    return ", ".join(sorted(file.stem for file in (_recipes() / folder).glob("*.yaml")))
-
-
 def _shown(file: Path) -> Path:
     return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
 
 
 def _file(flag: str, given: str, folder: str) -> str:
-    """A YAML file of the user's, or one that comes with the recipes, by its name."""
-    if Path(given).is_file():
-        return given
-    own = _recipes() / folder / f"{given.removesuffix('.yaml')}.yaml"
-    if "/" not in given and own.is_file():
-        return str(own)
-    raise Refusal(f"{flag} is {given!r}, which is not a file; expected one, or one of {_kept(folder)}")
+    try:
+        return str(configuration(flag, given, folder))
+    except ValueError as error:
+        raise Refusal(str(error)) from None
 
 
 def _taken(flags: list[str], name: str) -> str | None:
@@ -395,13 +388,17 @@ _SYMBOLS = (
 def about(spec: str, width: int) -> str:
     """A page about a method: formula, stages, options with their defaults, sources, and examples.
 
+    Options without a default, unless they are given, have the values of ``Method.example``.
+
     Raises:
         ValueError: the method or an option is unknown, or a value is out of range.
     """
-    method, loss_fn = find(spec), resolve(spec)
-    name, given = split_spec(spec)
+    method, (name, given) = find(spec), split_spec(spec)
     if isinstance(method, Correction):
-        method = Method(name, lambda: loss_fn, notes="a finished Correction: it takes no options")
+        finished = method
+        method = Method(name, lambda: finished, notes="a finished Correction: it takes no options")
+    added = {option: value for option, value in method.example.items() if option not in given}
+    loss_fn = method(**given, **added)
     own = inspect.getdoc(method.build) or ""
     one_file_each = method.build.__module__.startswith("offcorr.methods.")
     docstring = (inspect.getdoc(sys.modules[method.build.__module__]) or "") if one_file_each else own
@@ -409,10 +406,14 @@ def about(spec: str, width: int) -> str:
     options: dict[str, str] = {}  # by what they mean, since a bound's two sides may share a sentence
     for option, default in method.options.items():
         text, shown = meaning.get(option, ""), f"{option}={given.get(option, default.default)!r}"
+        if option in method.required and option not in given:
+            shown = f"{option} (required)"
         options[text] = f"{options[text]}, {shown}" if text in options else shown
     schedules = [f"{option}: {dict(schedule)}" for option, schedule in method.schedules.items()]
     called = name if ":" in name else f"offcorr:{method.name}"
-    kwargs = json.dumps(given) if given else _first(method)
+    kwargs = json.dumps(given | added) if given or added else _first(method)
+    call = "".join(f", {option}={value!r}" for option, value in added.items())
+    illustrated = f"the values of {' and '.join(added)} in the lines below are an illustration, no recommendation"
     parts: dict[str, list[str]] = {
         "": [docstring.split("\n\n")[0].replace("\n", " ").replace("``", "`")],
         "gradient": ["dL/dlogp_t = -c_t w_t A_t / Z"],
@@ -425,8 +426,9 @@ def about(spec: str, width: int) -> str:
         "paper": [method.paper],
         "read in": [method.provenance],
         "notes": [method.notes],
+        "example": [illustrated] if added else [],
         "in TRL": [f"GRPOConfig(..., loss_type={called!r}" + (f", loss_kwargs={kwargs})" if kwargs else ")")],
-        "without": [f"offcorr.resolve({spec!r})" if ":" in name else f"offcorr.get({spec!r})"],
+        "without": [f"offcorr.{'resolve' if ':' in name else 'get'}({spec!r}{call})"],
         "try it": [f"offcorr train --loss_type {called}" + (f" --loss_kwargs '{kwargs}'" if kwargs else "")],
     }
     lines = [" = ".join((method.name, *method.aliases))]
@@ -521,7 +523,9 @@ def _names(method: Method) -> str:
 
 
 def _signature(method: Method) -> str:
-    return ", ".join(f"{name}={option.default!r}" for name, option in method.options.items())
+    return ", ".join(
+        name if name in method.required else f"{name}={option.default!r}" for name, option in method.options.items()
+    )
 
 
 def _cell(text: str) -> str:
@@ -539,13 +543,14 @@ def _stages(loss_fn: Correction) -> dict[str, str]:
         "weight": described(loss_fn.weight),
         "reject": described(loss_fn.reject),
         "gate": described(loss_fn.gate),
+        **({} if loss_fn.advantages is None else {"advantages": described(loss_fn.advantages)}),
         "aggregate": loss_fn.aggregate,
     }
 
 
 def _stage(stage: Any) -> str:
     """A stage by its name, with its level where it has one, and the pair of policies it compares."""
-    either = "total, else staleness" if isinstance(stage, Weight | Rejection) else None
+    either = "total, else staleness" if isinstance(stage, Ratio | Weight | Rejection) else None
     details = [getattr(stage, "level", "token"), stage.mismatch or either]
     shown = ", ".join(detail for detail in details if detail not in ("token", None))
     return stage.to_config()["name"] + (f" ({shown})" if shown else "")

@@ -74,7 +74,7 @@ class Hook:
             )
         if not self.surrogate and (reason := self._not_a_factor(correction)):
             return reason
-        if self.scales and not correction.gate.scales_with_advantage:
+        if self.scales and not correction.scales_with_advantage:
             return Refusal(
                 "scale of A",
                 f"its gradient is not proportional to the advantage, and {self.trainer} divides the advantages by its "

@@ -9,7 +9,7 @@ from torch import Tensor
 import offcorr
 from offcorr import Batch
 from offcorr.integrations.hook import Hook
-from offcorr.methods.registry import catalogue
+from offcorr.methods.registry import Method, catalogue, illustration
 
 
 def case(seed: int, sequences: int = 6, width: int = 9) -> Batch:
@@ -27,11 +27,16 @@ def case(seed: int, sequences: int = 6, width: int = 9) -> Batch:
 
 
 def carried(hook: Hook) -> list[str]:
-    return [method.name for method in catalogue() if hook.refusal(method()) is None]
+    """The methods that a hook takes, with the values that illustrate options without a default: "pnpo?low=0.8"."""
+    return [_spec(method) for method in catalogue() if hook.refusal(illustration(method.name)) is None]
 
 
 def refused(hook: Hook) -> set[str]:
-    return {method.name for method in catalogue()} - set(carried(hook))
+    return {method.name for method in catalogue() if hook.refusal(illustration(method.name)) is not None}
+
+
+def _spec(method: Method) -> str:
+    return "?".join(filter(None, (method.name, "&".join(f"{name}={value}" for name, value in method.example.items()))))
 
 
 def gradient(loss: Tensor, batch: Batch) -> Tensor:

@@ -7,9 +7,10 @@ import torch
 
 import offcorr
 from offcorr.integrations.hook import Hook
+from offcorr.methods.registry import find, illustration
 from tests.integrations.cases import case
 
-EVERYTHING = frozenset({"old_logp", "rollout_logp", "rewards", "group_ids"})
+EVERYTHING = frozenset({"old_logp", "rollout_logp", "rewards", "group_ids", "entropy"})
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,8 @@ def test_the_reason_of_a_refusal(hook, spec, reason):
 def test_a_hook_that_sees_everything_carries_every_method():
     hook = Hook("X", "batch", EVERYTHING)
     for name in offcorr.available():
-        assert hook.resolve(f"offcorr:{name}") == offcorr.get(name)
+        loss_fn = illustration(name)
+        assert hook.resolve(f"offcorr:{name}", **find(name).example) == loss_fn
 
 
 def test_means_over_parts_are_those_of_the_whole():

@@ -61,7 +61,7 @@ def test_loss_weights_multiply_each_token():
 
 def test_refused_methods():
     engine = {"binary_kl", "decoupled_ppo", "geo_rs", "icepop", "seq_mis", "seq_tis", "tis", "veto"}
-    assert refused(prime_rl.HOOK) == engine | {"asymre", "bapo", "m2po", "topr"}
+    assert refused(prime_rl.HOOK) == engine | {"asymre", "bapo", "estr", "m2po", "p3o", "sat", "topr"}
     inputs = next(sequences(case(0)))
     with pytest.raises(ValueError, match="loss 'tis' cannot run in prime-rl: Truncate.* compares the engine with"):
         prime_rl.loss(inputs, "tis")

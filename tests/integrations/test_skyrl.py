@@ -37,7 +37,7 @@ def test_each_method_is_offcorrs_own(name):
 
 
 def test_refused_methods():
-    assert refused(skyrl.HOOK) == {"asymre", "bapo", "kimi", "m2po", "topr"}
+    assert refused(skyrl.HOOK) == {"asymre", "bapo", "estr", "kimi", "m2po", "p3o", "sat", "topr"}
     with pytest.raises(
         ValueError, match="loss 'kimi' cannot run in SkyRL: its gradient is not proportional to the adv"
     ):

@@ -60,7 +60,7 @@ def test_each_method_is_offcorrs_own_with_the_sampler_as_anchor(name):
 
 def test_refused_methods():
     assert refused(tinker.HOOK) == {
-        *("binary_kl", "decoupled_ppo", "geo_rs", "icepop", "seq_mis", "seq_tis", "tis", "veto")
+        *("binary_kl", "decoupled_ppo", "estr", "geo_rs", "icepop", "seq_mis", "seq_tis", "tis", "veto")
     }
     with pytest.raises(ValueError, match="loss 'icepop' cannot run in Tinker: Mask.* compares the engine with"):
         tinker.loss("icepop", high=3.0)

@@ -134,7 +134,7 @@ def test_global_numbers_are_needed_on_several_ranks():
 
 
 def test_refused_methods():
-    assert refused(verl.HOOK) == {"asymre", "bapo", "m2po", "topr"}
+    assert refused(verl.HOOK) == {"asymre", "bapo", "estr", "m2po", "p3o", "sat", "topr"}
     with pytest.raises(ValueError, match="loss 'bapo' cannot run in verl: it couples"):
         verl.Registry()["offcorr:bapo"]
 

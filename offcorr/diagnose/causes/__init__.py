@@ -1,0 +1,6 @@
+"""The causes of a mismatch, one class each, in files by the stage in which they are looked for."""
+
+from offcorr.diagnose.causes import policies, sampling, values
+from offcorr.diagnose.causes.base import CAUSES, STAGES, Cause, Finding, Found, confidence
+
+__all__ = ["CAUSES", "STAGES", "Cause", "Finding", "Found", "confidence", "policies", "sampling", "values"]

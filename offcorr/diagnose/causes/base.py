@@ -1,0 +1,104 @@
+"""``Cause``: what can make trainer and sampler disagree, how it is told from logged data, and what to change."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from offcorr.diagnose.evidence import Evidence
+
+Stage = Literal["values", "sampling", "unlogged", "policies", "updates"]
+STAGES: tuple[Stage, ...] = ("values", "sampling", "unlogged", "policies", "updates")
+"""The order in which causes are looked for: values that are no log-probs of these tokens; distributions that one side
+transformed; those that neither logged; two policies that differ; updates on the batch itself."""
+
+
+class Found(NamedTuple):
+    """A cause that a test found.
+
+    Args:
+        statistic: what the test computed; ``error``: its standard error; ``threshold``: beyond it the cause is named.
+        margin: how far beyond, in units in which 1 is convincing and 3 is certain.
+        sentence: the evidence in words, with the numbers.
+        left: the evidence without what the cause explains; None: nothing that a further cause could explain.
+        share: of the mean |d|, what the cause explains; None: the part that is missing in ``left``.
+    """
+
+    statistic: float
+    error: float
+    threshold: float
+    margin: float
+    sentence: str
+    left: Evidence | None = None
+    share: float | None = None
+
+
+class Cause(ABC):
+    """One cause.  A subclass has the three texts and ``found``; it is known once its module is imported.
+
+    Class attributes:
+        id: its name in reports.
+        stage: when it is looked for.
+        title: what happened, in a few words.
+        advice: what to change, with the option's name in TRL and vLLM.
+        not_told_from: causes that leave the same traces in logged data, and what would decide.
+    """
+
+    id: ClassVar[str]
+    stage: ClassVar[Stage]
+    title: ClassVar[str]
+    advice: ClassVar[str]
+    not_told_from: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        for name in ("id", "stage", "title", "advice"):
+            if not isinstance(getattr(cls, name, None), str):
+                raise TypeError(f"{cls.__name__}.{name} is missing, expected a string")
+        if cls.stage not in STAGES:
+            raise ValueError(f"{cls.__name__}.stage is {cls.stage!r}, expected one of {', '.join(STAGES)}")
+        if cls.id in CAUSES:
+            raise ValueError(f"{cls.__name__}.id is {cls.id!r}, which {type(CAUSES[cls.id]).__name__} has already")
+        CAUSES[cls.id] = cls()
+
+    @abstractmethod
+    def found(self, evidence: Evidence) -> Found | None:
+        """Whether the evidence shows this cause."""
+
+
+CAUSES: dict[str, Cause] = {}
+"""Every cause by its id."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A named cause, as it is reported.
+
+    Args:
+        cause: the id.
+        confidence: between 0 and 1.
+        statistic, se, threshold: of the test that found it.
+        share: of the mean |d|, what this cause explains.
+        title, evidence, advice: in words.
+    """
+
+    cause: str
+    confidence: float
+    statistic: float
+    se: float
+    threshold: float
+    share: float
+    title: str
+    evidence: str
+    advice: str
+
+    def as_dict(self) -> Mapping[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def confidence(margin: float) -> float:
+    """Between .5, at the threshold, and 1."""
+    return 1 - 0.5 * math.exp(-max(margin, 0.0))

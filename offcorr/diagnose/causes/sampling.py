@@ -1,0 +1,460 @@
+"""Causes in the distribution that was sampled or logged: temperature, truncation, penalties, bans."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from offcorr.diagnose.causes.base import Cause, Found
+from offcorr.diagnose.evidence import Estimate, Evidence
+from offcorr.diagnose.record import Floats
+
+SIGNIFICANT = 5.0
+"""Standard errors that an effect is away from 0 before it is named."""
+
+PROCESSED = "let the engine report what it samples from (vLLM: logprobs_mode='processed_logprobs')"
+
+
+class Unnormalised(Cause):
+    """d has one sign: the sampler's probabilities sum to less than 1, or to more in contexts of every kind."""
+
+    id = "unnormalised"
+    stage = "sampling"
+    title = "log-probs divided by the temperature after the softmax"
+    advice = f"divide the logits by the temperature before log_softmax, not the log-probs after it: {PROCESSED}"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        d = evidence.d
+        identity = evidence.ratio_identity
+        off = abs(identity.value - 1) / max(identity.error, 1e-12)
+        above, below = float(np.clip(d, 0, 3).sum()), float(np.clip(-d, 0, 3).sum())
+        if evidence.gap < max(0.003, evidence.floor) or len(evidence) < 32 or off < SIGNIFICANT:
+            return None
+        if above < 20 * below and (below < 20 * above or not _of_context(evidence)):
+            return None
+        more = "more" if d.mean() < 0 else "less"
+        return Found(
+            identity.value,
+            identity.error,
+            1.0,
+            3.0,
+            f"d is {'above' if more == 'less' else 'below'} 0 at every token: the sampler's probabilities sum to "
+            f"{more} than 1 (mean ratio {identity.value:.3f})",
+        )
+
+
+def _of_context(evidence: Evidence) -> bool:
+    """Whether d is proportional to the log-prob, or a smooth function of the entropy among policies in balance."""
+    d, t = evidence.d, evidence.trainer
+    unlikely = t < -0.5
+    slope = float((d * t).sum() / np.square(t).sum())
+    if unlikely.sum() >= 16 and np.abs(d - slope * t)[unlikely].mean() < 0.1 * evidence.size[unlikely].mean():
+        return True
+    balance = evidence.balance
+    h = evidence.entropy
+    if balance is None or h is None or evidence.with_entropy is not evidence or balance.z < -4:
+        return False
+    context = np.stack([np.ones_like(h), h, h * h, np.sqrt(np.maximum(h, 0))], 1)
+    residual = d - context @ np.linalg.lstsq(context, d, rcond=None)[0]
+    return float(residual.var() / d.var()) < 0.15
+
+
+@dataclasses.dataclass(frozen=True)
+class Power:
+    """Fit of sampler = power * trainer - f(context), by Huber's regression."""
+
+    power: Estimate
+    explained: float
+    fitted: Floats
+
+
+def power(evidence: Evidence) -> Power:
+    """The power, the share of the spread of d that it explains beside f, and the fitted d.
+
+    f is a polynomial of the entropy; without entropy, a constant: then the power is nearer to 1 than the truth.
+    """
+    t, d, h = evidence.trainer, evidence.d, evidence.entropy
+    h = h if evidence.with_entropy is evidence else None
+    context = np.stack([np.ones_like(t), *([] if h is None else [h, h * h, np.sqrt(np.maximum(h, 0))])], 1)
+    within, without = _robust(context, t)[1], _robust(context, d)[1]
+    slope, residual, weights = _robust(np.concatenate([t[:, None], context], 1), d)
+    error = np.sqrt(np.square(within * residual * weights).sum()) / max((np.square(within) * weights).sum(), 1e-12)
+    left, spread = ((np.abs(values) * weights).mean() for values in (residual, without))
+    return Power(Estimate(1 - float(slope[0]), float(error)), 1 - float(left / max(spread, 1e-12)) ** 2, d - residual)
+
+
+def _robust(columns: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
+    """Coefficients, residuals and weights of Huber's regression: residuals above three times their mean count less."""
+    weights = np.ones_like(values)
+    for _ in range(8):
+        root = np.sqrt(weights)
+        fit = np.linalg.lstsq(columns * root[:, None], values * root, rcond=None)[0]
+        residual = values - columns @ fit
+        weights = np.minimum(3 * np.abs(residual).mean() / np.maximum(np.abs(residual), 1e-12), 1)
+    return np.asarray(fit, dtype=np.float64), residual, weights
+
+
+class Temperature(Cause):
+    """The sampler's log-probs carry another temperature, and it sampled from them."""
+
+    id = "temperature"
+    stage = "sampling"
+    title = "the trainer does not apply the sampler's temperature"
+    advice = f"set the same temperature= for the sampler and the trainer, and {PROCESSED}"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        return _tempered(evidence, sampled_by_trainer=False)
+
+
+class RawLogprobs(Cause):
+    """The sampler's log-probs carry another temperature, and it sampled at the trainer's."""
+
+    id = "raw_logprobs"
+    stage = "sampling"
+    title = "the engine logs log-probs without the temperature that it samples at"
+    advice = PROCESSED
+
+    def found(self, evidence: Evidence) -> Found | None:
+        return _tempered(evidence, sampled_by_trainer=True)
+
+
+def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
+    """A power between the two log-probs that is not 1.
+
+    The sum of d is the log-likelihood ratio of the sampled tokens under both log-probs, the trainer's first.
+    """
+    if evidence.gap < 0.002 or len(evidence) < 64:
+        return None
+    if (evidence.d.sum() > 0) != sampled_by_trainer:
+        return None
+    fit = power(evidence)
+    # Without entropy, noise in the trainer's log-probs looks like a temperature of the sampler above the trainer's.
+    likely = sampled_by_trainer or fit.power.value > 1
+    needed = 0.5 if evidence.with_entropy is evidence or not likely else 0.25
+    away = abs(fit.power.value - 1)
+    if fit.explained < needed or away < max(0.02, SIGNIFICANT * fit.power.error) or not 0.45 < fit.power.value < 5:
+        return None
+    below = float(np.maximum(-evidence.d, 0).mean())
+    above = float(np.maximum(evidence.d, 0).mean())
+    if below > 20 * above:  # one sign: a truncated distribution
+        return None
+    carried = 1 / fit.power.value
+    which = "at the trainer's" if sampled_by_trainer else "at its own"
+    return Found(
+        fit.power.value,
+        fit.power.error,
+        1.0,
+        (fit.explained - needed) * 8,
+        f"the sampler's log-probs carry {carried:.2f} times the trainer's temperature, which explains "
+        f"{fit.explained:.0%} of the spread of d; it sampled {which}",
+        _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit.fitted),
+    )
+
+
+def _rest(evidence: Evidence, fitted: Floats) -> Evidence:
+    """Without the fitted d.  A fit leaves as much as a quarter by itself."""
+    return evidence.explained(fitted).with_floor(0.25 * float(np.abs(fitted).mean()))
+
+
+class RepetitionPenalty(Cause):
+    """Tokens that stood in the context before are less likely to the sampler; all others are more likely."""
+
+    id = "repetition_penalty"
+    stage = "sampling"
+    title = "the sampler penalises tokens that were seen before"
+    advice = "sample with repetition_penalty=1.0, presence_penalty=0 and frequency_penalty=0"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        able = evidence.trainer < -0.02  # a certain token moves little, whatever its past
+        seen, new = evidence.d[evidence.seen & able], evidence.d[~evidence.seen & able]
+        if min(len(seen), len(new)) < 16 or evidence.gap < 0.003:
+            return None
+        difference = float(seen.mean() - new.mean())
+        error = float(np.sqrt(seen.var() / len(seen) + new.var() / len(new)))
+        above = float(np.maximum(new, 0).sum() / max(np.abs(new).sum(), 1e-12))
+        z = difference / max(error, 1e-12)
+        if z < 8 or seen.mean() < 0 or above > 0.1:
+            return None
+        after = np.where(evidence.seen, seen.mean(), new.mean()) * able
+        left = evidence.unbalanced().explained(after)
+        return Found(
+            difference,
+            error,
+            8 * error,
+            z / 8,
+            f"d is {seen.mean():+.3f} nats on tokens that were seen before and {new.mean():+.3f} on new ones, of which "
+            f"{1 - float((new > 1e-4).mean()):.0%} are below 0",
+            left.with_floor(1.1 * left.gap),
+        )
+
+
+# -- truncated distributions ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The features that tell truncated distributions apart.  d is the logarithm of the kept mass."""
+
+    lost: Estimate  # 1 - mean ratio
+    alone: int  # truncated tokens whose probability is 1 to the sampler
+    certain: float  # among tokens likelier to the trainer than any kept mass, the share of which that holds
+    balance: Estimate | None
+    left: Evidence
+    least: float  # the smallest kept mass
+    tail: float  # the 2 % quantile of the truncated d over their mean
+
+
+def kept(evidence: Evidence) -> Kept | None:
+    """The features; None: the sampler's probabilities do not exceed the trainer's."""
+    lost = Estimate(1 - evidence.ratio_identity.value, evidence.ratio_identity.error)
+    d = evidence.d
+    above, below = float(np.clip(d, 0, 1).sum()), float(np.clip(-d, 0, 1).sum())
+    if lost.value < max(0.0005, SIGNIFICANT * lost.error):
+        return None
+    if above > 0.03 * below:
+        return _kept_among_others(evidence, lost)
+    noise = max(1e-4, 3 * float(np.maximum(d, 0).mean()))
+    truncated = d < -noise
+    if truncated.sum() < 8:
+        return None
+    alone = (evidence.sampler > -1e-6) & truncated
+    least = float(np.quantile(d[truncated], 0.01))
+    above_all = (evidence.trainer > least + 0.002) & (evidence.trainer < -noise)
+    certain = float((evidence.sampler > -1e-6)[above_all].mean()) if above_all.sum() >= 4 else np.nan
+    tail = float(np.quantile(d[truncated], 0.02) / d[truncated].mean())
+    left = evidence.unbalanced().explained(np.minimum(d, 0))
+    return Kept(lost, int(alone.sum()), certain, evidence.balance, left, float(np.exp(least)), tail)
+
+
+def _kept_among_others(evidence: Evidence, lost: Estimate) -> Kept | None:
+    """The features where d has both signs: two policies differ, too, but the mean ratio of two policies is 1.
+
+    It is asked that unlikely tokens are missing, because a few tokens that are far off can lower the sample's mean.
+    """
+    balance = evidence.balance
+    if balance is None or balance.z > -4 or lost.value < 0.005:
+        return None
+    alone = (evidence.sampler > -1e-6) & (evidence.trainer < -1e-3)
+    left = evidence.unbalanced().explained(np.full(len(evidence), np.log1p(-lost.value))).with_floor(0.6 * lost.value)
+    return Kept(lost, int(alone.sum()), 1.0 if alone.any() else 0.0, balance, left, 1 - lost.value, 2.0)
+
+
+ADVICE = (
+    "sample without truncation (top_p=1.0, top_k=0, min_p=0.0), or renormalise the trainer's log-probs over the tokens "
+    "that the engine kept, with offcorr.linear_logprob(..., support=)"
+)
+
+
+def _truncated(found: Kept, sentence: str, margin: float) -> Found:
+    return Found(
+        found.lost.value,
+        found.lost.error,
+        SIGNIFICANT * found.lost.error,
+        margin,
+        f"the sampler's probabilities are renormalised over {1 - found.lost.value:.3f} of the trainer's mass on "
+        f"average; {sentence}",
+        found.left,
+    )
+
+
+class TopP(Cause):
+    """One-sided d; where the trainer's likeliest token has more than the kept mass, it is alone."""
+
+    id = "top_p"
+    stage = "sampling"
+    title = "the sampler draws from the likeliest tokens that hold top_p of the mass"
+    advice = ADVICE
+
+    def found(self, evidence: Evidence) -> Found | None:
+        found = kept(evidence)
+        if found is None or _banned(found) or found.certain <= 0.98:
+            return None
+        none = "no token is likelier than" if np.isnan(found.certain) else "every token is alone that is likelier than"
+        return _truncated(found, f"{none} the smallest such mass, {found.least:.3f}", 2.0)
+
+
+class MinP(Cause):
+    """One-sided d; a token can be alone, and need not be where it is as likely."""
+
+    id = "min_p"
+    stage = "sampling"
+    title = "the sampler draws from the tokens with at least min_p of the likeliest one's probability"
+    advice = ADVICE
+
+    def found(self, evidence: Evidence) -> Found | None:
+        found = kept(evidence)
+        if found is None or found.alone == 0 or _banned(found) or not found.certain <= 0.98:
+            return None
+        return _truncated(
+            found,
+            f"{found.alone} tokens are alone, but {1 - found.certain:.0%} of those likelier than the smallest such "
+            f"mass, {found.least:.3f}, are not",
+            2.0,
+        )
+
+
+class TopK(Cause):
+    """One-sided d, and no token is alone."""
+
+    id = "top_k"
+    stage = "sampling"
+    title = "the sampler draws from the top_k likeliest tokens"
+    advice = ADVICE
+
+    def found(self, evidence: Evidence) -> Found | None:
+        found = kept(evidence)
+        if found is None or found.alone or _banned(found) or not found.certain <= 0.98:
+            return None
+        return _truncated(found, "no token is alone, as under top_p and min_p some are", 2.0)
+
+
+class LogitMask(Cause):
+    """One-sided d, although the sampled tokens are no likelier than the trainer's."""
+
+    id = "logit_mask"
+    stage = "sampling"
+    title = "the sampler forbids some tokens that the trainer does not"
+    advice = (
+        "apply the same mask in the trainer (offcorr.linear_logprob(..., support=)), or sample without structured "
+        "decoding, logit_bias, bad_words, min_tokens and ignore_eos"
+    )
+
+    def found(self, evidence: Evidence) -> Found | None:
+        found = kept(evidence)
+        if found is None or not _banned(found):
+            return None
+        said = "the mass is lost in a few contexts, not in those of a high entropy"
+        if found.balance is not None:
+            said = (
+                "the sampled tokens are hardly likelier than those of the trainer's policy would be (surprisal balance "
+                f"{found.balance.value:+.3f} nats), as they are where unlikely tokens are dropped"
+            )
+        return _truncated(found, said, 2.0)
+
+
+def _banned(found: Kept) -> bool:
+    """Whether likely tokens are missing rather than unlikely ones."""
+    long = found.tail > 6
+    if found.balance is None:
+        return long
+    return found.balance.value > (-2.0 if long else -1.2) * found.lost.value
+
+
+# -- not in either side's log-probs ----------------------------------------------------------------------------
+
+
+def _unlogged(evidence: Evidence, sign: int) -> Estimate | None:
+    """The surprisal balance where it is off by more than policies that differ this little can make it."""
+    balance = evidence.balance
+    if balance is None or not evidence.balanced or balance.z * sign < (4 if sign < 0 else 3.5):
+        return None
+    # The entropy may be of the weights after the updates on this batch.
+    return balance if abs(balance.value) > 2 * (evidence.gap + evidence.moved) else None
+
+
+class TemperatureSilent(Cause):
+    """The tokens were drawn at a temperature that neither side's log-probs carry."""
+
+    id = "temperature_silent"
+    stage = "unlogged"
+    title = "the sampler applies a temperature, and both sides log log-probs without it"
+    advice = f"set the sampler's temperature= for the trainer, too, and {PROCESSED}"
+    not_told_from = ("a penalty on repeated tokens, or min_p: read the engine's sampling options",)
+
+    def found(self, evidence: Evidence) -> Found | None:
+        for sign in (-1, 1):
+            balance = _unlogged(evidence, sign)
+            if balance is None or (_never_rare(evidence) if sign < 0 else _where_certain(evidence)):
+                continue
+            return _silent(evidence, balance, "less" if sign < 0 else "more")
+        return None
+
+
+class TopPSilent(Cause):
+    """No unlikely token was drawn where the likeliest holds most of the mass."""
+
+    id = "top_p_silent"
+    stage = "unlogged"
+    title = "the sampler truncates (top_p), and both sides log log-probs of the untruncated distribution"
+    advice = f"sample with top_p=1.0, top_k=0, min_p=0.0, and {PROCESSED}"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        balance = _unlogged(evidence, -1)
+        if balance is None or not _never_rare(evidence):
+            return None
+        return _silent(evidence, balance, "less", ", and no unlikely token was drawn where one holds most of the mass")
+
+
+class PenaltySilent(Cause):
+    """The tokens are more surprising than they should be, most of all where the trainer is nearly certain."""
+
+    id = "penalty_silent"
+    stage = "unlogged"
+    title = "the sampler penalises tokens that were seen before, and both sides log log-probs without that penalty"
+    advice = f"sample with repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, and {PROCESSED}"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        balance = _unlogged(evidence, 1)
+        if balance is None or not _where_certain(evidence):
+            return None
+        return _silent(evidence, balance, "more", ", most of all where the trainer is nearly certain")
+
+
+def _silent(evidence: Evidence, balance: Estimate, which: str, more: str = "") -> Found:
+    return Found(
+        balance.value,
+        balance.error,
+        3.5 * balance.error,
+        abs(balance.z) / 8,
+        f"the sampled tokens are {which} surprising than the trainer's entropy says, by {abs(balance.value):.3f} nats, "
+        f"while the log-probs agree ({evidence.gap:.2g}){more}",
+        evidence.unbalanced(),
+        share=1.0,
+    )
+
+
+def _never_rare(evidence: Evidence) -> bool:
+    """Whether no token below a share was drawn in any context whose entropy shows that one token has more than it.
+
+    The least entropy without a token of more than a share s is that of (s, 1 - s).  Draws at the temperature that the
+    other contexts suggest would hold a few such tokens.
+    """
+    known = evidence.with_entropy
+    if known is None or known.entropy is None:
+        return False
+    h, t = known.entropy, known.trainer
+    flat = (h > np.log(2)) & (h < 2.5)
+    if flat.sum() < 16:
+        return False
+    surprise = (-t - h)[flat]
+    power = float(np.clip(1 - surprise.mean() / surprise.var(), 1.03, 2.0))  # to first order in 1 / T - 1
+    grid = np.linspace(1e-6, 0.5, 4000)
+    rare = np.interp(np.minimum(h, np.log(2)), _binary(grid), grid)
+    tempered = rare**power / (rare**power + (1 - rare) ** power)
+    for share in (0.7, 0.8, 0.9, 0.95, 0.98):
+        sure = h < _binary(np.array(share))
+        drawn, expected = int((t[sure] < np.log(share) - 1e-3).sum()), float(tempered[sure].sum())
+        if expected >= 2.5 and (drawn == 0 or drawn < 0.02 * expected):
+            return True
+    return False
+
+
+def _binary(share: Floats) -> Floats:
+    return -(share * np.log(share) + (1 - share) * np.log(1 - share))
+
+
+def _where_certain(evidence: Evidence) -> bool:
+    """Whether the excess of surprise is largest, relative to the entropy, where the trainer is nearly certain.
+
+    A temperature scales all contexts; a penalty overturns those whose likeliest token was seen before.
+    """
+    known = evidence.with_entropy
+    if known is None or known.entropy is None:
+        return False
+    h, surprise = known.entropy, -known.trainer - known.entropy
+    low, high = (h > 0.05) & (h < np.log(2)), h > np.log(2)
+    if min(low.sum(), high.sum()) < 16:
+        return False
+    among = [float(surprise[some].mean() / h[some].mean()) for some in (low, high)]
+    return among[0] > 4 * max(among[1], 0.01)

@@ -1,0 +1,286 @@
+"""Causes that make the logged values no log-probs of these tokens: placeholders, masks, shifts, rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from offcorr.diagnose.causes.base import Cause, Found
+from offcorr.diagnose.evidence import Booleans, Evidence
+from offcorr.diagnose.record import Floats
+
+FEWEST = 3
+"""Tokens that a test of single tokens needs."""
+
+
+class Sentinel(Cause):
+    """Values that stand for "no log-prob": infinite, above 0, or one constant far from the trainer's values."""
+
+    id = "sentinel"
+    stage = "values"
+    title = "placeholders among the sampler's log-probs"
+    advice = "log NaN or None where the engine reports nothing, and mask those tokens; never -9999, -100 or 0"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        odd, value = _placeholders(evidence)
+        alone = _zeros(evidence) & ~evidence.last
+        if alone.any() and not _in_runs(evidence, alone):
+            odd, value = (odd | alone, value if odd.sum() > alone.sum() else 0.0)
+        if odd.sum() < FEWEST:
+            return None
+        share = float(odd.mean())
+        return Found(
+            share,
+            float(np.sqrt(share * (1 - share) / len(evidence))),
+            FEWEST / len(evidence),
+            float(odd.sum()) / FEWEST,
+            f"{odd.sum()} of {len(evidence)} tokens have {value:g} from the sampler, which is no log-prob of theirs",
+            evidence.keep(~odd),
+        )
+
+
+class Mask(Cause):
+    """Exact zeros where the trainer finds the tokens unlikely: prompt, tool or pad tokens within the mask."""
+
+    id = "mask"
+    stage = "values"
+    title = "the mask covers tokens that the model did not sample"
+    advice = (
+        "set mask to 0 for tool, prompt and pad tokens, and check that it is not shifted by one against completion_ids"
+    )
+
+    def found(self, evidence: Evidence) -> Found | None:
+        zeros = _zeros(evidence)
+        zeros &= ~(evidence.last & (_neighbours(evidence, evidence.sampler == 0) == 0))
+        count = int(zeros.sum())
+        if count < FEWEST or not _in_runs(evidence, zeros):
+            return None
+        share = count / len(evidence)
+        depth = float(evidence.trainer[zeros].mean())
+        return Found(
+            share,
+            float(np.sqrt(share * (1 - share) / len(evidence))),
+            FEWEST / len(evidence),
+            count / FEWEST,
+            f"{count} of {len(evidence)} tokens have exactly 0 from the sampler and {depth:.1f} nats on average from "
+            "the trainer",
+            evidence.keep(~_with_neighbours(evidence, zeros)),
+        )
+
+
+class AppendedEOS(Cause):
+    """The last token alone disagrees."""
+
+    id = "appended_eos"
+    stage = "values"
+    title = "an end token was appended that the model did not sample"
+    advice = "take an end token out of the mask that was appended to a completion which the length limit had cut"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        inside = evidence.size[~evidence.last]
+        far = evidence.size > max(0.5, 1.5 * float(np.quantile(inside, 0.995)) if len(inside) else 0.0)
+        ends = far & evidence.last
+        count, others = int(ends.sum()), float(far[~evidence.last].mean()) if (~evidence.last).any() else 0.0
+        if count < FEWEST or count < 0.1 * len(evidence.records):
+            return None
+        ids, times = np.unique(evidence.ids[ends], return_counts=True)
+        same = int(times.max())
+        share = count / max(int(evidence.last.sum()), 1)
+        if same < max(FEWEST, 0.8 * count) or share < 10 * others:
+            return None
+        depth = float(evidence.size[ends].mean())
+        if depth < 4 * float(evidence.size[~evidence.last].mean()):
+            return None
+        return Found(
+            share,
+            float(np.sqrt(share * (1 - share) / max(int(evidence.last.sum()), 1))),
+            max(10 * others, FEWEST / len(evidence.records)),
+            count / FEWEST,
+            f"{count} completions end with token {ids[times.argmax()]} and |d| of {depth:.1f} nats there, while "
+            f"{others:.2%} of the other tokens are as far off",
+            evidence.keep(~ends),
+        )
+
+
+class Shift(Cause):
+    """The sampler's log-probs are those of the next or the previous token."""
+
+    id = "shift"
+    stage = "values"
+    title = "the sampler's log-probs are shifted by one token"
+    advice = "the log-prob at index t must be that of the token at index t: move one of the two by one token"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        own = evidence.gap
+        if own < 0.1:
+            return None
+        step = (np.diff(evidence.sequence) == 0) & (np.diff(evidence.position) == 1)
+        if step.sum() < 16:
+            return None
+        trainer, sampler = evidence.trainer, evidence.sampler
+        moved = {
+            "next": np.abs(trainer[1:] - sampler[:-1])[step],
+            "previous": np.abs(trainer[:-1] - sampler[1:])[step],
+        }
+        which = min(moved, key=lambda name: float(np.median(moved[name])))
+        left = float(np.minimum(moved[which], 3).mean())
+        ratio = left / float(np.minimum(evidence.size, 3).mean())
+        if ratio > 0.6:
+            return None
+        return Found(
+            ratio,
+            float(moved[which].std() / np.sqrt(step.sum()) / own),
+            0.6,
+            (0.6 - ratio) * 10,
+            f"mean |d| is {own:.2g} nats, and {left:.2g} against the sampler's log-prob of the {which} token",
+            _moved(evidence, step, back=which == "next"),
+        )
+
+
+class StoredBF16(Cause):
+    """Every log-prob of one side can be written in bfloat16."""
+
+    id = "stored_bf16"
+    stage = "values"
+    title = "log-probs were stored in bfloat16"
+    advice = "keep log-probs in float32 from the log-softmax to the loss: bfloat16 has 3 digits"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        sides = {"sampler": evidence.sampler, "trainer": evidence.trainer}
+        rounded = {side: values for side, values in sides.items() if _all_bf16(values)}
+        if not rounded:
+            return None
+        side, values = next(iter(rounded.items()))
+        count = int((values < 0).sum())
+        half = 2.0 ** np.floor(np.log2(np.maximum(np.abs(values), 1e-30))) / 256  # half the distance of its neighbours
+        left = np.sign(evidence.d) * np.maximum(evidence.size - 1.001 * half, 0)
+        return Found(
+            1.0,
+            0.0,
+            1.0,
+            count / 64,
+            f"all {count} of the {side}'s log-probs are bfloat16 numbers, as one float32 number of 65,536 is",
+            evidence.explained(evidence.d - left),
+        )
+
+
+class Retokenised(Cause):
+    """Each sequence agrees up to some token, and has nothing in common after it."""
+
+    id = "retokenised"
+    stage = "values"
+    title = "the trainer scored other tokens than the sampler sampled"
+    advice = (
+        "carry the sampled token ids to the trainer; text that is encoded again need not give the same ids "
+        "(offcorr.tokens keeps them)"
+    )
+
+    def found(self, evidence: Evidence) -> Found | None:
+        after = np.zeros(len(evidence), bool)
+        firsts = []
+        for at in range(len(evidence.records)):
+            tokens = evidence.of_sequence(at)
+            first = _onset(evidence.size[tokens])
+            if first is not None:
+                firsts.append(first)
+                after[tokens.start + first : tokens.stop] = True
+        if len(firsts) < 2 or (np.std(firsts) < 1.5 and len(firsts) > 4) or (~after).sum() < 16:
+            return None
+        before_size, after_size = float(evidence.size[~after].mean()), float(evidence.size[after].mean())
+        if after_size < 8 * before_size:
+            return None
+        share = len(firsts) / len(evidence.records)
+        return Found(
+            share,
+            float(np.sqrt(share * (1 - share) / len(evidence.records))),
+            2 / len(evidence.records),
+            len(firsts) / 2,
+            f"{len(firsts)} of {len(evidence.records)} sequences agree ({before_size:.2g} nats) up to a token that the "
+            f"trainer finds next to impossible, at index {min(firsts)} to {max(firsts)} ({after_size:.2g} nats from "
+            "there on)",
+            evidence.keep(~after),
+        )
+
+
+GROSS = 4.0
+"""|d| (nats) of a token that stands where the trainer expects none such."""
+
+
+def _onset(size: Floats) -> int | None:
+    """The index from which a sequence that agreed before is far off; None: there is none."""
+    gross = size > GROSS
+    if not gross.any():
+        return None
+    first = int(gross.argmax())
+    if first < 1 or first > len(size) - 2:
+        return None
+    before, after = size[:first], size[first + 1 : first + 9]
+    if before.mean() > 0.1 or after.mean() < 0.1 or after.mean() < 5 * before.mean():
+        return None
+    return first
+
+
+def _zeros(evidence: Evidence) -> Booleans:
+    """Exact zeros of the sampler where the trainer's log-prob is far below."""
+    return (evidence.sampler == 0) & (evidence.trainer < -1.5)
+
+
+def _in_runs(evidence: Evidence, zeros: Booleans) -> bool:
+    """Whether most zeros stand beside another."""
+    return float((_neighbours(evidence, evidence.sampler == 0) > 0)[zeros].mean()) > 0.6
+
+
+def _with_neighbours(evidence: Evidence, zeros: Booleans) -> Booleans:
+    """The whole runs of exact zeros that these are in."""
+    exact = evidence.sampler == 0
+    begins = np.ones(len(evidence), bool)
+    begins[1:] = (exact[1:] != exact[:-1]) | (np.diff(evidence.sequence) != 0) | (np.diff(evidence.position) != 1)
+    run = begins.cumsum() - 1
+    return exact & np.isin(run, run[zeros])
+
+
+def _neighbours(evidence: Evidence, which: Booleans) -> Floats:
+    """[N], the number of the two neighbours in the sequence that are in ``which``."""
+    step = (np.diff(evidence.sequence) == 0) & (np.diff(evidence.position) == 1)
+    count = np.zeros(len(evidence))
+    count[1:] += which[:-1] & step
+    count[:-1] += which[1:] & step
+    return count
+
+
+def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
+    """Tokens with a value that stands for none, and the commonest such value."""
+    sampler = evidence.sampler
+    odd = ~np.isfinite(sampler) | (sampler > 1e-6) | (sampler <= -50) & (evidence.trainer > sampler / 2)
+    values, inverse, times = np.unique(sampler, return_inverse=True, return_counts=True)
+    far = np.bincount(inverse, np.nan_to_num(evidence.size, posinf=1e3) > 0.5) / times
+    mean = np.bincount(inverse, evidence.trainer) / times
+    spread = np.sqrt(np.bincount(inverse, np.square(evidence.trainer - mean[inverse])) / times)
+    ends = np.bincount(inverse, evidence.last) / times
+    # Samples of one prompt share contexts, and log-probs with them; then the trainer's repeat, too.
+    repeated = (times >= max(FEWEST, 0.002 * len(sampler))) & (far > 0.7) & (spread > 0.3) & (ends < 0.9)
+    repeated &= values < -1e-6
+    odd |= repeated[inverse]
+    chosen = sampler[odd]
+    if not len(chosen):
+        return odd, 0.0
+    which, count = np.unique(chosen, return_counts=True)
+    return odd, float(which[count.argmax()])
+
+
+def _moved(evidence: Evidence, step: Booleans, back: bool) -> Evidence:
+    """Each token beside the sampler's log-prob of its neighbour."""
+    shifted = evidence.sampler.copy()
+    known = np.zeros(len(evidence), bool)
+    if back:
+        shifted[1:][step] = evidence.sampler[:-1][step]
+        known[1:] = step
+    else:
+        shifted[:-1][step] = evidence.sampler[1:][step]
+        known[:-1] = step
+    return evidence.explained(shifted - evidence.sampler).keep(known)
+
+
+def _all_bf16(values: Floats) -> bool:
+    """Whether there are enough log-probs, and every one is a bfloat16 number."""
+    inside = values[(values < 0) & (values > -1e4)].astype(np.float32)
+    return len(np.unique(inside)) >= 16 and bool((inside.view(np.uint32) & 0xFFFF == 0).all())

@@ -1,0 +1,258 @@
+"""``offcorr diagnose``: the command."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offcorr.diagnose.causes import CAUSES, Finding
+from offcorr.diagnose.diagnosis import Report, diagnose
+from offcorr.diagnose.html import Decode, page
+from offcorr.diagnose.progress import Reading
+from offcorr.diagnose.readers import read
+from offcorr.diagnose.record import Record
+from offcorr.diagnose.rescore import Rescored, described, rescore
+from offcorr.diagnose.text import text
+from offcorr.optional import require
+
+SEQUENCES = 32
+"""Sequences that ``--model`` scores."""
+
+OTHER_VERDICTS = ("clean", "unknown")
+FAILED = 3
+"""Exit code where ``--fail-on`` applies; 2 is that of a command that cannot run."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand ``diagnose``."""
+    parser = subparsers.add_parser(
+        "diagnose",
+        help="name the cause of a mismatch between trainer and sampler, from a dump of rollouts",
+        description="Reads what trainer and sampler logged of each sampled token, says in one line why the two "
+        "disagree and what to change, and then lists every cause with its statistic.",
+        epilog="A dump: a folder that dump_rollouts= wrote, jsonl, jsonl.gz, parquet or npz with prompt_ids, "
+        "completion_ids, rollout_logp and old_logp, or a dump of prime-rl, slime or NeMo-RL; docs/mismatch.md "
+        "describes them. Exit code: 0; 2, the command cannot run; 3, --fail-on applies.",
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH", type=Path, help="files or folders of one run")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else to stdout")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots, one self-contained file")
+    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub name: decodes the worst sequences of --html")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="folder or hub name of the model with the trainer's weights: scores some sequences again, under each "
+        "hypothesis about the sampler",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="an earlier model that the sampler may have had, for --model; may be repeated",
+    )
+    parser.add_argument("--temperature", type=float, help="the trainer's, for --model (default: 1)")
+    parser.add_argument(
+        "--rescored", type=int, metavar="N", help=f"sequences that --model scores (default: {SEQUENCES})"
+    )
+    parser.add_argument(
+        "--fail-on",
+        nargs="+",
+        metavar="CAUSE",
+        choices=("any", *CAUSES, *OTHER_VERDICTS),
+        default=[],
+        help=f"exit with {FAILED} if one of these is found; any: everything but clean",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the file of --html if it exists")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Diagnoses, prints, and returns the exit code."""
+    warnings: list[str] = []
+    try:
+        _check(options)
+        with redirect_stdout(sys.stderr), Reading() as reading:  # packages that are imported may print
+            records = read(options.paths, warn=warnings.append, report=reading.bytes)
+            decode = None if options.tokenizer is None else _decode(options.tokenizer)
+            model = None if options.model is None else _loaded("--model", options.model)
+            report = diagnose(reading.of(records))
+        rescored = None if model is None else _rescored(options, model, report.evidence.records)
+        if rescored is not None:
+            report = informed(report, rescored)
+        outcome = [] if rescored is None else described(rescored)
+        if options.html is not None:
+            written = page(report, warnings, decode, outcome)
+            with open(options.html, "w" if options.overwrite else "x", encoding="utf-8") as file:
+                file.write(written)
+            print(f"report: {options.html}", file=sys.stderr)
+    except (OSError, ValueError, ImportError) as error:
+        print("\n- ".join([f"offcorr diagnose: {error}", *warnings]), file=sys.stderr)
+        return 2
+    if options.json:
+        made = report.as_dict() | {"warnings": warnings}
+        if rescored is not None:
+            made["rescored"] = dataclasses.asdict(rescored)
+        print(json.dumps(finite(made), indent=1, allow_nan=False))
+    else:
+        print(text(report, warnings, outcome))
+    failing = set(options.fail_on)
+    named = {finding.cause for finding in report.causes} | {report.verdict}
+    return FAILED if failing & named or ("any" in failing and report.verdict != "clean") else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses what can be refused before anything is read."""
+    html: Path | None = options.html
+    if html is not None:
+        require("--html", ["matplotlib"], extra="plot")
+        if html.is_dir():
+            raise ValueError(f"--html is the folder {html}, expected a file")
+        if not html.parent.is_dir():
+            raise ValueError(f"--html is {html}, whose folder {html.parent} does not exist")
+        if html.exists() and not options.overwrite:
+            raise ValueError(f"--html is {html}, which exists; --overwrite replaces it")
+        if html.exists() and any(html.resolve().is_relative_to(path.resolve()) for path in options.paths):
+            raise ValueError(f"--html is {html}, a file of the dump; expected another one")
+    if options.tokenizer is not None:
+        if html is None:
+            raise ValueError("--tokenizer is given without --html, whose sequences it decodes")
+        require("--tokenizer", ["transformers"], extra="recipes")
+    given = {
+        "--checkpoint": options.checkpoint or None,
+        "--temperature": options.temperature,
+        "--rescored": options.rescored,
+    }
+    for flag, value in given.items():
+        if value is not None and options.model is None:
+            raise ValueError(f"{flag} is given without --model, which it belongs to")
+    if options.temperature is not None and not (math.isfinite(options.temperature) and options.temperature > 0):
+        raise ValueError(f"--temperature is {options.temperature}, expected a number > 0")
+    if options.rescored is not None and options.rescored < 1:
+        raise ValueError(f"--rescored is {options.rescored}, expected at least 1")
+    if options.model is not None:
+        require("--model", ["transformers"], extra="recipes")
+        for flag, name in [("--model", options.model), *(("--checkpoint", one) for one in options.checkpoint)]:
+            _check_folder(flag, name)
+
+
+def _check_folder(flag: str, name: str) -> None:
+    """Refuses a path that is no model; the name of one on the hub is tried when it is loaded."""
+    path = Path(name)
+    if path.is_file():
+        raise ValueError(f"{flag} is the file {name}, expected the folder of a model that save_pretrained wrote")
+    if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+        raise ValueError(f"{flag} is {name}, a folder without config.json, expected one that save_pretrained wrote")
+    if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise ValueError(f"{flag} is {name}, which does not exist")
+
+
+def finite(value: Any) -> Any:
+    """The same as plain Python values, with None in place of numbers that JSON has not.
+
+    >>> import numpy as np
+    >>> finite({"a": (float("nan"), np.float32(0.5), np.int64(3))})
+    {'a': [None, 0.5, 3]}
+    """
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# -- tokenizer and models ------------------------------------------------------------------------------------
+
+
+def _unloadable(flag: str, name: str, error: Exception) -> ValueError:
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return ValueError(f"{flag} {name} cannot be loaded: {reason}")
+
+
+def _decode(name: str) -> Decode:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # transformers raises errors of many kinds for what is no tokenizer
+        raise _unloadable("--tokenizer", name, error) from error
+    return lambda id: str(tokenizer.decode([id]))
+
+
+def _loaded(flag: str, name: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except Exception as error:  # transformers raises errors of many kinds for what is no model
+        raise _unloadable(flag, name, error) from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _rescored(options: argparse.Namespace, model: Any, records: Sequence[Record]) -> Rescored:
+    """Scores some sequences again with ``--model`` and every ``--checkpoint``."""
+    chosen = for_rescoring(records, SEQUENCES if options.rescored is None else options.rescored)
+    if not chosen:
+        raise ValueError("--model has nothing to score: no sequence of the dump has a prompt and a scored token")
+    with redirect_stdout(sys.stderr), Reading() as progress:
+        return rescore(
+            chosen,
+            model,
+            checkpoints=((name, _loaded("--checkpoint", name)) for name in options.checkpoint),
+            temperature=1.0 if options.temperature is None else options.temperature,
+            report=progress.scored,
+        )
+
+
+def for_rescoring(records: Sequence[Record], count: int) -> list[Record]:
+    """Some sequences with a prompt and a scored token, evenly spaced, of the last step where steps are known.
+
+    A model has the weights of one step only.
+    """
+    usable = [
+        record
+        for record in records
+        if len(record.prompt_ids) and (np.isfinite(record.rollout_logp) & np.isfinite(record.old_logp)).any()
+    ]
+    steps = [record.step for record in usable if record.step is not None]
+    if steps and len(steps) == len(usable):
+        usable = [record for record in usable if record.step == max(steps)]
+    if not usable:
+        return []
+    return [usable[int(place)] for place in np.linspace(0, len(usable) - 1, min(count, len(usable)))]
+
+
+EXPLAINS = 0.6
+"""A hypothesis is named as the cause if it explains more than this share of the gap."""
+
+SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised"), "stale_weights": ("adapter_not_synced",)}
+"""Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
+
+
+def informed(report: Report, rescored: Rescored) -> Report:
+    """The report with the hypothesis that explains most of the gap, where one explains enough, as the verdict."""
+    best = rescored.hypotheses[0] if rescored.hypotheses else None
+    if best is None or best.share <= EXPLAINS:
+        return report
+    named = {one.cause for one in report.causes}
+    id = next((one for one in SAME_HYPOTHESIS.get(best.cause, ()) if one in named), best.cause)
+    cause = CAUSES[id]
+    said = (
+        f"scored again under the hypothesis '{best.words}', the sampled tokens are {best.gap:.2g} nats from the "
+        f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
+    )
+    finding = Finding(id, best.share, best.share, 0.0, EXPLAINS, best.share, cause.title, said, cause.advice)
+    others = [one for one in report.causes if one.cause != id]
+    return dataclasses.replace(report, verdict=id, confidence=best.share, causes=[finding, *others])

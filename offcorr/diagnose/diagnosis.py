@@ -1,0 +1,207 @@
+"""``diagnose``: the causes of a mismatch, from what trainer and sampler logged."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from offcorr.diagnose.causes import CAUSES, STAGES, Cause, Finding, Found, confidence
+from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.record import Record
+
+SAMPLED_TOKENS = 2_000_000
+"""Tokens that the tests read, at most, of a random sample of the sequences."""
+
+ROUNDS = 6
+"""Causes named at most."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of ``diagnose``.
+
+    Args:
+        verdict: the id of the cause that explains most; "clean" or "unknown" where there is none.
+        confidence: in the verdict, between 0 and 1.
+        causes: the causes found, the one that explains most first.
+        cannot_tell: what the data cannot decide, and which further field would.
+        numbers: sequences and tokens of the dump (``dump_*``) and of the sample that the tests read, and the mean |d|,
+            mean ratio and surprisal balance of the sample.
+        evidence: the tokens that the tests read.
+    """
+
+    verdict: str
+    confidence: float
+    causes: Sequence[Finding]
+    cannot_tell: Sequence[str]
+    numbers: Mapping[str, float]
+    evidence: Evidence = field(repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "verdict": self.verdict,
+            "confidence": self.confidence,
+            "causes": [finding.as_dict() for finding in self.causes],
+            "cannot_tell": list(self.cannot_tell),
+            "numbers": dict(self.numbers),
+        }
+
+
+def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
+    """Names the causes of the mismatch in a dump.
+
+    Each cause is looked for; what it explains is taken away, and the rest is looked at again.  Of a dump of more than
+    2 million tokens the tests read a random sample of whole groups of sequences.
+
+    Args:
+        records: the sequences; they are read once, and no more than the sample is kept.
+        seed: of the sample.
+
+    Raises:
+        ValueError: there is no token that both sides scored.
+
+    >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
+    >>> diagnose(map(Record.of, rows)).verdict
+    'clean'
+    """
+    whole = {"dump_sequences": 0.0, "dump_tokens": 0.0}
+    evidence = Evidence.of(_sample(_counted(records, whole), seed))
+    if not len(evidence):
+        raise ValueError(
+            "no token has a log-prob of both sides: rollout_logp is NaN, old_logp is NaN, or mask is 0, everywhere"
+        )
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite log-probs are data
+        numbers = _numbers(evidence) | whole
+        findings, left = _explain(evidence)
+        cannot = _cannot_tell(evidence, findings)
+    findings.sort(key=lambda finding: -finding.share)
+    if findings:
+        return Report(findings[0].cause, findings[0].confidence, findings, cannot, numbers, evidence)
+    verdict = "clean" if left.gap <= left.floor else "unknown"
+    sure = confidence(np.log(left.floor / max(left.gap, 1e-9))) if verdict == "clean" else 0.5
+    return Report(verdict, float(sure), (), cannot, numbers, evidence)
+
+
+def _explain(evidence: Evidence) -> tuple[list[Finding], Evidence]:
+    """Names, takes away, and looks again."""
+    findings: list[Finding] = []
+    whole = max(evidence.gap, 1e-12)
+    left = evidence
+    for stage in STAGES:
+        causes = {id: cause for id, cause in CAUSES.items() if cause.stage == stage}
+        while causes and len(findings) < ROUNDS:
+            found = {id: found for id, cause in causes.items() if (found := cause.found(left)) is not None}
+            if not found:
+                break
+            best = max(found, key=lambda id: found[id].margin)
+            after, share = found[best].left, found[best].share
+            if share is None:
+                rest = 0 if after is None else after.gap * len(after)
+                share = (left.gap * len(left) - rest) / (whole * len(evidence))
+                share = 1.0 if np.isnan(share) else share  # an infinite gap is explained
+            findings.append(_finding(causes.pop(best), found[best], min(max(share, 0.0), 1.0)))
+            if after is None or not len(after):
+                left = left.with_floor(np.inf)
+                break
+            left = after
+    return findings, left
+
+
+def _finding(cause: Cause, found: Found, share: float) -> Finding:
+    return Finding(
+        cause.id,
+        confidence(found.margin),
+        found.statistic,
+        found.error,
+        found.threshold,
+        share,
+        cause.title,
+        found.sentence,
+        cause.advice,
+    )
+
+
+def _numbers(evidence: Evidence) -> dict[str, float]:
+    numbers = {
+        "sequences": float(len(evidence.records)),
+        "tokens": float(len(evidence)),
+        "abs_mean": evidence.gap,
+        "abs_max": float(evidence.size.max()),
+        "ratio_mean": evidence.ratio_identity.value,
+        "ratio_mean_se": evidence.ratio_identity.error,
+        "k3": float((evidence.ratio - 1 - np.clip(evidence.d, -50, 50)).mean()),
+    }
+    if evidence.balance is not None:
+        numbers |= {"surprisal_balance": evidence.balance.value, "surprisal_balance_se": evidence.balance.error}
+    return numbers
+
+
+def _sample(records: Iterable[Record], seed: int) -> list[Record]:
+    """A random sample of neighbours of one group, whole, of at most ``SAMPLED_TOKENS`` tokens."""
+    kept: list[tuple[float, list[Record]]] = []
+    tokens, bound, draw = 0, 1.0, random.Random(seed)
+    for group in _groups(records):
+        key = draw.random()
+        if key >= bound:
+            continue
+        kept.append((key, group))
+        tokens += sum(map(len, group))
+        while tokens > SAMPLED_TOKENS and len(kept) > 1:
+            bound /= 2
+            kept = [one for one in kept if one[0] < bound] or kept[:1]
+            tokens = sum(len(record) for _, group in kept for record in group)
+    return [record for _, group in kept for record in group]
+
+
+def _counted(records: Iterable[Record], whole: dict[str, float]) -> Iterable[Record]:
+    for record in records:
+        whole["dump_sequences"] += 1
+        whole["dump_tokens"] += len(record)
+        yield record
+
+
+def _groups(records: Iterable[Record]) -> Iterable[list[Record]]:
+    """Runs of records with one prompt or group id, in parts where they are longer than half a sample."""
+    group: list[Record] = []
+    tokens = 0
+    for record in records:
+        if group and (tokens >= SAMPLED_TOKENS / 2 or not _together(group[-1], record)):
+            yield group
+            group, tokens = [], 0
+        group.append(record)
+        tokens += len(record)
+    if group:
+        yield group
+
+
+def _together(one: Record, other: Record) -> bool:
+    if one.group_id is not None and other.group_id is not None:
+        return one.group_id == other.group_id and one.step == other.step
+    return np.array_equal(one.prompt_ids, other.prompt_ids)
+
+
+def _cannot_tell(evidence: Evidence, findings: Sequence[Finding]) -> list[str]:
+    """Questions that the data leave open, and the field that would decide each."""
+    said = []
+    named = {finding.cause for finding in findings}
+    if evidence.entropy is None:
+        said.append(
+            "whether the tokens were drawn at another temperature, or from fewer tokens (top_p, top_k), than both "
+            "sides' log-probs say. To find out, log entropy: the trainer's, of each token's distribution"
+        )
+    if "dropout" not in named and len(evidence.same_context[0]) < 6:
+        said.append(
+            "whether the trainer's dropout is on. To find out, dump several samples of each prompt, which share their "
+            "first tokens"
+        )
+    for cause in CAUSES.values():
+        if cause.id in named:
+            for other in cause.not_told_from:
+                alternative, _, decides = other.partition(": ")
+                said.append(f"whether the cause is {cause.id} or {alternative}. To find out, {decides}")
+    return said

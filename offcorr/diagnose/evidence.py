@@ -1,0 +1,298 @@
+"""``Evidence``: the tokens of a sample of sequences as flat arrays, and the statistics that causes are told by."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offcorr.diagnose.record import Floats, Integers, Record
+
+Booleans = NDArray[np.bool_]
+
+SAME = 5e-5
+"""Mean |d| (nats) up to which two log-probs are the same; an fp32 engine has 1e-6."""
+
+LARGEST = 50.0
+"""Bound on |d| (nats) before e^d is taken."""
+
+
+class Estimate(NamedTuple):
+    """An estimated number and its standard error."""
+
+    value: float
+    error: float
+
+    @property
+    def z(self) -> float:
+        """Standard errors away from 0."""
+        return self.value / self.error if self.error > 0 else float(np.sign(self.value)) * np.inf
+
+
+def mean(values: Floats, least: float = 0.0) -> Estimate:
+    """The mean and its standard error, which is ``least`` at least."""
+    if len(values) == 0:
+        return Estimate(np.nan, np.nan)
+    return Estimate(float(values.mean()), max(float(values.std() / np.sqrt(len(values))), least))
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """N tokens that the model sampled, of all sequences one after the other; d = trainer - sampler.
+
+    Args:
+        records: the sequences.
+        sampler: [N] log-probs (nats) as the sampler reported them.
+        trainer: [N] the trainer's, under the weights that it takes for the sampler's.
+        entropy: [N] of the trainer's distributions; NaN: not logged of this token; None: of none.
+        ids: [N] token ids.
+        sequence: [N] index of the token's record.
+        position: [N] index of the token in its completion.
+        floor: mean |d| (nats) up to which nothing is to be explained: that of one set of weights scored twice, or what
+            was left by the approximate removal of a cause.
+        balanced: whether the surprisal balance is still to be explained.
+    """
+
+    records: Sequence[Record]
+    sampler: Floats
+    trainer: Floats
+    entropy: Floats | None
+    ids: Integers
+    sequence: Integers
+    position: Integers
+    floor: float = SAME
+    balanced: bool = True
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Evidence:
+        """The tokens whose mask is set and that the trainer scored; the sampler's value may be any number.
+
+        >>> one = Record.of({"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1, -2], "logp": [-1, -3]})
+        >>> Evidence.of([one]).d.tolist()
+        [0.0, -1.0]
+        """
+        chosen = [_valid(record) for record in records]
+
+        def joined(name: str) -> Any:
+            parts = [getattr(record, name)[kept] for record, kept in zip(records, chosen, strict=True)]
+            return np.concatenate(parts) if parts else np.empty(0)
+
+        entropies = [
+            np.full(kept.sum(), np.nan) if record.entropy is None else record.entropy[kept]
+            for record, kept in zip(records, chosen, strict=True)
+        ]
+        logged = any(np.isfinite(one).any() for one in entropies)
+        lengths = [int(kept.sum()) for kept in chosen]
+        return cls(
+            records,
+            joined("rollout_logp"),
+            joined("old_logp"),
+            np.concatenate(entropies) if logged else None,
+            joined("completion_ids").astype(np.int64),
+            np.repeat(np.arange(len(records)), lengths),
+            np.concatenate([np.flatnonzero(kept) for kept in chosen]) if chosen else np.empty(0, np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def keep(self, which: Booleans) -> Evidence:
+        """Without the other tokens."""
+        columns = {name: getattr(self, name) for name in ("sampler", "trainer", "ids", "sequence", "position")}
+        entropy = None if self.entropy is None else self.entropy[which]
+        kept = {name: column[which] for name, column in columns.items()}
+        return dataclasses.replace(self, **kept, entropy=entropy)
+
+    def explained(self, part: Floats) -> Evidence:
+        """The same tokens with a part of d taken away, from the sampler's side."""
+        return dataclasses.replace(self, sampler=self.sampler + part)
+
+    def with_floor(self, floor: float) -> Evidence:
+        """With a higher floor."""
+        return dataclasses.replace(self, floor=max(self.floor, floor))
+
+    def unbalanced(self) -> Evidence:
+        """With a surprisal balance that is explained."""
+        return dataclasses.replace(self, balanced=False)
+
+    # -- one number per token --------------------------------------------------------------------------------
+
+    @cached_property
+    def d(self) -> Floats:
+        """[N] log-ratio of the trainer to the sampler."""
+        return self.trainer - self.sampler
+
+    @cached_property
+    def size(self) -> Floats:
+        """[N] |d|."""
+        return np.abs(self.d)
+
+    @cached_property
+    def ratio(self) -> Floats:
+        """[N] e^d."""
+        return np.exp(np.clip(self.d, -LARGEST, LARGEST))
+
+    @cached_property
+    def relative(self) -> Floats:
+        """[N] |d| over .03 + 1 - p: where a token is nearly certain, every cause leaves little of d."""
+        return self.size / (0.03 + 1 - np.exp(np.minimum(self.trainer, 0)))
+
+    @cached_property
+    def seen(self) -> Booleans:
+        """[N] whether the token stands in the prompt or earlier in the completion."""
+        found = []
+        for at, record in enumerate(self.records):
+            prompt, completion = record.prompt_ids, record.completion_ids
+            both = np.concatenate([prompt, completion])
+            _, first, inverse = np.unique(both, return_index=True, return_inverse=True)
+            before = first[inverse] < np.arange(len(both))
+            found.append(before[len(prompt) :][self.position[self.of_sequence(at)]])
+        return np.concatenate(found) if found else np.empty(0, bool)
+
+    def of_sequence(self, at: int) -> slice:
+        """The tokens of one record."""
+        return slice(*np.searchsorted(self.sequence, [at, at + 1]))
+
+    @cached_property
+    def last(self) -> Booleans:
+        """[N] whether the token ends its completion."""
+        lengths = np.array([len(record) for record in self.records])
+        return self.position == lengths[self.sequence] - 1
+
+    @cached_property
+    def with_entropy(self) -> Evidence | None:
+        """The tokens whose entropy is logged; None: fewer than 64 are."""
+        if self.entropy is None:
+            return None
+        known = np.isfinite(self.entropy)
+        return None if known.sum() < min(64, len(self)) else self if known.all() else self.keep(known)
+
+    # -- tests -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def gap(self) -> float:
+        """Mean |d|."""
+        return float(self.size.mean()) if len(self) else 0.0
+
+    @cached_property
+    def moved(self) -> float:
+        """Mean |logp - old_logp| (nats): how far the updates on this batch moved the trainer; 0 where not logged."""
+        moved = [
+            np.abs(record.logp - record.old_logp)[self.position[self.of_sequence(at)]]
+            for at, record in enumerate(self.records)
+            if record.logp is not None
+        ]
+        both = np.concatenate(moved) if moved else np.empty(0)
+        both = both[np.isfinite(both)]
+        return float(both.mean()) if len(both) else 0.0
+
+    @cached_property
+    def ratio_identity(self) -> Estimate:
+        """Mean e^d, which is 1 for any two policies on the samples of the second."""
+        return mean(self.ratio)
+
+    @cached_property
+    def balance(self) -> Estimate | None:
+        """Mean -trainer - entropy, which is 0 where the tokens were drawn from the trainer's distributions.
+
+        Given their contexts the terms are uncorrelated.  Their variance is that of the sample, or what it is at
+        least in a distribution of two outcomes: the rare tokens that it comes from may be absent from the sample.
+        """
+        known = self.with_entropy
+        return None if known is None or known.entropy is None else surprisal_balance(known.trainer, known.entropy)
+
+    @cached_property
+    def by_token_id(self) -> Estimate:
+        """Split-half correlation of the mean d per token id: drift that the contexts share, against noise.
+
+        Halves are of sequences; only ids with 3 tokens in both count, weighted by the smaller number.
+        """
+        group = np.array([zlib.crc32(record.prompt_ids.tobytes()) for record in self.records])[self.sequence]
+        order = np.unique(group, return_inverse=True)[1]
+        half = order % 2 if order.max(initial=0) else self.sequence % 2
+        return _split_half(self.ids, self.d, half)
+
+    @cached_property
+    def same_context(self) -> tuple[Floats, Floats]:
+        """Spreads of the trainer's and of the sampler's log-probs, as logged, of one token after one prompt and prefix.
+
+        They are in units of 1 - p + .01, as noise on the logits is.  Samples of one prompt share their beginnings; both
+        sides score each beginning once per sample.
+        """
+        early = self.position <= DEEPEST
+        rows, columns = self.sequence[early], self.position[early]
+        _, context, count = np.unique(_contexts(self.records)[rows, columns], return_inverse=True, return_counts=True)
+        shared = count[context] > 1
+        rows, columns, context = rows[shared], columns[shared], context[shared]
+        logged = [_first([getattr(record, name) for record in self.records]) for name in ("old_logp", "rollout_logp")]
+        trainer, sampler = (column[rows, columns] for column in logged)
+        doubt = 1.01 - np.exp(np.minimum(trainer, 0))
+
+        def spread(logp: Floats) -> Floats:
+            centre = np.bincount(context, logp, minlength=len(count)) / count
+            return np.asarray(np.abs(logp - centre[context]) / doubt)
+
+        return spread(trainer), spread(sampler)
+
+
+def _first(columns: Sequence[Any]) -> Any:
+    """[sequences, DEEPEST + 1] the beginnings of columns, with 0 behind the end of shorter ones."""
+    values = np.zeros((len(columns), DEEPEST + 1), columns[0].dtype if columns else float)
+    for row, column in enumerate(columns):
+        values[row, : len(column)] = column[: DEEPEST + 1]
+    return values
+
+
+def _contexts(records: Sequence[Record]) -> NDArray[np.uint64]:
+    """[sequences, DEEPEST + 1] a hash of each token with its prompt and prefix."""
+    heads = [hashlib.blake2b(record.prompt_ids.tobytes(), digest_size=8).digest() for record in records]
+    hashed = np.frombuffer(b"".join(heads), np.uint64).copy()
+    found = np.empty((len(records), DEEPEST + 1), np.uint64)
+    for place, ids in enumerate(_first([record.completion_ids for record in records]).astype(np.uint64).T):
+        hashed = (hashed ^ (ids + np.uint64(1))) * np.uint64(0x9E3779B97F4A7C15)
+        hashed ^= hashed >> np.uint64(29)
+        found[:, place] = hashed
+    return found
+
+
+DEEPEST = 32
+"""Positions up to which prefixes are compared; beyond, samples that still agree are copies."""
+
+
+def surprisal_balance(trainer: Floats, entropy: Floats) -> Estimate:
+    """Mean of -trainer - entropy."""
+    value = mean(-trainer - entropy)
+    least = np.where(entropy < 1, entropy * (1 - np.log(np.maximum(entropy, 1e-6))), 1).mean() / max(len(entropy), 1)
+    return Estimate(value.value, max(value.error, float(np.sqrt(least))))
+
+
+def _valid(record: Record) -> Booleans:
+    valid = np.isfinite(record.old_logp) & ~np.isnan(record.rollout_logp)
+    return valid if record.mask is None else valid & record.mask
+
+
+def _split_half(ids: Integers, values: Floats, half: Integers) -> Estimate:
+    known, inverse = np.unique(ids, return_inverse=True)
+    means, counts = [], []
+    for side in (0, 1):
+        here = half == side
+        count = np.bincount(inverse[here], minlength=len(known))
+        total = np.bincount(inverse[here], values[here], minlength=len(known))
+        means.append(total / np.maximum(count, 1))
+        counts.append(count)
+    weight = np.minimum(*counts).astype(float)
+    chosen = weight >= 3
+    if chosen.sum() < 5:
+        return Estimate(np.nan, np.nan)
+    weight, first, second = weight[chosen], means[0][chosen], means[1][chosen]
+    first, second = first - np.average(first, weights=weight), second - np.average(second, weights=weight)
+    spread = np.sqrt((weight * first**2).sum() * (weight * second**2).sum())
+    correlation = float((weight * first * second).sum() / spread) if spread else 0.0
+    return Estimate(correlation, (1 - correlation**2) / np.sqrt(chosen.sum() - 2))

@@ -1,0 +1,121 @@
+"""The report as one self-contained HTML file: verdict, causes, plots, and the sequences that are furthest off."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from offcorr.diagnose.diagnosis import Report
+from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.plots import bounded, figure, gaps, plots
+from offcorr.diagnose.text import GLOSSARY, headline, measured, to_do
+
+Decode = Callable[[int], str]
+WORST = 8
+"""Sequences shown with their tokens."""
+LONGEST_SHOWN = 400
+"""Tokens shown of one sequence."""
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c1c1c;
+overflow-wrap: anywhere } h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem } h3 { font-size: 1rem }
+table { border-collapse: collapse; display: block; overflow-x: auto; overflow-wrap: normal }
+td, th { padding: .25rem .7rem;
+text-align: left; border-bottom: 1px solid #ddd; vertical-align: top } td { min-width: 7rem } img { width: 100% }
+.note, figcaption { color: #555 } .tokens { font: 14px/1.9 ui-monospace, monospace; white-space: pre-wrap }
+.tokens span { padding: .1rem .05rem } figure { margin: 0 } figcaption { font-size: .9rem }
+.plots { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)) }
+"""
+
+
+def page(
+    report: Report, warnings: Iterable[str] = (), decode: Decode | None = None, rescored: Iterable[str] = ()
+) -> str:
+    """The report as HTML with the plots inside; it loads nothing from elsewhere.
+
+    Args:
+        warnings: sentences about the data.
+        decode: the text of a token id; None: the ids are shown.
+        rescored: sentences about the outcome of ``--model``.
+    """
+    evidence = report.evidence
+    parts = [f"<h1>{_said(headline(report))}</h1>", *(f"<p>{_said(one)}</p>" for one in to_do(report))]
+    parts += [_numbers(report)]
+    if report.causes:
+        parts += ["<h2>Causes and what to do</h2>", _causes(report)]
+    for title, sentences in (
+        ("Scored again with --model", rescored),
+        ("These data cannot tell", report.cannot_tell),
+        ("About the data", warnings),
+    ):
+        if listed := [f"<li>{_said(one)}</li>" for one in sentences]:
+            parts += [f"<h2>{title}</h2>", "<ul>", *listed, "</ul>"]
+    parts += ["<h2>Plots</h2>", '<div class="plots">', *(figure(*plot) for plot in plots(evidence)), "</div>"]
+    parts += ["<h2>Sequences that are furthest off</h2>", _worst(evidence, decode)]
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>offcorr diagnose: {_said(report.verdict)}</title><style>{STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _said(text: object) -> str:
+    return html.escape(str(text))
+
+
+def _numbers(report: Report) -> str:
+    lines = "".join(
+        f"<tr><td>{_said(name)}</td><td>{_said(value).replace('+-', '±')}</td><td>{_said(meaning)}</td></tr>"
+        for name, value, meaning in measured(report)
+    )
+    return f'<table>{lines}</table><p class="note">{_said(GLOSSARY).replace("+-", "±")}</p>'
+
+
+def _causes(report: Report) -> str:
+    head = (
+        "<tr><th>cause</th><th>confidence</th><th>evidence</th><th>to do</th><th>statistic ± se (threshold)</th></tr>"
+    )
+    rows = [
+        f"<tr><td>{_said(one.title)}<br><code>{one.cause}</code></td><td>{one.confidence:.2f}</td>"
+        f"<td>{_said(one.evidence)}</td><td>{_said(one.advice)}</td>"
+        f"<td>{one.statistic:.3g} ± {one.se:.1g} ({one.threshold:.3g})</td></tr>"
+        for one in report.causes
+    ]
+    return f"<table>{head}{''.join(rows)}</table>"
+
+
+# -- sequences -----------------------------------------------------------------------------------------------
+
+
+def _worst(evidence: Evidence, decode: Decode | None) -> str:
+    scale = min(max(float(np.quantile(bounded(evidence.size), 0.99)), 1e-6), 1.0)
+    sizes = gaps(evidence)
+    shown = np.argsort(-sizes, kind="stable")[:WORST].tolist()
+    parts = [
+        '<p class="note">Each token of the completion; red where the trainer finds it less likely than the '
+        f"sampler did, blue where more; full colour at |d| = {scale:.2g} nats. Point at one for its numbers.</p>"
+    ]
+    for at in shown:
+        record, tokens = evidence.records[at], evidence.of_sequence(at)
+        where = record.where or f"sequence {at + 1}"
+        pieces = []
+        for place in range(tokens.start, min(tokens.stop, tokens.start + LONGEST_SHOWN)):
+            id, d = int(evidence.ids[place]), float(evidence.d[place])
+            word = decode(id) if decode is not None else str(id)
+            colour = "220,40,40" if d < 0 else "40,80,220"
+            strength = min(abs(bounded(d)) / scale, 1.0)
+            numbers = (
+                f"id {id}: trainer {evidence.trainer[place]:.3f}, sampler {evidence.sampler[place]:.3f}, d {d:+.3f}"
+            )
+            pieces.append(
+                f'<span style="background:rgba({colour},{strength:.2f})" title="{numbers}">{_said(word)}</span>'
+            )
+        if (more := tokens.stop - tokens.start - LONGEST_SHOWN) > 0:
+            pieces.append(f" … and {more:,} more tokens")
+        gap = "" if decode is not None else " "
+        parts.append(f"<h3>{_said(where)}: mean |d| {sizes[at]:.3g} nats</h3><p class=tokens>{gap.join(pieces)}</p>")
+    return "\n".join(parts)

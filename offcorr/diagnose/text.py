@@ -1,0 +1,145 @@
+"""The report in words."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from offcorr.diagnose.causes import CAUSES, Finding
+from offcorr.diagnose.diagnosis import Report
+
+
+def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] = ()) -> str:
+    """The report in words.
+
+    Args:
+        report: of ``diagnose``.
+        warnings: sentences about the data.
+        rescored: sentences about the outcome of ``--model``.
+
+    >>> from offcorr.diagnose import Record, diagnose
+    >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
+    >>> print(text(diagnose(map(Record.of, rows))).splitlines()[0])
+    clean: trainer and sampler agree (confidence 1.00)
+    """
+    lines = [headline(report)]
+    lines += [line for one in to_do(report) for line in indented(one)]
+    lines += ["", *_aligned(measured(report))]
+    for place, finding in enumerate(report.causes, 1):
+        lines += ["", *textwrap.wrap(_numbered(place, finding), 110)]
+        lines += indented(f"Evidence: {finding.evidence}.")
+        lines += indented(f"To do: {finding.advice}.")
+    for title, sentences in (
+        ("Scored again with --model", rescored),
+        ("These data cannot tell", report.cannot_tell),
+        ("About the data", warnings),
+    ):
+        if said := list(sentences):
+            lines += ["", f"{title}:"]
+            lines += [line for one in said for line in textwrap.wrap(one, 105, **BULLET)]
+    return "\n".join([*lines, "", *textwrap.wrap(GLOSSARY, 110)])
+
+
+BULLET: Any = {"initial_indent": " - ", "subsequent_indent": "   ", "break_long_words": False}
+
+GLOSSARY = (
+    "d = the trainer's log-prob of a sampled token - the sampler's, in nats; p = the token's probability by the "
+    "trainer. Two models hardly differ about a token that is nearly certain, so their difference is also given as "
+    "|d| / (1 - p). "
+    "Surprisal balance: the mean of (- the trainer's log-prob - the entropy of its distribution). +- is one standard "
+    "error. Confidence: 0.5 where a test only just finds a cause, 1 where it is certain."
+)
+
+
+def headline(report: Report) -> str:
+    """The verdict in one line."""
+    if report.causes:
+        count = len(report.causes) - 1
+        more = f", and {count} more cause{'s' * (count > 1)}" if count else ""
+        return f"{report.verdict}: {report.causes[0].title}{more} (confidence {report.confidence:.2f})"
+    said = {
+        "clean": "trainer and sampler agree",
+        "unknown": "trainer and sampler disagree, and no known cause fits",
+    }
+    return f"{report.verdict}: {said[report.verdict]} (confidence {report.confidence:.2f})"
+
+
+def to_do(report: Report) -> list[str]:
+    """Sentences about what was checked and what to do next, where no cause was found.
+
+    >>> from offcorr.diagnose import Record, diagnose
+    >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
+    >>> to_do(diagnose(map(Record.of, rows)))[1]
+    'To do: nothing. A correction for the engine is not needed for data like these.'
+    """
+    if report.causes:
+        return []
+    checked = f"Checked: {len(CAUSES)} causes, by the values, the sampled distribution, and the two policies."
+    if report.verdict == "clean":
+        floor = f"The log-probs differ by {report.numbers['abs_mean']:.2g} nats per token, which is float32 rounding."
+        return [f"{checked} {floor}", "To do: nothing. A correction for the engine is not needed for data like these."]
+    return [
+        f"{checked} None explains a difference of {report.numbers['abs_mean']:.2g} nats per token.",
+        "To do: dump more sequences (a few hundred), with the trainer's entropy, several samples per prompt and the "
+        "versions of the weights; or give --model, the trainer's model, which tries one hypothesis after the other.",
+    ]
+
+
+def measured(report: Report) -> list[tuple[str, str, str]]:
+    """Name, value and meaning of each number."""
+    numbers = report.numbers
+    rows = [
+        ("data", _data(numbers), ""),
+        (
+            "mean |d|",
+            f"{numbers['abs_mean']:.3g} nats, largest {numbers['abs_max']:.3g}",
+            "d: the trainer's log-prob - the sampler's",
+        ),
+        (
+            "mean ratio e^d",
+            _with_error(
+                numbers["ratio_mean"], numbers["ratio_mean_se"], ".4f" if numbers["ratio_mean"] < 1e4 else ".3g"
+            ),
+            "1 if both log-probs are right, even of two different policies",
+        ),
+    ]
+    if "surprisal_balance" in numbers:
+        value, error = numbers["surprisal_balance"], numbers["surprisal_balance_se"]
+        rows.append(
+            (
+                "surprisal balance",
+                f"{_with_error(value, error, '+.3f')} nats",
+                "0 if the tokens were drawn from the trainer's distributions",
+            )
+        )
+    return rows
+
+
+def _data(numbers: Mapping[str, float]) -> str:
+    said = f"{numbers['tokens']:,.0f} tokens of {numbers['sequences']:,.0f} sequences"
+    if numbers["sequences"] < numbers["dump_sequences"]:
+        said += (
+            f", a random sample of the dump's {numbers['dump_tokens']:,.0f} tokens of "
+            f"{numbers['dump_sequences']:,.0f} sequences"
+        )
+    return said
+
+
+def _with_error(value: float, error: float, digits: str) -> str:
+    return f"{value:{digits}} +- {error:.1g}"
+
+
+def _numbered(place: int, finding: Finding) -> str:
+    of_gap = CAUSES[finding.cause].stage != "updates" and finding.share >= 0.005  # updates move logp, which d is not of
+    share = f", explains {finding.share:.0%} of the mean |d|" if of_gap else ""
+    return f"{place}. {finding.title} [{finding.cause}], confidence {finding.confidence:.2f}{share}"
+
+
+def _aligned(rows: list[tuple[str, str, str]]) -> list[str]:
+    name, value = (max(len(row[at]) for row in rows if row[2]) for at in (0, 1))
+    return [f"   {row[0]:{name}}  {row[1]:{value}}  ({row[2]})" if row[2] else f"   {row[1]}" for row in rows]
+
+
+def indented(text: str) -> list[str]:
+    return textwrap.wrap(text, 110, initial_indent="   ", subsequent_indent="   ", break_long_words=False)

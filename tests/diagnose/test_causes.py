@@ -1,0 +1,191 @@
+"""Every cause, simulated with a known one, is named; so are two at once, and fewer data are no wrong name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offcorr.diagnose import CAUSES, Cause, Evidence, Found, Record, diagnose
+from offcorr.diagnose.causes.base import confidence
+from offcorr.lab import mismatch
+from tests.diagnose import simulated
+from tests.diagnose.simulated import world
+
+IDS = """clean precision kv_cache moe_routing stale_weights adapter_not_synced policy_updates dropout temperature
+temperature_silent raw_logprobs unnormalised top_p top_p_silent top_k min_p repetition_penalty penalty_silent logit_mask
+shift mask sentinel appended_eos stored_bf16 retokenised chat_template truncated_prompt weights_swapped
+stale_prefix_cache position unknown""".split()
+
+
+def test_every_cause_has_a_class_a_simulation_and_a_generator():
+    verdicts = {"clean", "unknown"}
+    assert set(CAUSES) == set(IDS) - verdicts
+    assert set(simulated.CAUSES) == set(IDS) - {"unknown", "penalty_silent"}
+    assert set(mismatch.CAUSES) == set(IDS) - {"unknown"}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("cause", simulated.CAUSES)
+def test_a_single_cause_is_named_and_nothing_else(cause, seed):
+    report = diagnose(world(cause, seed=seed).records())
+    assert report.verdict == cause
+    assert [finding.cause for finding in report.causes] == ([] if cause == "clean" else [cause])
+    assert 0.5 <= report.confidence <= 1
+
+
+@pytest.mark.parametrize("cause", ["sentinel", "mask", "shift", "temperature", "top_p", "stale_weights", "clean"])
+def test_eight_sequences_are_enough_for_what_is_plain(cause):
+    assert diagnose(world(cause, sequences=8).records()).verdict == cause
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("temperature", "stale_weights"),
+        ("sentinel", "temperature"),
+        ("mask", "precision"),
+        ("shift", "precision"),
+        ("stored_bf16", "stale_weights"),
+        ("appended_eos", "stale_weights"),
+        ("policy_updates", "precision"),
+        ("dropout", "temperature"),
+        ("temperature_silent", "stored_bf16"),
+        ("top_p", "stale_weights"),
+    ],
+    ids="+".join,
+)
+def test_two_causes_at_once_are_both_named(pair):
+    found = {finding.cause for finding in diagnose(world(*pair).records()).causes}
+    assert set(pair) <= found
+
+
+def test_without_entropy_a_temperature_is_not_taken_for_something_else():
+    assert diagnose(world("temperature", entropy=False).records()).verdict in ("temperature", "unknown")
+
+
+@pytest.mark.parametrize("cause", ["top_k", "unnormalised", "shift", "clean"])
+def test_without_entropy_the_report_says_what_it_cannot_tell(cause):
+    report = diagnose(world(cause, entropy=False).records())
+    assert report.verdict == cause
+    assert any("entropy" in said for said in report.cannot_tell)
+    assert "surprisal_balance" not in report.numbers
+
+
+def test_silent_causes_need_the_entropy():
+    assert diagnose(world("temperature_silent", entropy=False).records()).verdict == "clean"
+
+
+def test_entropy_of_some_sequences_is_used():
+    records = world("temperature_silent").records()
+    some = [one if at % 2 else _without_entropy(one) for at, one in enumerate(records)]
+    assert diagnose(some).verdict == "temperature_silent"
+
+
+def _without_entropy(record):
+    return Record(record.prompt_ids, record.completion_ids, record.rollout_logp, record.old_logp)
+
+
+def test_versions_decide_between_an_age_and_a_sync_that_failed():
+    old, failed = world("stale_weights"), world("stale_weights")
+    old.edits, failed.edits = [simulated.versions(5)], [simulated.versions(0)]
+    assert diagnose(old.records()).verdict == "stale_weights"
+    assert diagnose(failed.records()).verdict == "adapter_not_synced"
+
+
+def test_a_dump_is_sampled_in_whole_groups(monkeypatch):
+    from offcorr.diagnose import diagnosis
+
+    monkeypatch.setattr(diagnosis, "SAMPLED_TOKENS", 400)
+    report = diagnose(world("precision").records())
+    kept = [record.group_id for record in report.evidence.records]
+    assert 0 < len(kept) < 32
+    assert all(kept.count(group) == 4 for group in kept)
+    assert diagnose(world("precision").records()).numbers == report.numbers  # the same sample
+
+
+def test_nothing_scored_is_refused():
+    row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [None], "logp": [-1.0]}
+    with pytest.raises(ValueError, match="no token has a log-prob of both sides: rollout_logp is NaN"):
+        diagnose([Record.of(row)])
+
+
+def test_a_user_s_cause_is_looked_for_too(monkeypatch):
+    known = dict(CAUSES)
+
+    class Doubled(Cause):
+        id = "doubled"
+        stage = "sampling"
+        title = "log-probs counted twice"
+        advice = "count them once"
+
+        def found(self, evidence):
+            twice = np.abs(evidence.sampler - 2 * evidence.trainer).mean()
+            return Found(twice, 0.0, 1e-6, 9.0, "each is twice the other") if twice < 1e-6 else None
+
+    try:
+        made = world()
+        made.edits = [lambda columns, world: columns.update(rollout_logp=2 * columns["old_logp"])]
+        assert diagnose(made.records()).verdict == "doubled"
+    finally:
+        del CAUSES["doubled"]
+    assert known == CAUSES
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"title": None}, "Made.title is missing"),
+        ({"stage": "never"}, "Made.stage is 'never', expected one of values, sampling, unlogged, policies, updates"),
+        ({"id": "shift"}, "Made.id is 'shift', which Shift has already"),
+    ],
+)
+def test_a_mistaken_cause_is_refused_when_its_class_is_defined(attributes, said):
+    body = {"id": "made", "stage": "values", "title": "t", "advice": "a", "found": lambda self, evidence: None}
+    with pytest.raises((TypeError, ValueError), match=said):
+        type("Made", (Cause,), body | attributes)
+
+
+# -- the statistics ------------------------------------------------------------------------------------------
+
+
+def evidence(**columns):
+    count = len(columns["rollout_logp"])
+    row = {"prompt_ids": [9], "completion_ids": range(count)} | columns
+    return Evidence.of([Record.of({name: list(value) for name, value in row.items()})])
+
+
+def test_ratio_identity_and_balance_by_hand():
+    made = evidence(rollout_logp=[-1.0, -2.0], old_logp=[-1.0 + np.log(2), -2.0], entropy=[0.25, 2.5])
+    assert made.ratio_identity.value == pytest.approx(1.5)
+    assert made.ratio_identity.error == pytest.approx(0.5 / np.sqrt(2))
+    assert made.balance.value == pytest.approx(((1 - np.log(2) - 0.25) + (2.0 - 2.5)) / 2)
+
+
+def test_only_what_the_mask_covers_and_both_scored_counts():
+    made = evidence(rollout_logp=[-1.0, np.nan, -3.0], old_logp=[-1.0, -2.0, -5.0], mask=[1, 1, 0])
+    assert made.d.tolist() == [0.0]
+    assert made.position.tolist() == [0]
+
+
+def test_seen_counts_the_prompt_and_what_came_before():
+    row = {"prompt_ids": [5, 6], "completion_ids": [7, 5, 7], "rollout_logp": [-1] * 3, "old_logp": [-1] * 3}
+    assert Evidence.of([Record.of(row)]).seen.tolist() == [False, True, True]
+
+
+def test_spread_of_one_context_needs_the_same_prompt_and_prefix():
+    def record(prompt, ids, logp):
+        row = {"prompt_ids": prompt, "completion_ids": ids, "rollout_logp": [-1.0, -1.0], "old_logp": logp}
+        return Record.of(row)
+
+    shared = Evidence.of([record([1], [2, 3], [-1.0, -1.0]), record([1], [2, 4], [-1.5, -1.0])])
+    doubt = 1.01 - np.exp([-1.0, -1.5])
+    assert shared.same_context[0] == pytest.approx(0.25 / doubt)  # of token 2 alone: 3 and 4 are other tokens
+    other = Evidence.of([record([1], [2, 3], [-1.0, -1.0]), record([5], [2, 3], [-1.5, -1.0])])
+    assert len(other.same_context[0]) == 0
+
+
+def test_confidence_grows_from_a_half_to_one():
+    margins = [confidence(margin) for margin in (0.0, 0.5, 1.0, 5.0)]
+    assert margins[0] == 0.5
+    assert margins == sorted(margins)
+    assert margins[-1] > 0.99

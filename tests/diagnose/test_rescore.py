@@ -1,0 +1,337 @@
+"""``rescore``: the hypothesis under which a dump was made explains the gap, and the model is as it was afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+import torch
+
+from offcorr.diagnose import Record
+from offcorr.diagnose import rescore as module
+from offcorr.diagnose.command import EXPLAINS, for_rescoring, informed
+from offcorr.diagnose.diagnosis import diagnose
+from offcorr.diagnose.rescore import Hypothesis, Rescored, described, rescore
+from offcorr.rollout.decode import Sampling, decode
+from offcorr.training.precision import Precision
+from offcorr.training.replica import Replica
+from offcorr.training.snapshots import changing_weights
+from tests.diagnose.simulated import world
+from tests.rollout.rollout_models import fresh_model
+
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def model():
+    return fresh_model(0).eval()
+
+
+def logp_of(model, prompt, completion):
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0].double().numpy()
+
+
+def dump(trainer, sampler=None, *, sampling=None, read=lambda ids: ids, sequences=12):
+    """Records of completions that ``sampler`` drew after ``read(prompt)``, scored by ``trainer`` after the prompt."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 17, int(rng.integers(6, 12))).tolist() for _ in range(sequences)]
+    drawn = decode(
+        sampler or trainer,
+        [read(prompt) for prompt in prompts],
+        max_new_tokens=LENGTH,
+        eos_token_ids=[],
+        sampling=sampling,
+        generator=torch.Generator().manual_seed(0),
+    )
+    return [
+        Record.of(
+            {
+                "prompt_ids": prompt,
+                "completion_ids": ids,
+                "rollout_logp": logp,
+                "old_logp": logp_of(trainer, prompt, ids),
+            },
+            f"row {row}",
+        )
+        for row, (prompt, ids, logp) in enumerate(zip(prompts, drawn.completion_ids, drawn.logp, strict=True), 1)
+    ]
+
+
+def in_precision(model, name):
+    weights = dict(model.named_parameters())
+    replica = Replica(model, "cpu")
+    return replica.load({key: weights[key] for key, _ in changing_weights(model)}, Precision.named(name))
+
+
+@pytest.mark.parametrize(
+    "words, cause, made",
+    [
+        ("temperature 0.7", "temperature", {"sampling": Sampling(temperature=0.7)}),
+        ("top_p 0.8", "top_p", {"sampling": Sampling(top_p=0.8)}),
+        ("top_k 4", "top_k", {"sampling": Sampling(top_k=4)}),
+        ("the later half of the prompt alone", "truncated_prompt", {"read": lambda ids: ids[len(ids) // 2 :]}),
+        ("the prompt without its first token", "chat_template", {"read": lambda ids: ids[1:]}),
+        ("the prompt with its first token twice", "chat_template", {"read": lambda ids: [ids[0], *ids]}),
+    ],
+)
+def test_the_hypothesis_under_which_the_dump_was_made_comes_first(model, words, cause, made):
+    found = rescore(dump(model, **made), model)
+    best = found.hypotheses[0]
+    assert (best.words, best.cause) == (words, cause)
+    assert best.share > 0.9, found
+    assert found.trainer < 1e-5 and found.gap > 0.01
+
+
+def test_a_precision(model):
+    records = dump(model, in_precision(model, "int8"))
+    found = rescore(records, model)
+    assert found.hypotheses[0].words == "weights in int8" and found.hypotheses[0].share > 0.6, found
+    assert informed(diagnose(records), found).verdict == "precision"
+
+
+def test_an_earlier_checkpoint(model):
+    older, other = fresh_model(0).eval(), fresh_model(3).eval()
+    with torch.no_grad():
+        for parameter in older.parameters():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    found = rescore(dump(model, older), model, checkpoints=[("other", other), ("older", older)])
+    assert found.hypotheses[0].words == "the weights of older" and found.hypotheses[0].share > 0.99
+    assert next(one for one in found.hypotheses if one.words == "the weights of other").share < 0
+
+
+@pytest.mark.parametrize(
+    "by, words", [(-1, "the log-probs of the next token"), (1, "the log-probs of the previous token")]
+)
+def test_a_shift_stays_within_its_sequence(model, by, words):
+    records = dump(model)
+    shifted = [
+        Record(one.prompt_ids, one.completion_ids, np.roll(one.rollout_logp, by), one.old_logp, where=one.where)
+        for one in records
+    ]
+    found = rescore(shifted, model)
+    assert found.hypotheses[0].words == words and found.hypotheses[0].share > 0.85
+    # Only the token at the end of each sequence is unexplained: the hypothesis takes no value of a neighbour's.
+    ends = [abs(one.rollout_logp[-1 if by < 0 else 0] - one.old_logp[-1 if by < 0 else 0]) for one in shifted]
+    left = np.minimum(ends, module.FARTHEST).sum() / (LENGTH * len(records))
+    assert found.hypotheses[0].gap == pytest.approx(left, abs=1e-5)
+
+
+def test_a_mask_leaves_tokens_out(model):
+    records = dump(model, sampling=Sampling(temperature=0.7), sequences=4)
+    mask = np.arange(LENGTH) % 3 > 0
+    odd = [
+        Record(
+            one.prompt_ids,
+            one.completion_ids,
+            np.where(mask, one.rollout_logp, -9999.0),
+            one.old_logp,
+            mask=mask,
+        )
+        for one in records
+    ]
+    best = rescore(odd, model).hypotheses[0]
+    assert best.words == "temperature 0.7" and best.share > 0.99
+
+
+def test_the_trainers_temperature(model):
+    """The trainer divides by 0.7 and the engine logs without it: temperature 1 explains what it logged."""
+    records = dump(model)
+    found = rescore(records, model, temperature=0.7)
+    assert found.hypotheses[0].words == "temperature 1" and found.hypotheses[0].share > 0.99
+
+
+def test_dropout_in_the_trainer_is_told_by_the_model_that_has_it():
+    model = fresh_model(0, attention_dropout=0.3).eval()
+    records = dump(model)
+    torch.manual_seed(0)
+    model.train()
+    noisy = [
+        Record(
+            one.prompt_ids,
+            one.completion_ids,
+            one.rollout_logp,
+            logp_of(model, one.prompt_ids.tolist(), one.completion_ids.tolist()),
+        )
+        for one in records
+    ]
+    found = rescore(noisy, model)
+    assert model.training
+    assert (found.hypotheses[0].words, found.hypotheses[0].cause) == ("dropout off", "dropout")
+    assert found.gap < 1e-5 and found.hypotheses[0].share > 0.99
+    assert informed(diagnose(noisy), found).verdict == "dropout"
+    # The same log without a dropout in the model is another matter.
+    found = rescore(noisy, fresh_model(0).eval())
+    assert all(one.cause != "dropout" for one in found.hypotheses)
+    assert any("how the trainer computes log-probs" in said for said in described(found))
+
+
+def test_agreement_has_nothing_to_explain(model):
+    found = rescore(dump(model), model)
+    assert found.gap < 1e-5
+    assert {one.share for one in found.hypotheses} == {0.0}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_as_it_was(model, fails):
+    records = dump(model, sequences=2)
+    model.train()
+    model.model.layers[0].eval()
+    modes = [part.training for part in model.modules()]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    calls = []
+
+    def report(words, done, of):
+        calls.append(words)
+        if fails and "int8" in words:
+            raise KeyboardInterrupt
+
+    if fails:
+        with pytest.raises(KeyboardInterrupt):
+            rescore(records, model, report=report)
+    else:
+        rescore(records, model, report=report)
+    assert calls[:2] == ["as it is"] * 2 and "weights in int8" in calls
+    assert [part.training for part in model.modules()] == modes
+    assert all(value.equal(weights[name]) for name, value in model.state_dict().items())
+    model.eval()
+
+
+def test_a_failure_in_training_mode_leaves_the_mode(model):
+    def report(words, done, of):
+        if words == "dropout on":
+            assert model.training
+            raise OSError
+
+    with pytest.raises(OSError):
+        rescore(dump(model, sequences=2), model, report=report)
+    assert not any(part.training for part in model.modules())
+
+
+def test_pieces_give_the_same(model, monkeypatch):
+    """A long sequence is scored in pieces of 5 tokens, with the keys and values of those before."""
+    records = dump(model, sampling=Sampling(temperature=0.7, top_k=6), sequences=3)
+    whole = rescore(records, model)
+    sizes = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    monkeypatch.setattr(module, "PIECE", 5 * module.COPIES * 17)
+    pieces = rescore(records, model)
+    hook.remove()
+    assert max(sizes) == 5
+    assert {
+        one.words: pytest.approx(one.gap, abs=0.003 if "16" in one.words else 1e-4) for one in whole.hypotheses
+    } == {one.words: one.gap for one in pieces.hypotheses}
+
+
+def peak():
+    """The largest resident memory (bytes) since ``/proc/self/clear_refs`` was written to."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+
+def test_a_large_vocabulary_stays_within_a_gigabyte(monkeypatch):
+    """The arrays of one piece, at an eighth of the size, with every row sorted in full."""
+    monkeypatch.setattr(module, "PIECE", module.PIECE // 8)
+    vocabulary = 150_000
+    rows = module.PIECE // (module.COPIES * vocabulary)
+    assert rows > 10
+    raw = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(rows)
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        pytest.skip("the peak of the memory cannot be reset here")
+    before = peak()
+    module._of_logits(raw, ids, 1.0)
+    assert peak() - before < 1e9 / 8
+
+
+@pytest.mark.parametrize("sharp", [1.0, 6.0])
+def test_truncation_among_the_likeliest_tokens_is_exact(sharp, monkeypatch):
+    """Rows whose mass the likeliest tokens hold need no full sort, and give the same."""
+    generator = torch.Generator().manual_seed(0)
+    logp = (sharp * torch.randn(40, 3000, generator=generator)).log_softmax(-1)
+    ids = torch.multinomial(logp.exp(), 1, generator=generator)[:, 0]
+    found = module._truncated(logp, ids)
+    monkeypatch.setattr(module, "LIKELIEST", 3000)
+    for name, wanted in module._truncated(logp, ids).items():
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-4, err_msg=str(name))
+    for share in (0.5, 0.9):
+        np.testing.assert_allclose(
+            found["top_p", f"top_p {share:g}"],
+            Sampling(top_p=share).logp(logp).gather(-1, ids[:, None])[:, 0],
+            rtol=1e-4,
+            atol=1e-4,
+        )
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"completion_ids": np.full(LENGTH, 99)}, "row 1: token id 99 is not in the model's vocabulary of 17"),
+        ({"prompt_ids": np.empty(0, int)}, "row 1: prompt_ids is empty"),
+        ({"rollout_logp": np.full(LENGTH, np.nan)}, "no token of the sequences to score again has a finite log-prob"),
+    ],
+)
+def test_records_that_cannot_be_scored(model, change, said):
+    import dataclasses
+
+    with pytest.raises(ValueError, match=said):
+        rescore([dataclasses.replace(dump(model, sequences=1)[0], **change)], model)
+
+
+def test_bounds(model):
+    with pytest.raises(ValueError, match="there is no sequence"):
+        rescore([], model)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        rescore(dump(model, sequences=1), model, temperature=0)
+
+
+# ------------------------------------------------------------------------------------------------- the verdict
+
+
+def outcome(share, cause="stale_weights"):
+    return Rescored(32, 0.1, 0.1, 0.0, [Hypothesis(cause, "the weights of older", 0.1 * (1 - share), 0.1, share)])
+
+
+def test_a_verdict_is_replaced_only_by_what_explains_more():
+    report = diagnose(world("precision").records())
+    assert informed(report, outcome(EXPLAINS)) is report
+    assert informed(report, Rescored(32, 0.1, 0.1, 0.0, [])) is report
+    found = informed(report, outcome(EXPLAINS + 0.01))
+    assert found.verdict == "stale_weights" and found.confidence == EXPLAINS + 0.01
+    assert [one.cause for one in found.causes] == ["stale_weights", "precision"]
+    assert "'the weights of older'" in found.causes[0].evidence and found.causes[0].threshold == EXPLAINS
+
+
+def test_a_temperature_keeps_the_name_that_the_log_gave_it():
+    report = diagnose(world("raw_logprobs").records())
+    found = informed(report, outcome(0.95, "temperature"))
+    assert [one.cause for one in found.causes] == ["raw_logprobs"]
+
+
+def test_the_sequences_that_are_scored():
+    records = [
+        Record.of(
+            {
+                "prompt_ids": [1] * (row % 5),
+                "completion_ids": [2],
+                "rollout_logp": [-1],
+                "logp": [-1],
+                "step": row // 50,
+            },
+            f"{row}",
+        )
+        for row in range(100)
+    ]
+    chosen = for_rescoring(records, 7)
+    assert len(chosen) == 7 and all(len(one.prompt_ids) and one.step == 1 for one in chosen)
+    assert chosen[0].where == "51" and chosen[-1].where == "99"
+    assert len(for_rescoring(records, 1000)) == 40 and for_rescoring(records[:1], 3) == []

@@ -1,0 +1,91 @@
+"""The report in words: a newcomer finds the verdict, the numbers with units and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from offcorr.diagnose import diagnose
+from offcorr.diagnose.causes import CAUSES
+from offcorr.diagnose.text import headline, measured, text
+from tests.diagnose.simulated import world
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return {
+        name: diagnose(world(*name.split("+")).records()) for name in ("clean", "top_p", "sentinel", "top_p+sentinel")
+    }
+
+
+def test_a_cause_is_said_with_evidence_and_advice(reports):
+    said = text(reports["top_p"])
+    joined = " ".join(said.split())
+    assert said.splitlines()[0] == headline(reports["top_p"])
+    assert f"1. {CAUSES['top_p'].title} [top_p], confidence 0." in joined
+    assert f"Evidence: {' '.join(reports['top_p'].causes[0].evidence.split())}." in joined
+    assert f"To do: {CAUSES['top_p'].advice}." in joined
+    assert "   1,536 tokens of 32 sequences\n" in said
+    assert re.search(r"mean \|d\| +0\.\d+ nats, largest 0\.\d+", said)
+
+
+def test_clean_says_what_was_checked_and_that_nothing_is_to_do(reports):
+    said = " ".join(text(reports["clean"]).split())
+    assert said.startswith("clean: trainer and sampler agree (confidence 0.9")
+    assert f"Checked: {len(CAUSES)} causes" in said and "To do: nothing." in said
+    assert "Evidence" not in said
+
+
+def test_unknown_says_what_to_do_next(reports):
+    unknown = dataclasses.replace(reports["top_p"], verdict="unknown", confidence=0.5, causes=())
+    said = " ".join(text(unknown).split())
+    assert said.startswith("unknown: trainer and sampler disagree, and no known cause fits")
+    assert "None explains a difference of 0.093 nats per token" in said
+    assert "dump more sequences" in said and "--model" in said and "To do: nothing" not in said
+
+
+def test_several_causes_are_ranked(reports):
+    report = reports["top_p+sentinel"]
+    assert {finding.cause for finding in report.causes} == {"top_p", "sentinel"}
+    assert ", and 1 more cause (confidence" in headline(report)
+    said = text(report)
+    first, second = (said.index(f"[{finding.cause}]") for finding in report.causes)
+    assert first < second
+
+
+def test_further_sections_come_with_their_sentences(reports):
+    said = text(reports["clean"], ["row 1 is odd"], ["top_k 4 [top_k] explains 90% of it"])
+    assert "Scored again with --model:\n - top_k 4 [top_k] explains 90% of it\n" in said
+    assert "About the data:\n - row 1 is odd\n" in said
+    assert "About the data" not in text(reports["clean"]) and "Scored again" not in text(reports["clean"])
+
+
+def test_every_line_fits_a_terminal(reports):
+    for report in reports.values():
+        lines = text(report, ["a long sentence about the data " * 9]).splitlines()
+        assert all(len(line) <= 120 for line in lines[1:])
+
+
+def test_numbers_keep_their_size(reports):
+    """A ratio of 1e20, which placeholders make, is not written in 20 digits."""
+    values = [value for _, value, _ in measured(reports["sentinel"])]
+    assert any(re.fullmatch(r"\d\.?\d*e\+\d+ \+- \d+e\+\d+", value) for value in values), values
+    assert all(len(value) < 40 for value in values)
+
+
+def test_what_cannot_be_told_names_what_would_decide():
+    report = diagnose(world("stale_weights", entropy=False).records())
+    said = " ".join(text(report).split())
+    assert "These data cannot tell:" in said
+    assert "log entropy: the trainer's, of each token's distribution" in said
+    for one in report.cannot_tell:
+        assert "To find out, " in one and one.startswith("whether ")
+
+
+def test_every_cause_says_what_decides():
+    for cause in CAUSES.values():
+        for one in cause.not_told_from:
+            alternative, _, decides = one.partition(": ")
+            assert alternative and decides, (cause.id, one)
