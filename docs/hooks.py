@@ -36,6 +36,7 @@ ORDER = (
     "offcorr.methods",
     "offcorr.testing",
     "offcorr.training",
+    "offcorr.exact",
     "offcorr.trl",
     "offcorr.rollout",
     "offcorr.integrations",

@@ -72,7 +72,9 @@ class Arguments:
     loss_kwargs: str = field(default="{}", metadata={"help": "its options, as JSON"})
     baseline: str = field(default="group", metadata={"help": "subtracted from the reward: group, token or opob"})
     lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})
-    precision: str = field(default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, fp8_e4m3 ..."})
+    precision: str = field(
+        default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, int4, fp8_e4m3 ..."}
+    )
     ess_lr: str = field(
         default="off",
         metadata={"help": "off, or the power of the effective sample size that scales the rate: sqrt, linear"},

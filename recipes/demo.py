@@ -40,6 +40,7 @@ from grpo import CAPTION, EFFECT, MISMATCH, accuracy, lines, means, series  # no
 
 LAG, PRECISION = 16, "int8"
 SHORT = 12  # updates of a run of --short
+DUMPS = 16  # updates of a run whose sequences are written to its folder rollouts, or all of a shorter one
 EVERY = 30  # seconds between two lines of progress of a run, where there is no terminal for a bar
 COST = {
     "full": "This takes 4 to 9 minutes on two cores, and 2.5 GB of memory; no GPU, no download.",
@@ -101,6 +102,7 @@ def main() -> int:
     Console().print(comparison(logs, sampler(steps)))
     print(f"\n{verdict(logs, full=not args.short)}\n")
     print(f"picture: {plot(logs, args.output / 'demo.png', sampler(steps))}")
+    print(f"sequences, with the log-probs of sampler and trainer: {args.output}/*/rollouts")
     print(f"numbers: {record(logs, args.output / 'demo.json', vars(args) | {'updates': steps})}")
     print(f"\n{next_commands()}")
     return 0
@@ -160,6 +162,7 @@ def train_all(
 def launch(run: Run, folder: Path, steps: int, seed: int, sampler: Mapping[str, Any]) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "history.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / "rollouts", ignore_errors=True)  # of an earlier demo
     flags = {
         **sampler,
         "max_steps": steps,
@@ -169,6 +172,8 @@ def launch(run: Run, folder: Path, steps: int, seed: int, sampler: Mapping[str, 
         "seed": seed,
         "output_dir": folder,
         "disable_tqdm": True,
+        "dump_rollouts": folder / "rollouts",
+        "dump_every": max(1, steps // DUMPS),
     }
     command = [sys.executable, str(HERE / "grpo.py"), *run.flags]
     command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]

@@ -55,9 +55,12 @@ class Arguments(GRPOConfig):
     )
     sync_every: int = field(default=1, metadata={"help": "optimizer updates between two weights of the vLLM server"})
     lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})
-    precision: str = field(default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, fp8_e4m3 ..."})
+    precision: str = field(
+        default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, int4, fp8_e4m3 ..."}
+    )
     train_size: int = field(default=4096, metadata={"help": "examples to train on"})
     eval_size: int = field(default=256, metadata={"help": "held-out examples, one sample each, at temperature 1"})
+    picture: bool = field(default=True, metadata={"help": "draw history.png at the end of the run"})
 
     # 32 prompts x 8 samples per generation, four optimizer updates on each.
     output_dir: str | None = field(default=None, metadata={"help": "default: runs/<loss_type>"})
@@ -279,7 +282,9 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
 
     if trainer.accelerator.is_main_process:
         summarise(history.logs, title=f"{args.loss_type} {sampled_by(args)}")
-        print(f"history: {history.file}\npicture: {plot(history.logs, history.file.with_suffix('.png'))}")
+        print(f"history: {history.file}")
+        if args.picture:
+            print(f"picture: {plot(history.logs, history.file.with_suffix('.png'))}")
     # A process that ends while gloo still holds its tensors aborts (pytorch/pytorch#190489).
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()

@@ -32,8 +32,10 @@ NEEDS = {
     "kernels": ("triton",),
     "recipes": (*TRAINER, "matplotlib", "reasoning_gym", "rich", "yaml"),
     "engine": TRAINER,
+    "lab/test_mismatch.py": (*TRAINER, "reasoning_gym", "rich"),
     "rollout": TRAINER,
     "toy": ("transformers", "tokenizers", "datasets", "reasoning_gym", "rich"),
+    "test_tokens.py": ("transformers", "trl", "tokenizers"),
     "trl": TRAINER,
 }
 """The packages that the tests of a folder (or file) import, beyond those of a core install.

@@ -43,8 +43,10 @@ def test_a_page_about_a_method(name, capsys):
         assert " ".join(text.split()) in words
     for option, parameter in method.options.items():
         shown = rf"{option}={re.escape(repr(parameter.default))}(, \w+=[^ ]+)* [\w\"]"
+        if option in method.required:
+            shown = rf"{option} \(required\)(, \w+ \(required\))* \w"
         assert re.search(shown, words), f"{option} has no description"
-    assert max(map(len, page.splitlines())) <= 100 and f"offcorr.get('{name}')" in page
+    assert max(map(len, page.splitlines())) <= 100 and f"offcorr.get('{name}'" in page
 
 
 def test_options_that_share_a_sentence_stand_before_it_together(capsys):
@@ -78,7 +80,7 @@ def test_an_example_of_a_page_runs(capsys):
     """The option that the example gives is one that the method takes."""
     for method in cli.catalogue():
         if options := cli._first(method):
-            method(**json.loads(options))
+            method(**method.example | json.loads(options))
 
 
 @pytest.mark.parametrize("command", ["methods", "metrics"])
@@ -217,9 +219,15 @@ def test_every_flag_of_the_demo_is_in_its_help(capsys):
 
 
 def test_every_command_has_a_function():
-    (commands,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert {"train", "demo", "compare", "methods", "metrics", "docs"} <= set(commands.choices)
-    assert all(callable(command.get_default("run")) for command in commands.choices.values())
+    def below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+        (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        return commands.choices
+
+    commands = below(cli._parser())
+    assert {"train", "demo", "compare", "bench", "methods", "metrics", "docs"} <= set(commands)
+    worlds = below(commands.pop("bench"))
+    assert {"exact", "loop", "arena", "kernels"} == set(worlds)
+    assert all(callable(command.get_default("run")) for command in (commands | worlds).values())
 
 
 def trained(tmp_path: Path, *flags: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 import offcorr
 from offcorr import Batch, gates, ratios
 from offcorr.stages.rejections import K1, Geometric, Veto
-from offcorr.stages.weights import Mask, Truncate
+from offcorr.stages.weights import Truncate
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "migrating.md"
 LENGTH = 12
@@ -131,7 +131,7 @@ SKYRL: dict[str, tuple[Callable[[Logps], Tensor], Any]] = {
     "sapo": (sapo, offcorr.get("sapo", aggregate="token-mean")),
     "cispo": (cispo, offcorr.get("cispo")),
     "cispo, rollout": (cispo_rollout, offcorr.get("aipo", cap=5.0)),
-    "rollout_is": (rollout_is, offcorr.get("reinforce", weight=Mask(0.8, 1.2, mismatch="total"))),
+    "rollout_is": (rollout_is, offcorr.get("glm5", eps_low=0.2, eps_high=0.2)),
     "dppo, binary_tv": (dppo, offcorr.get("dppo", cap=None, aggregate="token-mean")),
     "dppo, binary_kl": (dppo_kl, offcorr.get("dppo_kl", cap=None, aggregate="token-mean")),
     "importance_sampling": (importance_sampling, offcorr.get("token_is", aggregate="sum")),
@@ -203,7 +203,7 @@ CASES = {
     **SKYRL,
     "prime-rl, default": (prime_rl_default, total(Gate())),
     "prime-rl, kl_tau=0": (without_penalty, offcorr.get("dppo", cap=None, aggregate="token-mean")),
-    "prime-rl, ipo": (prime_rl_ipo, total(Gate(low=0.1, high=0.1, sign_free=True))),
+    "prime-rl, ipo": (prime_rl_ipo, offcorr.get("ipo", threshold=0.1, kl_tau=1e-3)),
 }
 
 

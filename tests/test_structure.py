@@ -23,8 +23,9 @@ LAYERS = [
     ("offcorr.kernels",),
     ("offcorr.correction",),
     ("offcorr.methods",),
-    ("offcorr.testing",),
+    ("offcorr.testing", "offcorr.diagnose", "offcorr.tokens"),
     ("offcorr.training",),
+    ("offcorr.exact", "offcorr.diagnose.rescore", "offcorr.diagnose.command", "offcorr.diagnose.html"),
     ("offcorr",),  # the package itself: the names that users see
     ("offcorr.lab",),
     ("offcorr.rollout",),
@@ -37,6 +38,10 @@ LATE = {
     ("offcorr.methods.registry", "offcorr.methods"): "its files are imported when a name is first looked up",
     ("offcorr.kernels.dispatch", "offcorr.kernels.launch"): "imports triton, which a core install lacks",
     ("offcorr.kernels.rebind", "offcorr.kernels.ops"): "imports triton, which a core install lacks",
+    ("offcorr.lab.mismatch.language", "offcorr.toy.task"): "imports reasoning-gym, which a core install lacks",
+    ("offcorr.lab.mismatch.models", "offcorr.toy"): "imports transformers, which a core install lacks",
+    ("offcorr.lab.mismatch.models", "offcorr.toy.cache"): "imports transformers, which a core install lacks",
+    ("offcorr.exact.invariant", "offcorr.kernels.invariant"): "imports triton, which a core install lacks",
     ("offcorr.kernels.logprob.linear", "offcorr.kernels.logprob.fold"): "imports triton, which a core install lacks",
 }
 """Imports of the library inside functions, which the order of the layers does not see: each with its reason."""

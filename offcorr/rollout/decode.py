@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from offcorr.exact.logprob import log_probs, logprob
+
 # Tokens between two checks for finished rows, because each check is a host synchronisation.
 _CHECK_EVERY = 4
 
@@ -40,17 +42,20 @@ class Sampling:
         They are renormalised over the tokens that top-k and top-p keep, and -inf elsewhere: vLLM's
         ``processed_logprobs``, the mode in which TRL runs vLLM.
         """
-        logits = logits.float() / self.temperature
+        return log_probs(self._kept(logits), self.temperature)
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        """The logits, -inf for tokens that top-k and top-p drop."""
         if 0 < self.top_k < logits.shape[-1]:
             smallest_kept = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
         if self.top_p < 1:
             ordered, order = logits.sort(dim=-1, descending=True)
-            p = ordered.softmax(dim=-1)
+            p = log_probs(ordered, self.temperature).exp()
             # Dropped once the likelier tokens before it already hold top_p: the first always stays.
             dropped = p.cumsum(dim=-1) - p >= self.top_p
             logits = logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
-        return logits.log_softmax(dim=-1)
+        return logits
 
 
 def _is_number(value: object) -> bool:
@@ -190,8 +195,7 @@ def score(
     ids, real = ids.to(device), real.to(device)
     positions = (real.cumsum(dim=-1) - 1).clamp_min_(0)
     logits = model(input_ids=ids, attention_mask=real, position_ids=positions).logits
-    logp = (logits[:, :-1].float() / temperature).log_softmax(dim=-1)
-    logp = logp.gather(-1, ids[:, 1:, None])[..., 0].tolist()
+    logp = logprob(logits[:, :-1], ids[:, 1:], temperature).tolist()
     return [row[len(row) - len(c) :] for row, c in zip(logp, completion_ids, strict=True)]
 
 

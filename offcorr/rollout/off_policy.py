@@ -24,8 +24,8 @@ class OffPolicy(Sampler):
     Args:
         lag: optimizer updates; samples with the weights of version max(0, current - lag), where the version is
             ``trainer.state.global_step``.
-        precision: of the sampler's weights: fp32, bf16, fp16, int8, fp8_e4m3 or fp8_e5m2; the last three are
-            weight-only, one scale per output channel (see ``Precision``, ``Replica``).
+        precision: of the sampler's weights: fp32, bf16, fp16, int8, int4, fp8_e4m3 or fp8_e5m2; the last four
+            are weight-only, one scale per output channel (see ``Precision``, ``Replica``).
         temperature, top_p, top_k: None: the trainer's own.
         seed: None: the trainer's own.  Draws depend on (seed, process, version, call) alone, so evaluating in between
             changes nothing, and a resumed run needs no generator state.

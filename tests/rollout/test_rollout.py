@@ -93,11 +93,12 @@ def test_a_setting_that_cannot_be_is_refused_by_name(setting):
 # ---- the precisions
 
 
-def test_int8_rows_sit_on_their_own_grid():
+@pytest.mark.parametrize(("name", "largest"), [("int8", 127), ("int4", 7)])
+def test_the_rows_of_integers_sit_on_their_own_grid(name, largest):
     weight = torch.randn(6, 50) * torch.logspace(-3, 3, 6)[:, None]
     weight[2] = 0
-    quantised = PRECISIONS["int8"].quantise(weight)
-    scale = weight.abs().amax(-1, keepdim=True) / 127
+    quantised = PRECISIONS[name].quantise(weight)
+    scale = weight.abs().amax(-1, keepdim=True) / largest
     steps = (quantised / scale)[[0, 1, 3, 4, 5]]
     assert torch.allclose(steps, steps.round(), atol=1e-3)
     assert torch.equal(quantised[2], weight[2])
@@ -272,7 +273,7 @@ def step_by_step(model, prompts, completions, sampling):
 
 # A full forward sums in another order, which in 16 bits rounds differently at every layer.
 FULL_FORWARD_TOLERANCE = {
-    **dict.fromkeys(["fp32", "int8", "fp8_e4m3", "fp8_e5m2"], 1e-5),
+    **dict.fromkeys(["fp32", "int8", "int4", "fp8_e4m3", "fp8_e5m2"], 1e-5),
     "bf16": 0.08,
     "fp16": 0.015,
 }
@@ -306,7 +307,7 @@ def test_mismatch_grows_with_the_coarseness_of_the_sampler():
         gap[name] = (flat(out.logp) - flat(score(model, prompts, out.completion_ids))).abs().mean()
     assert gap["fp32"] < 1e-6
     assert 1e-4 < gap["fp16"] < gap["int8"] < gap["fp8_e4m3"] < gap["fp8_e5m2"] < 1
-    assert gap["fp16"] < gap["bf16"] < gap["fp8_e4m3"]
+    assert gap["fp16"] < gap["bf16"] < gap["fp8_e4m3"] and gap["fp8_e4m3"] < gap["int4"] < 1
 
 
 @pytest.mark.parametrize("padding", [0, 9])
