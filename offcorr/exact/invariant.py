@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from offcorr.exact.attention import attention
 from offcorr.kernels import dispatch
@@ -73,8 +74,8 @@ def batch_invariant() -> Iterator[None]:
                 replaced._destroy()
 
 
-def _replace() -> Any:
-    library = torch.library.Library("aten", "IMPL")
+def _replace() -> Library:
+    library = Library("aten", "IMPL")
     tables = {"CPU": on_cpu()}
     if dispatch.chosen() == "triton":  # under its interpreter; a CPU has no backward of the fused RMSNorm
         tables = {"CPU": {name: function for name, function in on_gpu().items() if name != "_fused_rms_norm"}}

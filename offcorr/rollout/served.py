@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
+from offcorr.quiet import no_progress_bar
 from offcorr.rollout.decode import Decoded, Sampling, score
 from offcorr.rollout.engine import Engine, EngineError
 from offcorr.stages.checks import warn_once
@@ -184,20 +183,8 @@ def save_for_engine(model: Any, folder: str | Path) -> None:
     saved = copy.copy(base)
     saved.config = copy.deepcopy(base.config)
     saved.config.tie_word_embeddings = False
-    with _no_bar():
+    with no_progress_bar():
         saved.save_pretrained(folder, state_dict=weights)
-
-
-@contextmanager
-def _no_bar() -> Iterator[None]:
-    """Hides the progress bar that transformers shows while it saves weights."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _merged(base: nn.Module) -> dict[str, Tensor]:

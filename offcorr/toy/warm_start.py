@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offcorr.quiet import no_progress_bar
+
 from . import task
 from .cache import cached_folder
 
@@ -59,7 +61,7 @@ def model_path(seed: int = 0, progress: bool = True, recipe: Recipe | None = Non
 
     def build(folder: Path) -> None:
         model = train(recipe, seed, progress)
-        with _no_shard_bar():
+        with no_progress_bar():
             model.save_pretrained(folder)
         save_tokenizer(folder)
 
@@ -180,20 +182,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _no_shard_bar() -> Iterator[None]:
-    """Hides the progress bar that transformers shows while it saves the weights."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _progress(steps: int, enabled: bool) -> Iterator[int]:

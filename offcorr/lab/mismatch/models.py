@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from offcorr.lab.mismatch.decode import decode, score
 from offcorr.lab.mismatch.language import EOS, PAD, Example, Language, Task, ToyTask
 from offcorr.optional import require
+from offcorr.quiet import no_progress_bar
 
 Weights = dict[str, Tensor]
 
@@ -172,7 +173,7 @@ def subject(architecture: str, variant: int = 0, recipe: Recipe | None = None) -
             module.save_pretrained(folder)
             _saved_tokenizer(task).save_pretrained(folder)
 
-    with _no_bars():
+    with no_progress_bar():
         folder = cached_folder(f"mismatch-{architecture}-{variant}-{digest}", build)
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if architecture == "toy":
@@ -351,20 +352,6 @@ def _saved_tokenizer(task: Task) -> Any:
     if not isinstance(task.tokenizer, Tokenizer):
         return task.tokenizer
     return PreTrainedTokenizerFast(tokenizer_object=task.tokenizer, pad_token="<pad>", eos_token="<eos>")
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Without the bars that transformers shows while it reads and writes weights."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 @contextmanager
