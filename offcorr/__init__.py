@@ -15,6 +15,7 @@ from offcorr.stages import advantages, controllers, gates, ops, ratios, rejectio
 from offcorr.training.monitor import Monitor
 
 if TYPE_CHECKING:
+    from offcorr import data as data
     from offcorr import exact as exact
     from offcorr import extras as extras
     from offcorr import integrations as integrations
@@ -58,7 +59,7 @@ __all__ = [
     "weights",
 ]
 
-_ON_FIRST_USE = ("exact", "extras", "integrations", "rollout", "toy", "trl")
+_ON_FIRST_USE = ("data", "exact", "extras", "integrations", "rollout", "toy", "trl")
 """Subpackages that `import offcorr` leaves out: most of them need packages that the core does without."""
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for an attribute

@@ -33,10 +33,10 @@ _PER_TOKEN = (
     "rollout_version",
     "turn_ids",
 )
-_PER_SEQUENCE = ("rewards", "group_ids")
+_PER_SEQUENCE = ("rewards", "group_ids", "origin")
 _EITHER = ("advantages", "weight")
 _NUMBERS = ("trainer_version", "max_seqlen")
-_INTEGER = ("group_ids", "rollout_version", "turn_ids", "cu_seqlens")
+_INTEGER = ("group_ids", "rollout_version", "turn_ids", "origin", "cu_seqlens")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,7 @@ class Batch:
         rollout_version: [B, T] int, the weights' version each token was sampled with.
         trainer_version: the version being trained.
         turn_ids: [B, T] int; None: each contiguous run of the mask is a turn.
+        origin: [B] int, where each sequence came from, an index of ``offcorr.training.ORIGINS``; None: all are fresh.
 
     Raises:
         TypeError: a field is not a tensor, or of the wrong kind of dtype.
@@ -91,6 +92,7 @@ class Batch:
     rollout_version: Tensor | None = None
     trainer_version: int | None = None
     turn_ids: Tensor | None = None
+    origin: Tensor | None = None
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
 

@@ -296,7 +296,7 @@ def test_what_users_import_is_public(hooks):
     """The modules that the pages tell people to import from, so that no `__all__` can go missing unnoticed."""
     modules = {module for module, _, _ in hooks.public()}
     stages = {f"offcorr.stages.{name}" for name in "ratios weights rejections gates controllers spans".split()}
-    packages = {f"offcorr.{name}" for name in "metrics testing tokens training rollout trl extras toy".split()}
+    packages = {f"offcorr.{name}" for name in "metrics testing tokens training rollout data trl extras toy".split()}
     assert {"offcorr", *stages, *packages} <= modules
 
 

@@ -29,6 +29,7 @@ LAYERS = [
     ("offcorr",),  # the package itself: the names that users see
     ("offcorr.lab",),
     ("offcorr.rollout",),
+    ("offcorr.data",),
     ("offcorr.trl", "offcorr.toy", "offcorr.extras", "offcorr.integrations"),
     ("offcorr.cli", "offcorr.__main__"),
 ]

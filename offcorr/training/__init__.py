@@ -16,6 +16,7 @@ from offcorr.training.baselines import OPOB, token_baseline
 from offcorr.training.cusum import Cusum
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.monitor import Monitor
+from offcorr.training.origins import ORIGINS, origin_ids
 from offcorr.training.parallel import gather_over, gather_sequences
 from offcorr.training.precision import PRECISIONS, Precision
 from offcorr.training.replica import Replica
@@ -30,6 +31,7 @@ __all__ = [
     "LIMITS",
     "EWMA",
     "OPOB",
+    "ORIGINS",
     "PRECISIONS",
     "Alarm",
     "Anchor",
@@ -57,6 +59,7 @@ __all__ = [
     "gather_sequences",
     "logprob_semantics",
     "make_anchor",
+    "origin_ids",
     "share_done",
     "token_baseline",
 ]

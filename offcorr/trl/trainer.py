@@ -39,7 +39,7 @@ from offcorr.trl.step import (
     warn_on_main,
 )
 
-SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long}
+SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long, "origin": torch.long}
 """The keys that a ``rollout_func`` may return beside TRL's; they travel with the batch to the loss."""
 
 KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", *SAMPLED)
@@ -233,6 +233,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             entropy=forward.entropy.detach(),
             rollout_version=version,
             trainer_version=None if version is None else self.state.global_step,
+            origin=inputs.get("origin"),
         )
         recomputed = inputs.get("old_per_token_logps")
         batch = self.correction_step.place(batch, partial(self._score, inputs), recomputed)
@@ -525,7 +526,7 @@ def _check_rows(name: str, rows: Any, wanted: list[int]) -> None:
     said = f"rollout_func returned {name}"
     if len(rows) != len(wanted):
         raise ValueError(f"{said} for {len(rows)} completions, expected {len(wanted)}, those of completion_ids")
-    if name == "rollout_version" and all(_length(row) is None for row in rows):
+    if name in ("rollout_version", "origin") and all(_length(row) is None for row in rows):
         return  # one for all tokens of a completion
     for i, (row, tokens) in enumerate(zip(rows, wanted, strict=True)):
         values = row.tolist() if hasattr(row, "tolist") else row

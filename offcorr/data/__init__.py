@@ -1,0 +1,12 @@
+"""Data of any origin in a run: earlier rollouts, traces of other models or of people, the beginnings of traces.
+
+Each class is a ``rollout_func`` around another one, so that they combine.
+"""
+
+from offcorr.optional import require
+
+require("offcorr.data", ["transformers", "accelerate"], extra="trl")
+
+from offcorr.data.around import Around  # noqa: E402
+
+__all__ = ["Around"]
