@@ -1,12 +1,21 @@
-"""Techniques outside the loss: perturbed layers (ALP), a supervised term (CHORD), advantages from a teacher.
+"""Techniques outside the loss: perturbed layers, supervised terms, a teacher's advantages, a KL to two references.
 
 ``import offcorr`` does not import them.
 
->>> from offcorr.extras import CHORD, LayerPerturbation, distillation_advantages
+>>> from offcorr.extras import CHORD, ConvexKL, LayerPerturbation, distillation_advantages
 """
 
 from offcorr.extras.alp import LayerPerturbation
 from offcorr.extras.chord import CHORD, Mixed, scheduled_mu
+from offcorr.extras.convex_kl import ConvexKL, Penalty
 from offcorr.extras.distillation import distillation_advantages
 
-__all__ = ["CHORD", "LayerPerturbation", "Mixed", "distillation_advantages", "scheduled_mu"]
+__all__ = [
+    "CHORD",
+    "ConvexKL",
+    "LayerPerturbation",
+    "Mixed",
+    "Penalty",
+    "distillation_advantages",
+    "scheduled_mu",
+]
