@@ -199,7 +199,7 @@ class Batch:
         """The sequences that ``index`` picks (padded batches)."""
         if self.cu_seqlens is not None:
             raise ValueError("rows() picks from a padded batch; this one is packed (cu_seqlens is given)")
-        return dataclasses.replace(self, **{name: value[index] for name, value in self._tensors().items()})
+        return self.replaced(**{name: value[index] for name, value in self._tensors().items()})
 
     def padded(self) -> Batch:
         """The same batch, padded; itself if it already is.  Differentiable in ``logp``.

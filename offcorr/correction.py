@@ -204,10 +204,7 @@ class Correction:
         """
         self._check(batch, denominator)
         if denominator is not None and not self.count_rejected and not kept:
-            raise ValueError(
-                f"denominator is {denominator!r} together with count_rejected=False; an explicit denominator cannot "
-                "count what is kept: use one of the two, or pass the sum of kept_units() and kept=True"
-            )
+            self._refuse_denominator(denominator)
         with torch.no_grad():
             control: dict[str, Any] = {}
             resolved = self
@@ -226,6 +223,25 @@ class Correction:
         compiling = torch.compiler.is_compiling()
         known: Any = (loss.clone(), coefficient) if compiling else ((loss, coefficient),)
         return Output(_Attach.apply(batch.logp, *known), coefficient, Metrics(data | control))
+
+    @torch.no_grad()
+    def coefficient(self, batch: Batch, denominator: float | Tensor | None = None) -> Tensor:
+        """dL/dlogp of every token, in the layout of ``logp``: that of a call, by torch and without the metrics.
+
+        Args:
+            denominator: as in a call.
+
+        >>> import offcorr
+        >>> batch, tis = offcorr.testing.example(), offcorr.get("tis")
+        >>> torch.equal(tis.coefficient(batch), tis(batch).coefficient)
+        True
+        """
+        self._check(batch, denominator)
+        if denominator is not None and not self.count_rejected:
+            self._refuse_denominator(denominator)
+        resolved = self.resolve(self.statistics(batch))
+        batch = resolved.prepared(batch)
+        return _reference(resolved.plan(batch), batch, denominator, measured=False)[1]
 
     def statistics(self, batch: Batch) -> Statistics | None:
         """The statistics of the controllers, to be merged over micro-batches and ranks; None if there are none."""
@@ -346,6 +362,12 @@ class Correction:
         one = torch.ones((), dtype=torch.float64, device=device)  # a list would be copied from the host
         return {CONTROL + name: Mean(torch.stack([one * value, one])) for name, value in numbers.items()}
 
+    def _refuse_denominator(self, denominator: float | Tensor) -> None:
+        raise ValueError(
+            f"denominator is {denominator!r} together with count_rejected=False; an explicit denominator cannot "
+            "count what is kept: use one of the two, or pass the sum of kept_units() and kept=True"
+        )
+
     def _refuse_double_counting(self) -> None:
         """Each of the two mismatches may multiply the gradient once: the total ratio is both of them."""
         counted: dict[str, str] = {}
@@ -400,8 +422,10 @@ def named(correction: Correction, method: str, options: Mapping[str, Any]) -> Co
 # -- the reference -------------------------------------------------------------------------------------------
 
 
-def _reference(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> tuple[Scalar, Tensor, dict[str, Any]]:
-    """Loss, coefficient and metrics by torch: the definition."""
+def _reference(
+    plan: Plan, batch: Batch, denominator: float | Tensor | None, measured: bool = True
+) -> tuple[Scalar, Tensor, dict[str, Any]]:
+    """Loss, coefficient and, where they are ``measured``, metrics by torch: the definition."""
     tokens = batch.tokens
     did = reference.factors(plan.factors, tokens)
     gate = reference.gated(plan.ratio, plan.gate, tokens)
@@ -417,6 +441,8 @@ def _reference(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> 
             f"{row}, position {place}: logp {float(batch.padded().logp[row, place]):g}"
         )
     loss, coefficient = torch.where(finite, loss, 0), torch.where(finite, coefficient, 0)
+    if not measured:
+        return loss.sum(), batch.repack(coefficient), {}
     data = measures.mismatch(tokens) | measures.loss_metrics(
         tokens,
         derivative=gate.derivative,

@@ -388,3 +388,15 @@ def test_a_compiled_loss_has_the_same_gradient():
     """torch.compile hides the tensors of a tuple from autograd.  In a process without the checks of shapes."""
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("method", ["ppo", "m2po", "geo_rs", "asymre", "drpo"])
+def test_the_coefficient_alone_is_that_of_a_call(method):
+    correction, batch = offcorr.get(method), offcorr.testing.example()
+    torch.testing.assert_close(correction.coefficient(batch), correction(batch).coefficient, rtol=0, atol=0)
+
+
+def test_the_coefficient_alone_refuses_what_a_call_refuses():
+    correction = offcorr.get("geo_rs", count_rejected=False)
+    with pytest.raises(ValueError, match="count_rejected=False"):
+        correction.coefficient(offcorr.testing.example(), denominator=8.0)

@@ -495,8 +495,8 @@ def measure(world: World, loss_fn: Correction, sizes: Sequence[int] = SIZES, dra
 def exact(world: World, loss_fn: Correction, sizes: Sequence[int]) -> Measured:
     """By one call with every sequence, each as a batch of its own: the moments of its contribution."""
     denominator = {"tokens": float(world.tree.length), "sequences": 1.0, "none": None}
-    out = loss_fn(world.batch, denominator=denominator[AGGREGATIONS[loss_fn.aggregate].unit])
-    applied = -out.coefficient * _constant(world, loss_fn)
+    alone = loss_fn.coefficient(world.batch, denominator=denominator[AGGREGATIONS[loss_fn.aggregate].unit])
+    applied = -alone * _constant(world, loss_fn)
     weight = world.chances
     mean = world.scores.sum(weight[:, None] * applied)
     total_square = float((weight * world.scores.squares(applied)).sum())
@@ -540,7 +540,7 @@ def applied_to(world: World, loss_fn: Correction, rows: Tensor) -> Tensor:
     """[N, T], c A of every token of a batch of these sequences, the aggregation's constant divided out."""
     loss_fn = loss_fn.with_max_length(world.tree.length)
     shared = 1 if AGGREGATIONS[loss_fn.aggregate].unit == "none" else len(rows)
-    return -loss_fn(world.batch.rows(rows)).coefficient * _constant(world, loss_fn) * shared
+    return -loss_fn.coefficient(world.batch.rows(rows)) * _constant(world, loss_fn) * shared
 
 
 def _constant(world: World, loss_fn: Correction) -> float:
