@@ -103,7 +103,7 @@ class Correction:
     max_length: int | None = None
     count_rejected: bool = True
     strict: bool = False
-    origin: Origin | None = field(default=None, compare=False, repr=False)
+    made_from: MadeFrom | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for slot, kind in _KINDS.items():
@@ -144,7 +144,7 @@ class Correction:
     @functools.cached_property
     def method(self) -> str:
         """The name it was made by; "custom" where there is none, or a field has changed since."""
-        return self.origin.method if self.origin and self.origin.values == self._values else "custom"
+        return self.made_from.method if self.made_from and self.made_from.values == self._values else "custom"
 
     @functools.cached_property
     def stages(self) -> dict[str, Stage]:
@@ -301,15 +301,15 @@ class Correction:
         if not AGGREGATIONS[self.aggregate].constant_length or self.max_length is not None:
             return self
         longer = dataclasses.replace(self, max_length=max_length)
-        if self.method == "custom" or self.origin is None:
+        if self.method == "custom" or self.made_from is None:
             return longer
-        return named(longer, self.method, {**self.origin.options, "max_length": max_length})
+        return named(longer, self.method, {**self.made_from.options, "max_length": max_length})
 
     def to_config(self) -> dict[str, Any]:
         """Plain data from which ``offcorr.from_config`` makes the same correction, all options spelled out."""
         if self.method != "custom":
-            assert self.origin is not None
-            return {"method": self.method} | {name: plain(value) for name, value in self.origin.options.items()}
+            assert self.made_from is not None
+            return {"method": self.method} | {name: plain(value) for name, value in self.made_from.options.items()}
         return {"method": "custom"} | {name: plain(getattr(self, name)) for name in FIELDS}
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ class Correction:
                 counted[mismatch] = label
 
 
-FIELDS = tuple(f.name for f in dataclasses.fields(Correction) if f.name != "origin")
+FIELDS = tuple(f.name for f in dataclasses.fields(Correction) if f.name != "made_from")
 """The fields that say what a correction does; they may stand in its configuration."""
 
 OPTIONAL = tuple(f.name for f in dataclasses.fields(Batch) if f.default is None)
@@ -406,7 +406,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Origin:
+class MadeFrom:
     """The named method that a correction came from: its name, its options, and the fields that they gave."""
 
     method: str
@@ -416,7 +416,7 @@ class Origin:
 
 def named(correction: Correction, method: str, options: Mapping[str, Any]) -> Correction:
     """The correction, known as ``method`` with these options until one of its fields is replaced."""
-    return dataclasses.replace(correction, origin=Origin(method, options, correction._values))
+    return dataclasses.replace(correction, made_from=MadeFrom(method, options, correction._values))
 
 
 # -- the reference -------------------------------------------------------------------------------------------

@@ -125,6 +125,6 @@ class Hook:
                 f"aggregate is {given!r}, but {self.trainer} divides by the denominator of its own: leave it out"
             )
         correction = self.check(resolve(spec, **options))
-        own = {} if correction.origin is None else {**correction.origin.options}
+        own = {} if correction.made_from is None else {**correction.made_from.options}
         summed = dataclasses.replace(correction, aggregate="sum", max_length=None)
         return named(summed, correction.method, {**own, "aggregate": "sum", "max_length": None})
