@@ -25,6 +25,10 @@ HERE = Path(__file__).parent
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Read once, too.  No test needs the hub, whose client would ask for a file again and again.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
 SHAPES_ARE_CHECKED = shape_checks.install()
 
 TRAINER = ("transformers", "trl", "accelerate", "datasets", "peft", "tokenizers")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
