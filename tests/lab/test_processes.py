@@ -54,12 +54,16 @@ def processes_of(group: int) -> list[str]:
     return [pid for pgid, pid, state in rows if int(pgid) == group and not state.startswith("Z")]
 
 
+OF_SECONDS = ["ppo", "cispo", "minpro", "--settings", "tied-10-lag-16", "lag-4", "--seeds", "1", "--steps", "600"]
+"""Six cells of a second or more each."""
+
+
 @pytest.mark.parametrize(
     ("words", "waits", "said"),
     [
         (["exact"], "begun", "offcorr bench exact: stopped"),
         (["loop"], "begun", "offcorr bench loop: stopped; without --output nothing is kept"),
-        (["loop", "ppo", "cispo", "minpro", "--output", "a.json"], "a cell", "goes on from the cells in a.cells"),
+        (["loop", *OF_SECONDS, "--output", "a.json"], "a cell", "goes on from the cells in a.cells"),
     ],
 )
 def test_ctrl_c_ends_a_command_and_its_processes_with_one_line(words, waits, said, tmp_path):
