@@ -2,20 +2,19 @@
 
 ``import offcorr`` does not import them.
 
->>> from offcorr.extras import CHORD, ConvexKL, LayerPerturbation, distillation_advantages
+>>> from offcorr.extras import CHORD, LayerPerturbation, convex_reference, distillation_advantages
 """
 
 from offcorr.extras.alp import LayerPerturbation
 from offcorr.extras.chord import CHORD, Mixed, scheduled_mu
-from offcorr.extras.convex_kl import ConvexKL, Penalty
+from offcorr.extras.convex_kl import convex_reference
 from offcorr.extras.distillation import distillation_advantages
 
 __all__ = [
     "CHORD",
-    "ConvexKL",
     "LayerPerturbation",
     "Mixed",
-    "Penalty",
+    "convex_reference",
     "distillation_advantages",
     "scheduled_mu",
 ]

@@ -270,12 +270,15 @@ class EWMA(Anchor):
         """The mean, by name."""
         return dict(self._mean)
 
-    def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
+    def module(self, device: torch.device) -> nn.Module:
+        """A model with the mean as its weights, on a device; the next call changes them."""
         if self._replica is None:
-            self._replica = Replica(self._model, batch.logp.device)
+            self._replica = Replica(self._model, device)
         dtypes = {name: p.dtype for name, p in [*self._model.named_parameters(), *self._model.named_buffers()]}
-        module = self._replica.load({name: mean.to(dtypes[name]) for name, mean in self._mean.items()})
-        return _scored(self, batch, score, module)
+        return self._replica.load({name: mean.to(dtypes[name]) for name, mean in self._mean.items()})
+
+    def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
+        return _scored(self, batch, score, self.module(batch.logp.device))
 
     def state_dict(self) -> dict[str, Any]:
         return {"mass": self._mass, "mean": dict(self._mean), "resets": self.resets}

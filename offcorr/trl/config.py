@@ -21,6 +21,7 @@ from offcorr.training.ess_lr import AUTO, RULES
 from offcorr.training.logged import CHOICES
 from offcorr.training.monitor import Monitor
 from offcorr.training.schedules import Annealed
+from offcorr.trl.convex_kl import EXAMPLE, ConvexKL
 from offcorr.trl.lm_head import HEADS, SUPPORTED
 
 TRL_LOSSES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
@@ -32,7 +33,7 @@ Any other bare name is this library's; a loss that a later TRL adds is then an u
 PREFIX = "offcorr:"
 """``"offcorr:dapo"`` is this library's dapo; a bare ``"dapo"`` is TRL's."""
 
-MAPPINGS = {"loss_kwargs": '{"eps_high": 0.28}', "anchor_kwargs": '{"window": 16}'}
+MAPPINGS = {"loss_kwargs": '{"eps_high": 0.28}', "anchor_kwargs": '{"window": 16}', "convex_kl": EXAMPLE}
 """The options that are mappings, each with an example."""
 
 TRL_LOSS_OPTIONS = {
@@ -147,7 +148,7 @@ class CorrectionOptions:
 
     def __post_init__(self) -> None:
         for name, example in MAPPINGS.items():
-            value = getattr(self, name)
+            value = getattr(self, name, None)
             wanted = f"expected a mapping or a JSON object, for instance '{example}'"
             reason = ""
             if isinstance(value, str):  # TRL would parse it, and not name the option
@@ -155,7 +156,7 @@ class CorrectionOptions:
                     setattr(self, name, json.loads(value))
                 except json.JSONDecodeError as error:
                     reason = f" ({error})"
-            parsed = getattr(self, name)
+            parsed = getattr(self, name, None)
             if parsed is None and value is None:
                 continue
             if not isinstance(parsed, Mapping):
@@ -199,7 +200,7 @@ class CorrectionOptions:
 
 @dataclass
 class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
-    """TRL's ``GRPOConfig`` with the ``CorrectionOptions``, ``logprob_head`` and ``skip_dead_sequences``.
+    """TRL's ``GRPOConfig`` with the ``CorrectionOptions``, ``convex_kl``, ``logprob_head`` and ``skip_dead_sequences``.
 
     ``loss_type`` also takes this library's names: one of ``TRL_LOSSES`` runs TRL's own loss; ``"offcorr:dapo"``,
     ``"minpro"`` or ``"my_file.py:MyLoss"`` a correction.
@@ -208,13 +209,22 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
     {'eps_high': 0.28}
     """
 
-    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "loss_kwargs", "anchor_kwargs"]
+    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, *MAPPINGS]
 
     loss_type: str = field(
         default=TRL_DEFAULTS["loss_type"],
         metadata={
             "help": f"A correction of offcorr or a loss of TRL's own. {CORRECTIONS_HELP} TRL's own: "
             + trl.GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
+        },
+    )
+
+    convex_kl: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Share the KL penalty (beta) between the reference model and a mean of recent weights (ReMix); on "
+            f"the command line as JSON, for instance '{EXAMPLE}': the reference model's share, which may be "
+            '{"start": 1.0, "end": 0.0}, and the window of the mean in optimizer steps. One more forward pass.'
         },
     )
 
@@ -242,6 +252,7 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
         super().__post_init__()
         if not isinstance(self.skip_dead_sequences, bool):
             raise ValueError(f"skip_dead_sequences is {self.skip_dead_sequences!r}, expected True or False")
+        ConvexKL.of(self.convex_kl, self.beta)
         if self.logprob_head not in HEADS:
             raise ValueError(f"logprob_head is {self.logprob_head!r}, expected one of {list(HEADS)}")
         if self.logprob_head in ("offcorr", "exact") and not SUPPORTED:

@@ -26,6 +26,7 @@ from offcorr.training.anchors import Anchor
 from offcorr.training.ess_lr import AUTO
 from offcorr.training.replica import base_of
 from offcorr.trl.config import choose_correction
+from offcorr.trl.convex_kl import ConvexKL
 from offcorr.trl.dump import dump_padded, make_dumps, padded_ids
 from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
@@ -112,6 +113,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.dumps = make_dumps(self)
         self._callback = StepCallback(self)
         self.add_callback(self._callback)
+        self.convex_kl = ConvexKL.of(getattr(self.args, "convex_kl", None), self.beta)
+        if self.convex_kl is not None:
+            self.convex_kl.attach(self)
 
     @property
     def correction(self) -> offcorr.Correction | None:
@@ -132,6 +136,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch, divided for gradient accumulation as TRL divides it."""
         step, train = self.correction_step, self._mode == "train"
+        if train and self.convex_kl is not None:
+            inputs = self.convex_kl.shared(inputs)
         if not (train and step.in_progress):
             window = (self._batch(part, self._forward(model, part)) for part in self._window(inputs))
             step.begin(window, done=share_done(self), train=train)
