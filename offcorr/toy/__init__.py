@@ -18,7 +18,7 @@ from offcorr.optional import require
 
 require("offcorr.toy", ["transformers", "tokenizers", "datasets", "reasoning-gym", "rich"], extra="recipes")
 
-from .task import MAX_COMPLETION, MAX_PROMPT, accuracy, dataset, reward  # noqa: E402
+from .task import MAX_COMPLETION, MAX_PROMPT, accuracy, dataset, demonstration, reward  # noqa: E402
 from .warm_start import Recipe, model_path  # noqa: E402
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Recipe",
     "accuracy",
     "dataset",
+    "demonstration",
     "model_path",
     "reward",
 ]

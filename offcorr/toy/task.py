@@ -167,6 +167,21 @@ def render_working(terms: Sequence[Term], rng: Random, error_rate: float = 0.0, 
     return "".join(text)
 
 
+def demonstration(prompt: str) -> str:
+    """Returns the right working of a prompt, without fillers.
+
+    Raises:
+        ValueError: what is no prompt of this task.
+
+    >>> demonstration("a+3b+9c-4=")
+    'a+330b+921c-480'
+    """
+    terms = [(1 if sign == "+" else -1, int(digit)) for sign, digit in re.findall(r"[a-h]([+-])([0-9])", prompt)]
+    if not terms or render_prompt(terms) != prompt:
+        raise ValueError(f"prompt is {prompt!r}, expected one of the toy task such as 'a+3b+9c-4='")
+    return render_working(terms, Random())
+
+
 def _render_term(label: str, term: Term) -> str:
     sign, digit = term
     return f"{label}{'+' if sign > 0 else '-'}{digit}"
