@@ -224,7 +224,7 @@ class Evidence:
         """Spreads of the trainer's and of the sampler's log-probs, as logged, of one token after one prompt and prefix.
 
         They are in units of 1 - p + .01, as noise on the logits is.  Samples of one prompt share their beginnings; both
-        sides score each beginning once per sample.
+        sides score each beginning once per sample.  Samples of other weights, by version or step, are apart.
         """
         early = self.position <= DEEPEST
         rows, columns = self.sequence[early], self.position[early]
@@ -251,8 +251,8 @@ def _first(columns: Sequence[Any]) -> Any:
 
 
 def _contexts(records: Sequence[Record]) -> NDArray[np.uint64]:
-    """[sequences, DEEPEST + 1] a hash of each token with its prompt and prefix."""
-    heads = [hashlib.blake2b(record.prompt_ids.tobytes(), digest_size=8).digest() for record in records]
+    """[sequences, DEEPEST + 1] a hash of each token with its prompt and prefix, and the weights that scored it."""
+    heads = [_head(record) for record in records]
     hashed = np.frombuffer(b"".join(heads), np.uint64).copy()
     found = np.empty((len(records), DEEPEST + 1), np.uint64)
     for place, ids in enumerate(_first([record.completion_ids for record in records]).astype(np.uint64).T):
@@ -260,6 +260,12 @@ def _contexts(records: Sequence[Record]) -> NDArray[np.uint64]:
         hashed ^= hashed >> np.uint64(29)
         found[:, place] = hashed
     return found
+
+
+def _head(record: Record) -> bytes:
+    """A hash of the prompt and of the weights of ``old_logp``: the version that sampled, or else the step."""
+    version = record.step if record.rollout_version is None else np.asarray(record.rollout_version).flat[0]
+    return hashlib.blake2b(record.prompt_ids.tobytes() + f"{version}".encode(), digest_size=8).digest()
 
 
 DEEPEST = 32

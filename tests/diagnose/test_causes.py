@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -189,3 +191,16 @@ def test_confidence_grows_from_a_half_to_one():
     assert margins[0] == 0.5
     assert margins == sorted(margins)
     assert margins[-1] > 0.99
+
+
+def test_a_trainer_that_has_learnt_between_two_steps_has_no_dropout():
+    """The same samples of a stale sampler at two steps: the trainer's log-probs are of other weights at the second."""
+    first, second = world(seed=1).records(), world("stale_weights", seed=1).records()
+    apart = [dataclasses.replace(record, step=1 + i) for i, part in enumerate((first, second)) for record in part]
+    together = [dataclasses.replace(record, step=1) for record in apart]
+    for row, record in enumerate(second):
+        for records in (apart, together):
+            kept = dataclasses.replace(first[row], old_logp=record.old_logp, step=records[len(first) + row].step)
+            records[len(first) + row] = kept
+    assert diagnose(together).verdict == "dropout"
+    assert diagnose(apart).verdict != "dropout"
