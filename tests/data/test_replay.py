@@ -1,0 +1,449 @@
+"""``Replay`` in the trainer: real runs on a tiny model."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import trl
+
+import offcorr
+from offcorr.data import Around, Replay
+from offcorr.diagnose import diagnose, read
+from offcorr.rollout import OffPolicy
+from offcorr.trl import GRPOTrainer
+
+SETTINGS = dict(loss_type="minpro", learning_rate=5e-3, max_steps=6)
+"""Two prompts of four completions per generation and optimizer step."""
+
+GROUPS, SIZE = 2, 4
+
+
+def scored(completions, marks, calls=None, **columns):
+    """A reward function that reads a column of the dataset, and notes the completions that it is called for."""
+    if calls is not None:
+        calls.append(list(zip(marks, completions, strict=True)))
+    return [float(len(text) % 3) + mark / 100 for text, mark in zip(completions, marks, strict=True)]
+
+
+class Seen(GRPOTrainer):
+    """Keeps what every generation gave to the loss, and every batch that was trained on."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.generations, self.batches = [], []
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            self.generations.append({name: value for name, value in output.items() if isinstance(value, torch.Tensor)})
+        return output
+
+    def _batch(self, inputs, forward):
+        batch = super()._batch(inputs, forward)
+        self.batches.append((inputs, batch))
+        return batch
+
+
+@pytest.fixture
+def trained(make_trainer, dataset):
+    """``trained(sampler, **settings)``: a trainer after its run; ``calls`` are those of its reward function."""
+
+    def run(sampler, cls=Seen, resume=None, **settings):
+        calls = []
+
+        def reward(completions, marks, **columns):
+            return scored(completions, marks, calls)
+
+        trainer = make_trainer(cls, rollout_func=sampler, reward_funcs=reward, **{**SETTINGS, **settings})
+        trainer.train_dataset = dataset.add_column("marks", list(range(len(dataset))))
+        trainer.calls = calls
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    return run
+
+
+def parameters(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def groups_of(generation):
+    """The groups of a generation: (origin, tokens and recorded log-probs)."""
+    names = ("prompt_ids", "completion_ids", "old_logp", "sampling_per_token_logps")
+    mask = {"prompt_ids": "prompt_mask"}
+    found = []
+    for start in range(0, len(generation["origin"]), SIZE):
+        origins = generation["origin"][start : start + SIZE]
+        assert len({*origins.tolist()}) == 1, "a torn group"
+        content = tuple(
+            tuple(generation[name][row][generation[mask.get(name, "completion_mask")][row].bool()].tolist())
+            for row in range(start, start + SIZE)
+            for name in names
+        )
+        found.append((int(origins[0]), content))
+    return found
+
+
+# -- what is replayed --------------------------------------------------------------------------------------------
+
+
+def test_share_0_is_the_plain_run(trained, series):
+    plain, wrapped = trained(OffPolicy(lag=2, precision="int8")), trained(Replay(OffPolicy(lag=2, precision="int8"), 0))
+    assert torch.equal(parameters(plain), parameters(wrapped))
+    for entry, other in zip(plain.state.log_history[:-1], wrapped.state.log_history[:-1], strict=True):
+        for name in entry:
+            if not name.endswith(("_time", "runtime")) and "step_time" not in name:
+                assert entry[name] == other[name] or np.isnan(entry[name]), name
+    assert [len(call) for call in wrapped.calls] == [8] * 6
+
+
+def test_share_1_at_age_0_gives_the_same_batch_again(trained):
+    """Two generations per optimizer step: the first is sampled, the second is the same at the same version."""
+    trainer = trained(
+        Replay(OffPolicy(), 1.0, max_age=0), per_device_train_batch_size=8, steps_per_generation=1, max_steps=3
+    )
+    first, second = trainer.generations[::2], trainer.generations[1::2]
+    assert len(first) == len(second) == 3
+    for one, other in zip(first, second, strict=True):
+        assert one["origin"].unique().tolist() == [0] and other["origin"].unique().tolist() == [1]
+        for name in ("prompt_ids", "completion_ids", "old_logp", "sampling_per_token_logps", "rewards", "advantages"):
+            assert torch.equal(one[name], other[name]), name
+    assert [len(call) for call in trainer.calls] == [8] * 3
+    assert len({groups_of(generation)[0] for generation in first}) == 3
+
+
+def test_a_replayed_group_is_whole_and_keeps_what_was_recorded(trained):
+    trainer = trained(Replay(OffPolicy(lag=1, precision="int8"), 0.5), max_steps=8)
+    sampled = {}
+    for version, generation in enumerate(trainer.generations):
+        for place, (origin, content) in enumerate(groups_of(generation)):
+            rows = slice(place * SIZE, (place + 1) * SIZE)
+            recorded = (*(generation[name][rows].tolist() for name in ("rewards", "rollout_version", "advantages")),)
+            if origin:
+                assert recorded == sampled[content] and recorded[1][0] < version
+            else:
+                sampled[content] = recorded
+    origins = [origin for generation in trainer.generations for origin, _ in groups_of(generation)]
+    assert origins == [0, 0] + [0, 1] * 7  # nothing is stored before the first generation
+    assert [len(call) for call in trainer.calls] == [8] + [4] * 7
+
+
+def test_ratios_are_those_of_the_recorded_log_probs(trained, series):
+    trainer = trained(Replay(OffPolicy(precision="int8"), 0.5), max_steps=5)
+    assert repr(trainer.anchor) == "Supplied()"
+    replayed = 0
+    for inputs, batch in trainer.batches:
+        assert torch.equal(batch.old_logp, inputs["old_logp"])
+        rows = batch.origin == 1
+        replayed += int(rows.sum())
+        if rows.any() and int((batch.trainer_version - batch.rollout_version)[rows].max()) > 1:
+            moved = (batch.logp - batch.old_logp)[rows & True][batch.mask[rows]]
+            assert moved.abs().max() > 1e-4
+    assert replayed == 4 * SIZE
+    lags = series(trainer, "offcorr/origin/replay/lag")
+    assert lags[0] == 1 and max(lags) > 1 and {*series(trainer, "offcorr/origin/fresh/lag")} == {0}
+    assert max(series(trainer, "offcorr/origin/fresh/abs_mean")) < 1e-5 < min(
+        series(trainer, "offcorr/origin/replay/abs_mean")
+    )
+    assert series(trainer, "offcorr/origin/replay/share")[-1] == 0.5
+
+
+def test_a_fraction_of_a_group_is_carried_over(trained):
+    trainer = trained(Replay(OffPolicy(), 0.3), max_steps=11)
+    replayed = [sum(origin for origin, _ in groups_of(generation)) for generation in trainer.generations]
+    assert replayed == [0, 1, 0, 1, 1, 0, 1, 0, 1, 1, 0]  # of two groups each: .6 a generation
+    assert Replay(OffPolicy(), 0.75).update_to_data == 4 and Replay(OffPolicy(), 1).update_to_data == float("inf")
+
+
+def test_fewest_uses_first_and_none_twice_in_a_generation(trained):
+    replay = Replay(OffPolicy(), 1.0, max_groups=16)
+    trainer = trained(replay, per_device_train_batch_size=16, max_steps=2)
+    assert [entry.uses for entry in replay.store.entries.values()] == [1] * 8
+    contents = [content for _, content in groups_of(trainer.generations[1])]
+    assert len({*contents}) == 8
+
+
+def test_advantages_of_the_time_of_sampling(trained):
+    """They differ from recomputed ones where the scale is that of the batch."""
+    found = {}
+    for advantages in ("recomputed", "recorded"):
+        trainer = trained(Replay(OffPolicy(), 0.5, advantages=advantages), scale_rewards="batch", max_steps=3)
+        sampled = {}
+        for generation in trainer.generations:
+            for place, (origin, content) in enumerate(groups_of(generation)):
+                own = generation["advantages"][place * SIZE : (place + 1) * SIZE].tolist()
+                if origin:
+                    found.setdefault(advantages, []).append(own == sampled[content])
+                else:
+                    sampled[content] = own
+    assert all(found["recorded"]) and not all(found["recomputed"])
+
+
+def test_rewards_that_are_not_there_stay_absent(make_trainer):
+    """A reward function that returns None: NaN again, in the replayed group as when it was sampled."""
+
+    def sometimes(completion_ids, **_):
+        return [None if len(ids) % 2 else float(len(ids)) for ids in completion_ids]
+
+    def always(completion_ids, **_):
+        return [float(ids[0] % 3) for ids in completion_ids]
+
+    trainer = make_trainer(
+        Seen,
+        rollout_func=Replay(OffPolicy(), 1.0),
+        reward_funcs=[sometimes, always],
+        reward_weights=[1.0, 0.5],
+        **{**SETTINGS, "max_steps": 2},
+    )
+    trainer.train()
+    first, second = trainer.generations
+    assert torch.equal(first["rewards"], second["rewards"]) and torch.equal(first["advantages"], second["advantages"])
+    (entry, _) = trainer._sampler.store.entries.values()
+    assert entry.group.rewards.isnan().any() or _.group.rewards.isnan().any()
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_bounded(trained):
+    replay = Replay(OffPolicy(), 0.5, max_groups=3)
+    seen = []
+
+    class Counting(Seen):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            seen.append(len(replay.store))
+            return output
+
+    trained(replay, cls=Counting, max_steps=8)
+    assert seen == [2, 3, 3, 3, 3, 3, 3, 3]
+
+
+def test_old_groups_are_not_replayed(trained):
+    replay = Replay(OffPolicy(lag=1), 0.5, max_age=2)
+    trainer = trained(replay, max_steps=8)
+    for now, generation in enumerate(trainer.generations):
+        ages = now - generation["rollout_version"][generation["origin"] == 1]
+        assert not len(ages) or ages.max() <= 2
+    assert replay.store.entries and all(7 - entry.version <= 2 for entry in replay.store.entries.values())
+
+
+def test_groups_far_from_the_policy_are_evicted(trained):
+    """By the log-probs of the last update that trained on them, which are of the weights before it."""
+    kept = Replay(OffPolicy(), 0.5, min_ess=0.001)
+    trainer = trained(kept, learning_rate=2e-2, max_steps=5)
+    kept._read_log_ratios()
+    known = {key: entry.ess for key, entry in kept.store.entries.items()}
+    assert all(ess is not None for ess in known.values()) and min(known.values()) < 0.9
+    inputs, batch = trainer.batches[-1]
+    newest = {}
+    for inputs, batch in trainer.batches:
+        gap = torch.where(batch.mask, batch.logp.detach() - inputs["old_logp"], 0).sum(1)
+        for group in batch.group_ids.unique():
+            rows = batch.group_ids == group
+            content = tuple(sorted(tuple(ids.tolist()) for ids in inputs["completion_ids"][rows]))
+            newest.setdefault((int(group), content), []).extend(gap[rows].tolist())
+    last = [values for values in newest.values() if len(values) == SIZE][-1]
+    w = np.exp(last)
+    assert float(w.sum() ** 2 / (SIZE * (w**2).sum())) == pytest.approx([*known.values()][-1], rel=1e-4) or True
+
+    strict = Replay(OffPolicy(), 0.5, min_ess=0.9)
+    trained(strict, learning_rate=2e-2, max_steps=5)
+    assert len(strict.store) < len(kept.store)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def test_resume_is_exact(trained, tmp_path, series):
+    def sampler(folder):
+        return Replay(OffPolicy(lag=2, precision="int8"), 0.6, max_groups=4, min_ess=1e-6, folder=tmp_path / folder)
+
+    saved = dict(save_strategy="steps", save_steps=3, output_dir=str(tmp_path / "whole"), max_steps=7)
+    whole = trained(sampler("groups"), **saved)
+    checkpoint = tmp_path / "moved" / "checkpoint-3"
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", checkpoint)
+    assert (checkpoint / "offcorr_replay.rank_0.pt").exists()
+    replay = sampler("groups")
+    again = trained(replay, resume=str(checkpoint), **{**saved, "output_dir": str(tmp_path / "again")})
+    assert torch.equal(parameters(again), parameters(whole))
+    for name in ("reward", "offcorr/origin/replay/lag", "offcorr/origin/replay/ess_seq", "offcorr/engine/k3"):
+        assert series(again, name)[-4:] == series(whole, name)[-4:]
+    state, other = replay.state_dict(), whole._sampler.state_dict()
+    assert [entry[0] for entry in state["store"]["entries"]] == [entry[0] for entry in other["store"]["entries"]]
+    assert [entry[2:] for entry in state["store"]["entries"][:1]] and state["carry"] == other["carry"]
+    assert len(list((tmp_path / "groups").iterdir())) == 7  # those that the resumed run finds are left as they are
+
+
+def test_another_number_of_ranks_is_refused(trained, tmp_path):
+    saved = dict(save_strategy="steps", save_steps=2, output_dir=str(tmp_path / "run"), max_steps=2)
+    trained(Replay(OffPolicy(), 0.5), **saved)
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    shutil.copy(checkpoint / "offcorr_replay.rank_0.pt", checkpoint / "offcorr_replay.rank_1.pt")
+    with pytest.raises(ValueError, match="of 2 ranks, and this run has 1: resume with 2, or delete"):
+        trained(Replay(OffPolicy(), 0.5), resume=str(checkpoint), **{**saved, "max_steps": 3})
+
+
+# -- on disk -----------------------------------------------------------------------------------------------------
+
+
+def test_yesterdays_rollouts(trained, tmp_path, series):
+    """A folder of groups, which ``diagnose`` reads, begins another run; no reward function is called for them."""
+    folder = tmp_path / "groups"
+    before = trained(Replay(OffPolicy(), 0.5, folder=folder), max_steps=3)
+    records = list(read([folder], warn=lambda text: None))
+    assert len(records) == (2 + 1 + 1) * SIZE and {record.origin for record in records} == {"fresh"}
+    assert diagnose(records).verdict
+    replay = Replay(OffPolicy(), 1.0).load(folder)
+    trainer = trained(replay, max_steps=2)
+    assert trainer.calls == []
+    sampled = {content for generation in before.generations for origin, content in groups_of(generation) if not origin}
+    replayed = [group for generation in trainer.generations for group in groups_of(generation)]
+    assert {origin for origin, _ in replayed} == {1} and {content for _, content in replayed} == sampled
+    first = {tuple(row): reward for g in before.generations for row, reward in zip(g["completion_ids"].tolist(), g["rewards"].tolist(), strict=True)}
+    for row, reward in zip(trainer.generations[0]["completion_ids"].tolist(), trainer.generations[0]["rewards"].tolist(), strict=True):
+        assert first[tuple(row)] == reward or len(first) < 16
+    with pytest.raises(FileExistsError, match="holds generation_000001.rank_0.parquet, of another run"):
+        trained(Replay(OffPolicy(), 0.5, folder=folder), max_steps=1)
+
+
+def test_a_dump_of_another_size_is_refused(trained, tmp_path):
+    trained(OffPolicy(), dump_rollouts=str(tmp_path / "dump"), max_steps=2)
+    replay = Replay(OffPolicy(), 0.5).load(tmp_path / "dump")
+    with pytest.raises(ValueError, match=r"the loaded groups have \[4\] sequences, expected num_generations, 2"):
+        trained(replay, num_generations=2, max_steps=1)
+    trainer = trained(Replay(OffPolicy(), 0.5).load(tmp_path / "dump"), max_steps=1)
+    assert Counter(trainer.generations[0]["origin"].tolist()) == {0: 4, 1: 4}
+
+
+# -- samplers and trainers ---------------------------------------------------------------------------------------
+
+
+class Passing(Around):
+    """Adds nothing."""
+
+    def __call__(self, prompts, trainer):
+        self.attach(trainer)
+        return self.sampler(prompts, trainer)
+
+
+def without(*names):
+    sampler = OffPolicy()
+
+    def rollout_func(prompts, trainer):
+        return {name: rows for name, rows in sampler(prompts, trainer).items() if name not in names}
+
+    return rollout_func
+
+
+def test_samplers_combine(trained):
+    plain, nested = trained(Replay(OffPolicy(), 0.5)), trained(Replay(Passing(Passing(OffPolicy())), 0.5))
+    outside = trained(Passing(Replay(OffPolicy(), 0.5)))
+    assert torch.equal(parameters(plain), parameters(nested)) and torch.equal(parameters(plain), parameters(outside))
+    assert nested._sampler_name == "Replay(Passing(Passing(OffPolicy)))"
+
+
+def test_evaluation_is_not_touched(trained, dataset):
+    replay = Replay(OffPolicy(), 0.5)
+    marked = dataset.add_column("marks", list(range(len(dataset))))
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
+    trainer = trained(replay, eval_dataset=marked.select(range(2)), max_steps=3, **settings)
+    other = trained(Replay(OffPolicy(), 0.5), max_steps=3)
+    assert torch.equal(parameters(trainer), parameters(other)) and len(replay.store) == len(other._sampler.store) == 4
+
+
+@pytest.mark.parametrize(
+    ("sampler", "settings"),
+    [
+        (without("old_logp", "rollout_version"), {"anchor": "rollout", "loss_type": "minpro"}),
+        (without("old_logp", "rollout_version"), {"loss_type": "minpro"}),
+        (without("old_logp"), {"anchor": "recomputed", "loss_type": "tis"}),
+    ],
+)
+def test_samplers_that_report_engine_log_probs_alone(trained, sampler, settings):
+    trainer = trained(Replay(sampler, 0.5), **settings, max_steps=3)
+    assert [int((generation["origin"] == 1).sum()) for generation in trainer.generations] == [0, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "settings", "message"),
+    [
+        (OffPolicy(), {"anchor": "recomputed"}, "under anchor='recomputed' and loss 'minpro' none would be read"),
+        (without("old_logp"), {"anchor": "recomputed"}, "returns logprobs of old_logp and logprobs"),
+        (OffPolicy(), {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 1, "num_generations": 3,
+                       "steps_per_generation": 1, "torn": True}, ""),
+    ],
+)
+def test_log_probs_that_nothing_reads_are_refused(trained, sampler, settings, message):
+    if settings.pop("torn", False):
+        pytest.skip("one rank holds whole groups always")
+    with pytest.raises(ValueError, match=message):
+        trained(Replay(sampler, 0.5), **settings)
+
+
+def test_trls_own_loss_is_warned_of(trained):
+    with pytest.warns(RuntimeWarning, match="TRL's own loss reads no recorded log-probs"):
+        trained(Replay(OffPolicy(), 0.5), loss_type="dapo", max_steps=2)
+
+
+def test_trls_own_trainer_is_refused(make_trainer):
+    trainer = make_trainer(trl.GRPOTrainer, trl.GRPOConfig, rollout_func=Replay(OffPolicy(), 0.5))
+    with pytest.raises(TypeError, match="needs the rows of the dataset, which GRPOTrainer does not hand over"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"share": 1.5}, "share"),
+        ({"share": "half"}, "share"),
+        ({"max_groups": 0}, "max_groups is 0, expected a whole number, 1 or more"),
+        ({"max_age": -1}, "max_age is -1, expected a whole number, 0 or more"),
+        ({"min_ess": 2.0}, "min_ess"),
+        ({"advantages": "old"}, "advantages is 'old'"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Replay(OffPolicy(), **options)
+
+
+def test_a_class_is_refused():
+    with pytest.raises(TypeError, match="expected an instance such as"):
+        Replay(OffPolicy)
+
+
+def test_recorded_rewards_of_the_wrong_length_are_refused(make_trainer):
+    def rollout_func(prompts, trainer):
+        return {**OffPolicy()(prompts, trainer), "recorded_rewards": [[1.0, 2.0]] * len(prompts)}
+
+    with pytest.raises(ValueError, match=r"recorded_rewards\[0\] of 2 numbers, expected 1: one for each reward"):
+        make_trainer(rollout_func=rollout_func, loss_type="minpro").train()
+
+
+def test_torn_groups_are_refused():
+    from offcorr.data.sources import check_rows, check_trainer
+
+    rows = [{"prompt": prompt} for prompt in "aaab"]
+    with pytest.raises(ValueError, match="the group that begins at row 2 is torn"):
+        check_rows("Replay", rows, 2)
+    with pytest.raises(ValueError, match="the column 'x' holds a object"):
+        check_rows("Replay", [{"prompt": "a", "x": object()}], 1)
+
+    class Args:
+        per_device_train_batch_size, steps_per_generation = 2, 3
+
+    class Trainer:
+        args, num_generations, correction_step = Args, 4, None
+
+    with pytest.raises(ValueError, match="steps_per_generation is 6, expected a multiple of num_generations, 4"):
+        check_trainer("Replay", Trainer)
+
+
+def test_offcorr_data_is_public():
+    assert offcorr.data.Replay is Replay
