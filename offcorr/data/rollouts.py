@@ -86,12 +86,11 @@ def mixed(fresh: Mapping[str, Any] | None, groups: Sequence[PromptGroup]) -> dic
     """The rollout of the fresh sequences, if any, and of the replayed groups after them."""
     if not groups:
         return dict(fresh or {})
-    replayed = [*RECORDED, "recorded_rewards"]
     if fresh is None:
-        names = [name for name in replayed if all(name in group.columns for group in groups)]
-        rollout: dict[str, Any] = {"logprobs": None, **{name: _together([], groups, name) for name in names}}
-        rollout["recorded_rewards"] = _together([], groups, "recorded_rewards")
-        return rollout
+        names = {name for name in RECORDED if all(name in group.columns for group in groups)}
+        names |= {"env_mask"} if any("env_mask" in group.columns for group in groups) else set()
+        replayed = {name: _together([], groups, name) for name in (*names, "recorded_rewards")}
+        return {"logprobs": None, **replayed}
     size = len(fresh["completion_ids"])
     rollout = dict(fresh)
     rollout.setdefault("recorded_rewards", [None] * size)

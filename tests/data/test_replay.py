@@ -438,3 +438,38 @@ def test_torn_groups_are_refused():
 
     with pytest.raises(ValueError, match="steps_per_generation is 6, expected a multiple of num_generations, 4"):
         check_trainer("Replay", Trainer)
+
+
+def test_masks_versions_and_gaps_are_replayed(trained):
+    """An environment's tokens, a version per token, tokens that the engine could not score, a key for the rewards."""
+    sampler = OffPolicy(lag=1)
+
+    def rollout_func(prompts, trainer):
+        output = sampler(prompts, trainer)
+        output["env_mask"] = [[int(t != 1) for t in range(len(ids))] for ids in output["completion_ids"]]
+        output["logprobs"] = [[None, *row[1:]] for row in output["logprobs"]]
+        versions = zip(output["rollout_version"], output["completion_ids"], strict=True)
+        output["rollout_version"] = [[version] * len(ids) for version, ids in versions]
+        return {**output, "note": ["here"] * len(prompts)}
+
+    trainer = trained(Replay(rollout_func, 0.5), max_steps=4, max_completion_length=6)
+    kept = {}
+    for generation in trainer.generations:
+        mask = generation["completion_mask"].bool()
+        for row, origin in enumerate(generation["origin"].tolist()):
+            own = mask[row]
+            names = ("tool_mask", "rollout_version", "sampling_per_token_logps", "completion_ids")
+            found = [generation[name][row][own].nan_to_num(7).tolist() for name in names]
+            assert found[2][0] == 7 and (len(found[0]) < 2 or found[0][1] == 0)
+            key = (*generation["prompt_ids"][row].tolist(), *generation["old_logp"][row][own].tolist())
+            assert not origin or found in kept[key]
+            kept.setdefault(key, []).append(found)
+    assert [int((generation["origin"] == 1).sum()) for generation in trainer.generations] == [0, 4, 4, 4]
+
+
+def test_several_updates_on_a_generation(trained):
+    """``num_iterations``: the newest log-ratios of a group are those of its last update."""
+    replay = Replay(OffPolicy(), 0.5, min_ess=1e-9)
+    trainer = trained(replay, num_iterations=2, max_steps=6)
+    assert [int((generation["origin"] == 1).sum()) for generation in trainer.generations] == [0, 4, 4]
+    assert all(entry.ess is not None for entry in [*replay.store.entries.values()][:3])
