@@ -68,15 +68,22 @@ def read_groups(paths: Sequence[str | Path]) -> list[list[Record]]:
         ValueError: a record without a group or a reward.
     """
     groups: dict[tuple[object, ...], list[Record]] = {}
-    for record in read(paths, warn=lambda text: None):
+    for record in read(paths, warn=_warn_of_rows):
         for name in ("group_id", "reward"):
             if getattr(record, name) is None:
                 raise ValueError(
                     f"{record.where}: {name} is missing, expected it in rollouts to replay: whole prompt groups with "
                     "their rewards, as Replay(folder=...) and dump_rollouts= write them"
                 )
-        groups.setdefault((record.group_id, *record.prompt_ids.tolist()), []).append(record)
+        folder = Path(record.where.rpartition(", row ")[0]).parent  # ids are those of a run
+        groups.setdefault((folder, record.group_id, *record.prompt_ids.tolist()), []).append(record)
     return list(groups.values())
+
+
+def _warn_of_rows(text: str) -> None:
+    """Pass on a sentence about files and rows that were not read; fields that only a diagnosis needs may be absent."""
+    if text.partition("; ")[2] and not text.startswith("no record has"):
+        warnings.warn(text, stacklevel=outside())
 
 
 def whole_groups(groups: Sequence[list[Record]], size: int) -> list[list[Record]]:

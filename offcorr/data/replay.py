@@ -17,7 +17,7 @@ from offcorr.data.around import Around, Rollout, RolloutFunc, Rows
 from offcorr.data.folder import GroupFolder, read_groups, whole_groups
 from offcorr.data.rollouts import FRESH, PromptGroup, columns_of, group_of_records, mixed
 from offcorr.data.sources import check_rows, check_sources, check_trainer
-from offcorr.data.store import Store
+from offcorr.data.store import Entry, Store
 from offcorr.diagnose import Record
 from offcorr.optional import require
 from offcorr.rollout.sampler import check_seed
@@ -38,7 +38,12 @@ class Generation(NamedTuple):
 
     number: int
     fresh: Rows
-    replayed: list[PromptGroup]
+    replayed: list[Entry[PromptGroup]]
+
+    @property
+    def sequences(self) -> int:
+        """Number of its rows."""
+        return len(self.fresh) + sum(len(entry.group) for entry in self.replayed)
 
 
 class Replay(Around):
@@ -164,6 +169,15 @@ class Replay(Around):
         check_rows(self.__name__, rows, size)
         self._read_log_ratios()
         self._fill(trainer, rows[0])
+        replayed = self._draw(trainer, number)
+        fresh = rows[: (number - len(replayed)) * size]
+        if fresh:
+            fresh = super().exchange(fresh, trainer)
+        self._current, self._rollout = Generation(self._generation, [dict(row) for row in fresh], replayed), None
+        return [*fresh, *(dict(row) for entry in replayed for row in entry.group.rows)]
+
+    def _draw(self, trainer: Any, number: int) -> list[Entry[PromptGroup]]:
+        """The stored groups that take part in a generation of ``number`` groups; every rank draws equally many."""
         self.store.evict(trainer.state.global_step)
         self._carry += self.share * number
         wanted = min(number, math.floor(self._carry + 1e-9))
@@ -171,14 +185,8 @@ class Replay(Around):
         self._generation += 1
         count = _agreed(trainer, min(wanted, len(self.store)))
         seed = trainer.args.seed if self.seed is None else self.seed
-        drawn = [seed, trainer.accelerator.process_index, self._generation]
-        self._keys = self.store.choose(count, drawn)
-        groups = [self.store.entries[key].group for key in self._keys]
-        fresh = rows[: (number - count) * size]
-        if fresh:
-            fresh = super().exchange(fresh, trainer)
-        self._current, self._rollout = Generation(self._generation, [dict(row) for row in fresh], groups), None
-        return [*fresh, *(dict(row) for group in groups for row in group.rows)]
+        self._keys = self.store.choose(count, [seed, trainer.accelerator.process_index, self._generation])
+        return [self.store.entries[key] for key in self._keys]
 
     def __call__(self, prompts: list[Any], trainer: Any) -> Rollout:
         """One completion for each prompt; the completions of a prompt are neighbours."""
@@ -186,7 +194,7 @@ class Replay(Around):
         if not trainer.model.training:
             return self.sampler(prompts, trainer)
         current = self._current
-        expected = None if current is None else len(current.fresh) + sum(map(len, current.replayed))
+        expected = None if current is None else current.sequences
         if current is None or len(prompts) != expected:
             raise ValueError(
                 f"{self.__name__} was called with {len(prompts)} prompts, expected {expected}, those of the rows that "
@@ -201,7 +209,7 @@ class Replay(Around):
                 check_sources(self.__name__, fresh, trainer)
             fresh = {**fresh, "origin": fresh.get("origin") or [FRESH] * len(current.fresh)}
         self._rollout = fresh
-        return mixed(fresh, current.replayed)
+        return mixed(fresh, [entry.group for entry in current.replayed])
 
     def finished(self, rows: Rows, output: dict[str, Any], rewards: Tensor, trainer: Any) -> None:
         """Store the fresh groups; see ``Around``."""
@@ -212,7 +220,8 @@ class Replay(Around):
             own = {name: value[:first] for name, value in output.items() if _has_rows(value, len(rows))}
             super().finished(rows[:first], own, rewards[:first], trainer)
         now = trainer.state.global_step
-        self._mark_replayed(output, first, now)
+        if current.replayed:
+            self._mark_replayed(output, first, current.replayed)
         rewards, advantages = rewards.cpu(), output["advantages"].detach().cpu()
         new = []
         for start in range(0, first, size) if self._rollout is not None else ():
@@ -231,16 +240,13 @@ class Replay(Around):
         if self.store.min_ess is not None:
             self._log_ratios.append((places, log_ratio))
 
-    def _mark_replayed(self, output: dict[str, Any], first: int, now: int) -> None:
-        """Write the recorded advantages and the versions of the replayed sequences to the batch."""
-        replayed = self._current.replayed if self._current is not None else []
-        if not replayed:
-            return
-        versions = [group.version(now) for group in replayed for _ in range(len(group))]
+    def _mark_replayed(self, output: dict[str, Any], first: int, replayed: list[Entry[PromptGroup]]) -> None:
+        """Write the versions and the recorded advantages of the replayed sequences to the batch, from row ``first``."""
+        versions = [entry.version for entry in replayed for _ in range(len(entry.group))]
         output["generated_at"][first:] = torch.tensor(versions).to(output["generated_at"])
         if self.advantages == "recorded":
             advantages = output["advantages"]
-            recorded = torch.cat([group.advantages for group in replayed]).to(advantages)
+            recorded = torch.cat([entry.group.advantages for entry in replayed]).to(advantages)
             advantages[first:] = torch.where(recorded.isnan(), advantages[first:], recorded)
 
     def _read_log_ratios(self) -> None:

@@ -473,3 +473,13 @@ def test_several_updates_on_a_generation(trained):
     trainer = trained(replay, num_iterations=2, max_steps=6)
     assert [int((generation["origin"] == 1).sum()) for generation in trainer.generations] == [0, 4, 4]
     assert all(entry.ess is not None for entry in [*replay.store.entries.values()][:3])
+
+
+def test_a_sampler_without_versions(trained):
+    """The age of a group counts from its generation, and its sequences are known not to be of the current weights."""
+    replay = Replay(without("rollout_version"), 0.5, max_age=2)
+    trainer = trained(replay, max_steps=6)
+    generated = [generation["generated_at"].tolist() for generation in trainer.generations]
+    for now, (at, generation) in enumerate(zip(generated, trainer.generations, strict=True)):
+        for version, origin in zip(at, generation["origin"].tolist(), strict=True):
+            assert now - 2 <= version < now if origin else version == now
