@@ -109,6 +109,9 @@ class Replay(Around):
         self._trainer: weakref.ref[Any] | None = None
         self._forget()
 
+    def __repr__(self) -> str:
+        return f"Replay({self.sampler!r}, share={self.share})"
+
     def _forget(self) -> None:
         self.store.clear()
         self._generation = 0
