@@ -39,6 +39,7 @@ ORDER = (
     "offcorr.exact",
     "offcorr.trl",
     "offcorr.rollout",
+    "offcorr.data",
     "offcorr.integrations",
 )
 

@@ -24,6 +24,15 @@ LOG_LIMIT = 20.0
 ABOVE_ZERO = "{} is above 0 on valid tokens, as no log-prob is: were probabilities passed?"
 """The warning where ``above_zero`` holds of a field."""
 
+ORIGINS = ("fresh", "replay", "demonstration", "prefix")
+"""Names of where a sequence came from, at the index that stands for each in ``Batch.origin``:
+
+- "fresh": sampled for this generation;
+- "replay": sampled for an earlier one, by this run or another, with the log-probs that were recorded then;
+- "demonstration": written by another model or by a person;
+- "prefix": sampled for this generation after the first tokens of a stored trace, which are masked.
+"""
+
 _PER_TOKEN = (
     "mask",
     "old_logp",

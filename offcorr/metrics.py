@@ -32,6 +32,7 @@ __all__ = [
     "Mean",
     "Metrics",
     "Moments",
+    "Share",
     "measure",
 ]
 
@@ -116,6 +117,15 @@ class Mean(Accumulator):
     def mean(cls, numbers: list[float]) -> tuple[float, float] | None:
         """(their mean, their number)."""
         return (numbers[0] / numbers[1], numbers[1]) if numbers[1] else None
+
+
+class Share(Mean):
+    """(number of values that are true, number of values), left out where none is true."""
+
+    @staticmethod
+    def values(numbers: list[float]) -> tuple[float, ...] | None:
+        """Their share."""
+        return (numbers[0] / numbers[1],) if numbers[0] else None
 
 
 class Moments(Accumulator):

@@ -37,6 +37,7 @@ NEEDS = {
     "recipes": (*TRAINER, "matplotlib", "reasoning_gym", "rich", "yaml"),
     "engine": TRAINER,
     "lab/test_mismatch.py": (*TRAINER, "reasoning_gym", "rich"),
+    "data": TRAINER,
     "rollout": TRAINER,
     "toy": ("transformers", "tokenizers", "datasets", "reasoning_gym", "rich"),
     "test_tokens.py": ("transformers", "trl", "tokenizers"),

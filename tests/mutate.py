@@ -48,6 +48,7 @@ WATCHED = "tests/training/test_monitor.py"
 CARRIED, COMPARED, TOKENS = "offcorr/tokens/trajectory.py", "offcorr/tokens/compare.py", "tests/test_tokens.py"
 INVARIANT, ATTENDS = "offcorr/exact/invariant.py", "offcorr/exact/attention.py"
 BITWISE = "tests/test_exact.py"
+REPLAY, ORIGINS = "tests/data/test_replay.py", "tests/training/test_origins.py"
 TWIN, SPLIT = "support.py twin", "parallel.py"
 
 MUTATIONS = [
@@ -1345,6 +1346,58 @@ MUTATIONS = [
         "mask=(rows[:, None] < M) & (inner[None, :] < K - start), other=0.0",
         "mask=(rows[:, None] < M), other=0.0",
         "tests/kernels/test_invariant.py::test_products_are_right",
+    ),
+    Mutation(
+        "a replay called fresh",
+        "offcorr/data/rollouts.py",
+        "else REPLAY for origin",
+        "else FRESH for origin",
+        f"{REPLAY} share_1",
+    ),
+    Mutation(
+        "a replay is drawn whatever its uses",
+        "offcorr/data/store.py",
+        "key=lambda key: self.entries[key].uses)",
+        "key=lambda key: 0)",
+        f"{REPLAY} fewest",
+    ),
+    Mutation(
+        "a replay a version too old", "offcorr/data/store.py", "<= self.max_age", "<= self.max_age + 1", f"{REPLAY} old"
+    ),
+    Mutation(
+        "no fraction of a replay is carried over",
+        "offcorr/data/replay.py",
+        "self._carry += self.share",
+        "self._carry = self.share",
+        f"{REPLAY} fraction",
+    ),
+    Mutation(
+        "replay resumed without its carry",
+        "offcorr/data/replay.py",
+        'state["generation"], state["carry"], state["loaded"]',
+        'state["generation"], 0.0, state["loaded"]',
+        f"{REPLAY} resume",
+    ),
+    Mutation(
+        "reward functions called for a replay",
+        "offcorr/trl/recorded.py",
+        "if known is None]",
+        "]",
+        f"{REPLAY} whole",
+    ),
+    Mutation(
+        "the monitor reads replay, too",
+        "offcorr/training/step.py",
+        "self.monitor.end(self._version, watched_numbers(computed))",
+        "self.monitor.end(self._version, computed)",
+        f"{ORIGINS} alarm",
+    ),
+    Mutation(
+        "the self-test reads replay, too",
+        "offcorr/training/semantics.py",
+        "padded = padded.rows(rows)",
+        "pass",
+        f"{ORIGINS} self_test",
     ),
 ]
 

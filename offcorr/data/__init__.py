@@ -8,5 +8,7 @@ from offcorr.optional import require
 require("offcorr.data", ["transformers", "accelerate"], extra="trl")
 
 from offcorr.data.around import Around  # noqa: E402
+from offcorr.data.replay import Replay  # noqa: E402
+from offcorr.data.worker_replay import WorkerReplay  # noqa: E402
 
-__all__ = ["Around"]
+__all__ = ["Around", "Replay", "WorkerReplay"]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offcorr.batch import Batch
+from offcorr.batch import ORIGINS, Batch
 from offcorr.diagnose.record import Record
 
 __all__ = ["records_of"]
@@ -82,6 +82,7 @@ def records_of(
         "reward": padded.rewards,
         "group_id": padded.group_ids,
         "rollout_version": padded.rollout_version,
+        "origin": padded.origin,
     }
     host = {name: _on_host(value) for name, value in columns.items() if value is not None}
     records = []
@@ -102,6 +103,8 @@ def records_of(
             else:
                 row[name] = values[i, chosen].copy() if at is None else _spread(values[i, :width], at, tokens)
         row.setdefault("rollout_logp", np.full(tokens, np.nan))
+        if "origin" in row:
+            row["origin"] = ORIGINS[row["origin"]]
         if "rollout_version" in row:
             known = row["rollout_version"][row["mask"]]
             if len(known) and (known == known[0]).all():

@@ -16,7 +16,9 @@ from offcorr.diagnose.record import LOGPS, NAMES, Record, RecordError
 __all__ = ["DumpError", "read"]
 
 EXPECTED = f"expected {', '.join(c.name for c in CONTAINERS)}, of {'; '.join(layout.name for layout in LAYOUTS)}"
-OPTIONAL = tuple(name for name in NAMES if name not in ("prompt_ids", "completion_ids", "rollout_logp", "old_logp"))
+UNASKED = ("prompt_ids", "completion_ids", "rollout_logp", "old_logp", "origin")
+OPTIONAL = tuple(name for name in NAMES if name not in UNASKED)
+"""The fields without which tests are left out."""
 NUMBERS = (*LOGPS, "entropy", "reward", "advantage")
 
 

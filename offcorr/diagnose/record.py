@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offcorr.batch import ORIGINS
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
@@ -53,6 +55,7 @@ class Record:
         rollout_version: number of optimizer steps that the sampler's weights had seen, of the sequence or [T].
         trainer_version: the same of the weights of ``logp``.
         step: the optimizer step at which the sequence was trained on.
+        origin: where the sequence came from, a name of ``offcorr.training.ORIGINS``.
         where: file and row, for messages.
 
     Raises:
@@ -73,6 +76,7 @@ class Record:
     rollout_version: int | Integers | None = None
     trainer_version: int | Integers | None = None
     step: int | None = None
+    origin: str | None = None
     where: str = ""
 
     def __post_init__(self) -> None:
@@ -144,6 +148,10 @@ def _converted(name: str, value: Any) -> Any:
         return float(value)
     if name == "group_id":
         return value if isinstance(value, str) else int(_whole([value])[0])
+    if name == "origin":
+        if value not in ORIGINS:
+            raise ValueError("not the name of an origin")
+        return str(value)
     return int(_whole([value])[0])
 
 
@@ -178,4 +186,6 @@ def _wanted(name: str) -> str:
         return "a number, or one per completion token"
     if name == "group_id":
         return "a whole number or a name"
+    if name == "origin":
+        return f"one of {', '.join(ORIGINS)}"
     return "a whole number" + (", or one per completion token" if name in EITHER else "")

@@ -16,7 +16,7 @@ from offcorr.training.baselines import OPOB, token_baseline
 from offcorr.training.cusum import Cusum
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.monitor import Monitor
-from offcorr.training.origins import ORIGINS, origin_ids
+from offcorr.training.origins import ORIGINS, origin_ids, origin_metrics
 from offcorr.training.parallel import gather_over, gather_sequences
 from offcorr.training.precision import PRECISIONS, Precision
 from offcorr.training.replica import Replica
@@ -60,6 +60,7 @@ __all__ = [
     "logprob_semantics",
     "make_anchor",
     "origin_ids",
+    "origin_metrics",
     "share_done",
     "token_baseline",
 ]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from offcorr.stages.checks import one_of
 from offcorr.training.field_metrics import ENGINE, FIELD, STALENESS, with_aliases
+from offcorr.training.origins import PREFIX as ORIGIN
 
 LOSS = "offcorr/loss/"
 
@@ -41,6 +42,10 @@ SHORT = (
     Answer(LOSS + "damped", "What share of the tokens did it damp?"),
     Answer(LOSS + "amplified", "What share of the tokens did it amplify?"),
     Answer(LOSS + "ess_after", "What share of the tokens is left, effectively, after the correction?"),
+    Answer(ORIGIN + "*/share", "What share of the sequences has this origin?", "in force"),
+    Answer(ORIGIN + "*/lag", "How many optimizer updates old are those?", "in force"),
+    Answer(ORIGIN + "*/ess_seq", "What share of those sequences is left, effectively?", "in force"),
+    Answer(ORIGIN + "*/kept", "What share of their tokens does the loss learn from?", "in force"),
     Answer("entropy", "How certain is the policy?"),
     Answer(LOSS + "unscored", "How many tokens could the engine not score?", "not 0"),
     Answer(LOSS + "nonfinite", "How many tokens gave no finite number to train on?", "not 0"),

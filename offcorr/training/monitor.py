@@ -22,6 +22,7 @@ from offcorr.stages.checks import check_value, one_of, outside
 from offcorr.training.alarms import ADVICE, Alarm, MismatchError, checked_actions, write_dump
 from offcorr.training.cusum import Cusum
 from offcorr.training.field_metrics import field_metrics
+from offcorr.training.origins import WATCHED, watched, watched_rows
 from offcorr.training.semantics import Semantics, batch_semantics
 from offcorr.training.series import CONDITIONS, LIMITS, Limit, Series, Severity
 
@@ -60,6 +61,9 @@ class Monitor:
     step, a step being one ``end`` (a trainer's logging step).  The chart, or a limit, has to be exceeded in
     ``persistence`` steps in a row.  The cause is named by ``offcorr.diagnose.diagnose`` on the last batches.  One alarm
     is raised until the series is back in its range for ``persistence`` steps.
+
+    Of a batch with ``origin`` only the sequences are looked at that were sampled for this generation ("fresh" and
+    "prefix"), by the self-test as well: replayed ones and demonstrations are off-policy by intent.
 
     Nothing is transferred from the device but the packed metrics, once per ``end``; with ``Step(monitor=...)``, and so
     in the trainers, these are the metrics that are transferred for the log.
@@ -195,8 +199,9 @@ class Monitor:
         if not self.tested and self.self_test != "off":
             self.test(batch_semantics(batch, temperature=self.temperature))
         if self.measures:
+            seen = watched(batch.tokens.batch)
             self._measured = self._measured.merge(
-                Metrics({**measure(batch).data, **field_metrics(batch.tokens.batch, contains_rollout=False).data})
+                Metrics({**measure(seen).data, **field_metrics(seen, contains_rollout=False).data})
             )
         ids: dict[str, Any] = {"completion_ids": completion_ids, "prompt_ids": prompt_ids}
         self.keep(batch, lambda batch: _without_ids(batch) | {name: own for name, own in ids.items() if own}, step)
@@ -237,7 +242,8 @@ class Monitor:
             k3 = torch.where(pair.compared, pointwise.nonnegative_kl(pair.raw), 0)
             own = k3.sum(1) <= series.mask_above * pair.compared.sum(1)
             keep = own if keep is None else keep & own
-        return keep
+        rows = watched_rows(batch)
+        return keep if keep is None or rows is None else keep | ~rows
 
     # -- the self-test -------------------------------------------------------------------------------------------
 
@@ -323,7 +329,7 @@ class Monitor:
 
     def _records(self, step: int) -> list[Record]:
         kept = [records_of(batch, **ids(batch), step=own or step) for batch, ids, own in self._batches]
-        return [record for records in kept for record in records]
+        return [record for records in kept for record in records if record.origin in (None, *WATCHED)]
 
     def _diagnosed(self, series: Series, records: list[Record]) -> Report | Exception | None:
         """The report on the records, None without any; or the error, as a diagnosis must not end a training."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offcorr.batch import Batch, above_zero
+from offcorr.training.origins import watched_rows
 
 Kind = Literal[
     "agrees",
@@ -254,12 +255,18 @@ def logprob_semantics(
 def batch_semantics(batch: Batch, *, temperature: float = 1.0, sampled: bool = True) -> Semantics | None:
     """``logprob_semantics`` of a batch, padded or packed; None where the engine reported nothing.
 
+    Of a batch with ``origin`` it looks at the sequences that were sampled for this generation; None where there are
+    none.
+
     Args:
         temperature: the trainer's.
         sampled: ``old_logp``, if any, is of the weights that sampled; False: ``logp`` is compared.
     """
     padded = batch.tokens.batch
-    if padded.rollout_logp is None:
+    rows = watched_rows(padded)
+    if rows is not None:
+        padded = padded.rows(rows)
+    if padded.rollout_logp is None or (rows is not None and not rows.any()):
         return None
     mask, logp, entropy, same_weights = padded.mask.bool(), padded.logp.detach(), padded.entropy, True
     if not mask.any(1).all():

@@ -20,6 +20,7 @@ from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import FIELD, field_metrics
 from offcorr.training.logged import logged
 from offcorr.training.monitor import Ids, Monitor
+from offcorr.training.origins import origin_metrics, watched_metrics, watched_numbers
 from offcorr.training.schedules import Annealed
 from offcorr.training.semantics import Semantics, batch_semantics
 
@@ -347,7 +348,7 @@ class Step:
         out = self.correction(weighted, denominator=self.denominator, statistics=self.statistics, kept=kept)
         if self._train and self._anchor is not None and self._anchor.wants_active:
             self._count_active(batch, out.coefficient)
-        self.observe(batch, out.metrics, last=last, on_policy=on_policy, ids=ids)
+        self.observe(batch, out.metrics, last=last, on_policy=on_policy, ids=ids, coefficient=out.coefficient)
         return out
 
     def observe(
@@ -358,8 +359,13 @@ class Step:
         last: bool = True,
         on_policy: Tensor | None = None,
         ids: Ids | None = None,
+        coefficient: Tensor | None = None,
     ) -> None:
-        """Measure a micro-batch whose loss is computed elsewhere; arguments as in ``loss``."""
+        """Measure a micro-batch whose loss is computed elsewhere; arguments as in ``loss``.
+
+        Args:
+            coefficient: dL/dlogp of that loss, for the share of each origin's tokens that it keeps.
+        """
         check_batch(batch)
         if self.monitor is not None and self._train:
             if not self.monitor.tested and self.monitor.self_test != "off":
@@ -370,7 +376,7 @@ class Step:
         if metrics is None:
             unscored = batch.tokens.unscored.sum(dtype=torch.float64).reshape(1)
             metrics = Metrics({**measure(batch).data, UNSCORED: Count(unscored)})
-        self.add(self._complete(metrics, batch))
+        self.add(self._complete(metrics, batch, coefficient))
         self.in_progress = self._train and not last
         if not self._train or self.ess_lr is None:
             return
@@ -425,25 +431,33 @@ class Step:
         computed |= {name: sum(value) / len(value) for name, value in values.items()}
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
         if self.monitor is not None and train:
-            self.monitor.end(self._version, computed)
+            self.monitor.end(self._version, watched_numbers(computed))
             computed |= self.monitor.numbers() if computed else {}
         if choice is None:
             return {name: value for name, value in computed.items() if not name.startswith(FIELD)}
         return logged(computed, choice, train)
 
-    def _complete(self, metrics: Metrics, batch: Batch) -> Metrics:
-        """Adds the metrics that other frameworks log.  Where the anchor contains the engine's log-probs, the engine
-        series is dropped: it would be 0 by construction, and the staleness series holds the mismatch of both.
+    def _complete(self, metrics: Metrics, batch: Batch, coefficient: Tensor | None = None) -> Metrics:
+        """Adds the metrics that other frameworks log, those by origin and those for the monitor.  Where the anchor
+        contains the engine's log-probs, the engine series is dropped: it would be 0 by construction, and the staleness
+        series holds the mismatch of both.
         """
-        padded = batch.tokens.batch
+        padded = measured = batch.tokens.batch
         placed = self._placed
         contains_rollout = placed is not None and placed.contains_rollout
         data = dict(metrics.data)
         if contains_rollout:
             if not isinstance(placed, Rollout):  # a mixture of trainer and engine: the gap is all of it
-                data |= measure(dataclasses.replace(padded, old_logp=Rollout().old_logp(padded))).data
+                measured = dataclasses.replace(padded, old_logp=Rollout().old_logp(padded))
+                data |= measure(measured).data
             data = {name: value for name, value in data.items() if not name.startswith(ENGINE)}
-        return Metrics({**data, **field_metrics(padded, contains_rollout=contains_rollout).data})
+        data |= field_metrics(padded, contains_rollout=contains_rollout).data
+        if batch.origin is not None:
+            coefficient = None if coefficient is None else batch.replaced(logp=coefficient).padded().logp
+            data |= origin_metrics(measured, coefficient, engine=not contains_rollout).data
+            if self.monitor is not None and self._train:
+                data |= watched_metrics(padded, measured, contains_rollout=contains_rollout).data
+        return Metrics(data)
 
     @torch.no_grad()
     def _count_active(self, batch: Batch, coefficient: Tensor) -> None:

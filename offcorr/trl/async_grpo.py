@@ -27,6 +27,7 @@ import offcorr
 from offcorr.optional import require
 from offcorr.rollout.sampler import in_mixed_precision
 from offcorr.training.anchors import Anchor
+from offcorr.training.origins import origin_ids
 from offcorr.training.replica import base_of
 from offcorr.training.schedules import Annealed
 from offcorr.trl.config import CORRECTIONS_HELP, PREFIX, TRL_LOSSES, CorrectionOptions, given, named
@@ -48,8 +49,17 @@ from trl.experimental.async_grpo.packing import TREE_ATTENTION  # noqa: E402
 
 __all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer"]
 
-COLUMNS = {"rewards": torch.float32, "group_ids": torch.long, "rollout_version": torch.long, "old_logp": torch.float32}
+COLUMNS = {
+    "rewards": torch.float32,
+    "group_ids": torch.long,
+    "rollout_version": torch.long,
+    "origin": torch.long,
+    "old_logp": torch.float32,
+}
 """The columns that the collator adds to TRL's batch: [rows, terms], one number for each loss term."""
+
+UNKNOWN = -1
+"""The origin of a sample whose worker names none."""
 
 KEY = "offcorr"
 """The key of a sample's ``metrics`` under which its ``COLUMNS`` travel from the queue to the collator."""
@@ -222,6 +232,8 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         batch = packed_batch(inputs, logp, self._outputs.entropy.flatten().detach(), self.trainer_version)
         if batch.old_logp is not None and not batch.old_logp.isfinite().all():  # the worker supplied none
             batch = dataclasses.replace(batch, old_logp=None)
+        if batch.origin is not None and (batch.origin == UNKNOWN).any():
+            batch = batch.replaced(origin=None)
         batch = self.correction_step.place(batch, partial(self._score, inputs))
         if not self._reported:
             self._reported = True
@@ -307,12 +319,14 @@ def choose_async_correction(args: Any, loss: offcorr.Correction | None = None) -
 
 @dataclass(slots=True)
 class CorrectedSample(trl_module.RolloutSample):
-    """TRL's sample, with the log-probs that a worker with the sampling weights at hand can add.
+    """TRL's sample, with what else a worker may know of it.
 
     old_logp: [L] log-probs (nats) under the weights that sampled, in the trainer's precision; 0 off the completion.
+    origin: a name of ``offcorr.training.ORIGINS``; None: not known.  Of all samples of a worker, or of none.
     """
 
     old_logp: Any = None
+    origin: str | None = None
 
 
 class ColumnQueue:
@@ -332,6 +346,7 @@ class ColumnQueue:
             "rewards": sample.metrics.get("reward", torch.nan),
             "group_ids": sample.group_id,
             "rollout_version": sample.model_version,
+            "origin": UNKNOWN if (origin := getattr(sample, "origin", None)) is None else origin_ids([origin])[0],
             "old_logp": None if old_logp is None else np.asarray(old_logp),
         }
         return dataclasses.replace(sample, metrics={**sample.metrics, KEY: columns})
@@ -403,7 +418,7 @@ def packed_batch(
     extra = {name: inputs[name][terms] for name in COLUMNS if name in inputs}
     # A sequence without terms has no entry to read; its reward and group multiply nothing.
     first = starts.clamp(max=max(len(index) - 1, 0))
-    per_sequence = {name: extra.pop(name)[first] for name in ("rewards", "group_ids") if name in extra}
+    per_sequence = {name: extra.pop(name)[first] for name in ("rewards", "group_ids", "origin") if name in extra}
     return offcorr.Batch.packed(
         logp=logp,
         cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)),

@@ -6,6 +6,7 @@ through the same two interfaces as TRL's own worker and weight transfer.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import queue
 import threading
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from offcorr.data import WorkerReplay
 from offcorr.rollout import Engine, Sampling, decode, score
 from offcorr.rollout.decode import Decoded
 from offcorr.rollout.served import ServedWeights
@@ -40,6 +42,7 @@ class LocalWorker:
             runs ahead of the trainer.
         precision: of the sampler's weights, see ``offcorr.training.Precision``.
         prompts: number of prompts sampled at once.
+        replay: replaces a share of the groups by earlier ones; None: none are.
 
     Each sample has the version of its weights, the log-probs of its decode, and ``old_logp``: the same tokens scored by
     the same weights in full precision.  A decode finishes with the weights it began with.
@@ -55,6 +58,7 @@ class LocalWorker:
         *,
         precision: str = "fp32",
         prompts: int = 4,
+        replay: WorkerReplay | None = None,
     ) -> None:
         self.rollout_buffer: queue.Queue = queue.Queue()
         self.metrics_queue: queue.Queue = queue.Queue()
@@ -62,6 +66,9 @@ class LocalWorker:
         self.device = next(model.parameters()).device
         self.precision, self.prompts = Precision.named(precision), prompts
         self.sampling = Sampling(args.temperature, args.top_p, max(args.top_k or 0, 0))
+        self.replay = replay
+        if replay is not None:
+            replay.begin(args.max_staleness, args.seed)
         self._replica = Replica(model, self.device)
         self._lock = threading.Lock()
         self._incoming: dict[str, Tensor] = {}
@@ -130,13 +137,25 @@ class LocalWorker:
                     self._last_put = time.time()  # full, not stuck
                     self._stopped.wait(0.005)
                     continue
-                picked = [self.dataset[i] for i in itertools.islice(rows, self.prompts)]
-                for sample in self.sample(picked, group, generator):
+                for sample in self._groups(rows, group, generator):
                     self.rollout_buffer.put(sample)
-                group += len(picked)
+                group += self.prompts
                 self._last_put = time.time()
         except BaseException as error:  # noqa: BLE001 - the trainer raises it, in check_health
             self._error = error
+
+    def _groups(self, rows: Iterator[int], first_group: int, generator: torch.Generator) -> list[CorrectedSample]:
+        """The samples of as many groups as there are ``prompts``, some of them replayed."""
+        replayed = []
+        if self.replay is not None and self._weights is not None:
+            replayed = self.replay.take(self.prompts, self._weights[0], first_group)
+        first_group += (old := len({sample.group_id for sample in replayed}))
+        picked = [self.dataset[i] for i in itertools.islice(rows, self.prompts - old)]
+        new = self.sample(picked, first_group, generator) if picked else []
+        if self.replay is not None:
+            new = [dataclasses.replace(sample, origin="fresh") for sample in new]
+            self.replay.keep(new)
+        return [*replayed, *new]
 
     def sample(self, rows: list[dict[str, Any]], first_group: int, generator: torch.Generator) -> list[CorrectedSample]:
         """A group of completions for each row's prompt, scored, with group-relative advantages."""
@@ -220,12 +239,13 @@ class VLLMWorker(LocalWorker):
         *,
         url: str,
         prompts: int = 4,
+        replay: WorkerReplay | None = None,
         tolerance: float = 0.1,
         folder: str | None = None,
         timeout: float = 600.0,
         patience: float = 10.0,
     ) -> None:
-        super().__init__(model, processing_class, dataset, reward_func, args, prompts=prompts)
+        super().__init__(model, processing_class, dataset, reward_func, args, prompts=prompts, replay=replay)
         self.engine = Engine(url, timeout=timeout, patience=patience)
         place = Path(folder or Path(args.output_dir, "engine_weights")).resolve()
         self._served = ServedWeights(self.engine, self._replica, place, tolerance, self.sampling)

@@ -30,6 +30,7 @@ from offcorr.trl.convex_kl import ConvexKL
 from offcorr.trl.dump import dump_padded, make_dumps, padded_ids
 from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
+from offcorr.trl.recorded import check_recorded, score_unrecorded
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
     StepCallback,
@@ -43,7 +44,7 @@ from offcorr.trl.step import (
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long, "origin": torch.long}
 """The keys that a ``rollout_func`` may return beside TRL's; they travel with the batch to the loss."""
 
-KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", *SAMPLED)
+KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "recorded_rewards", *SAMPLED)
 """The keys of a ``rollout_func`` that the loss reads; TRL hands any other to the reward functions."""
 
 GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
@@ -72,7 +73,10 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     ``correction_step`` holds all state of the correction (``offcorr.training.Step``).  A ``rollout_func`` with an
     ``attach`` method is attached to the trainer, and may return, beside TRL's keys, ``old_logp`` (a list of log-probs
-    per completion) and ``rollout_version`` (an int per completion, or a list with one per token).
+    per completion), ``rollout_version`` (an int per completion, or a list with one per token), ``origin`` (an index of
+    ``offcorr.training.ORIGINS`` per completion) and ``recorded_rewards`` (per completion None, or one number for each
+    reward function, which is then not called for it).  ``offcorr.data.Around`` describes further methods that it may
+    have.
 
     Raises:
         ValueError: an unknown loss or option, or settings that contradict each other; before the model is loaded.
@@ -96,6 +100,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._check_sources(args, kwargs.get("rollout_func"))
         self._kept_forwards: list[tuple] | None = None
         self._sampled: dict[str, list] = {}
+        self._recorded_rewards: list[Any] | None = None
         self._groups_made = 0
         self._sampler: Any = None
         self._warned_idle = self._warned_unscored = self._reported = False
@@ -148,6 +153,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             batch = self._batch(inputs, Forward(*kept[0]))
             step.observe(batch, ids=padded_ids(inputs), **last)
             dump_padded(self, inputs, batch)
+            self._tell_trained(inputs, batch)
             return loss
 
         self._count(inputs)
@@ -157,9 +163,17 @@ class GRPOTrainer(trl.GRPOTrainer):
             batch = self._batch(inputs, self._forward(model, inputs))
             loss = step.loss(batch, ids=padded_ids(inputs), **last).loss
             dump_padded(self, inputs, batch)
+            self._tell_trained(inputs, batch)
             if self._has_other_terms:
                 loss = loss + self._other_terms(model, inputs, batch, loss.detach())
         return loss
+
+    def _tell_trained(self, inputs: dict[str, Any], batch: offcorr.Batch) -> None:
+        """Tell a sampler that asks for it how far the micro-batch is from its recorded log-probs."""
+        recorded = inputs.get("old_logp", inputs.get("sampling_per_token_logps"))
+        if self._mode == "train" and recorded is not None and "place" in inputs:
+            log_ratio = torch.where(batch.mask.bool(), batch.logp.detach() - recorded, 0).nan_to_num()
+            self._sampler.trained(inputs["place"], log_ratio.sum(1))
 
     def _window(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """The micro-batches of the optimizer step that begins, or the one of an evaluation."""
@@ -334,7 +348,10 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's output, with [B] ``rewards``, ``group_ids`` and ``generated_at``, and the sampler's own columns."""
-        self._sampled = {}
+        self._sampled, self._recorded_rewards = {}, None
+        exchanges = self._mode == "train" and hasattr(self._sampler, "exchange")
+        if exchanges:
+            inputs = self._sampler.exchange(inputs, self)
         output = super()._generate_and_score_completions(inputs)
         ours = len(output["advantages"])
         first = self.accelerator.process_index * ours
@@ -354,10 +371,16 @@ class GRPOTrainer(trl.GRPOTrainer):
                 output[name] = _padded(rows, width, SAMPLED[name], device)
             else:
                 output[name] = torch.as_tensor(rows, dtype=SAMPLED[name], device=device)
+        if exchanges:
+            output["place"] = row - first
+            self._sampler.finished(inputs, output, self._rewards_per_function[first : first + ours], self)
         return output
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._rewards_per_function = super()._calculate_rewards(*args, **kwargs)  # [global B, functions]
+    def _calculate_rewards(self, *columns: Any) -> Tensor:
+        """[global B, functions]: TRL's, but for the completions whose rewards were recorded."""
+        self._rewards_per_function = score_unrecorded(
+            super()._calculate_rewards, columns, self._recorded_rewards, len(self.reward_funcs), self.accelerator
+        )
         return self._rewards_per_function
 
     def _weighted_rewards(self, size: int) -> Tensor:
@@ -382,7 +405,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._sampled = {name: output[name] for name in SAMPLED if output.get(name) is not None}
             if output.get("completion_ids") is not None:  # else TRL names it as missing
                 self._check_sampled(output)
-            return output
+            self._recorded_rewards = output.get("recorded_rewards")
+            return {name: values for name, values in output.items() if name != "recorded_rewards"}
 
         return remembering
 
@@ -392,6 +416,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         for name in ("logprobs", "env_mask", *SAMPLED):
             if output.get(name) is not None:
                 _check_rows(name, output[name], wanted)
+        if output.get("recorded_rewards") is not None:
+            check_recorded(output["recorded_rewards"], len(wanted), len(self.reward_funcs))
         if self._corrects and output.get("logprobs", 0) is None:
             method = self.correction_step.correction.method
             if "rollout_logp" in self.correction_step.correction.needs:

@@ -12,5 +12,6 @@ OWN = Layout(
     fields=lambda row, path: row,
 )
 """``prompt_ids completion_ids rollout_logp old_logp logp entropy mask reward advantage group_id turn_ids
-rollout_version trainer_version step``, one row per sequence; the first three are needed, and ``old_logp`` or ``logp``.
+rollout_version trainer_version step origin``, one row per sequence; the first three are needed, and ``old_logp`` or
+``logp``.
 """

@@ -1,0 +1,91 @@
+"""The trainers and samplers that groups can be replayed with; others are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from offcorr.stages.checks import warn_once
+
+
+def check_trainer(name: str, trainer: Any) -> None:
+    """Raise for a trainer that groups cannot be replayed in.
+
+    Raises:
+        TypeError: TRL's own trainer.
+        ValueError: tools or environments, or a per-rank batch that tears groups.
+    """
+    if not hasattr(trainer, "correction_step"):
+        raise TypeError(
+            f"{name} needs the rows of the dataset, which {type(trainer).__name__} does not hand over: train with "
+            "offcorr.trl.GRPOTrainer"
+        )
+    for setting in ("tools", "environment_factories"):
+        if getattr(trainer, setting, None):
+            raise ValueError(f"{name} does not store the state of {setting}: call the tools inside the rollout_func")
+    args = trainer.args
+    per_rank, size = args.per_device_train_batch_size * args.steps_per_generation, trainer.num_generations
+    if per_rank % size:
+        raise ValueError(
+            f"{name} stores whole prompt groups, and the batch of a rank tears them: per_device_train_batch_size times "
+            f"steps_per_generation is {per_rank}, expected a multiple of num_generations, {size}"
+        )
+
+
+def check_rows(name: str, rows: list[dict[str, Any]], size: int) -> None:
+    """Raise ``ValueError`` unless the rows are whole prompt groups of ``size`` sequences, with values to be stored."""
+    prompts = [row.get("prompt") for row in rows]
+    torn = [start for start in range(0, len(rows), size) if prompts[start : start + size] != [prompts[start]] * size]
+    if torn:
+        raise ValueError(
+            f"{name} stores whole prompt groups of num_generations, {size}, and of the {len(rows)} rows of a rank's "
+            f"generation the group that begins at row {torn[0]} is torn"
+        )
+    for column, value in rows[0].items():
+        if not _is_plain(value):
+            raise ValueError(
+                f"{name} stores rows in checkpoints, and the column {column!r} holds a {type(value).__name__}, "
+                "expected text, numbers, and lists and dicts of these"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | dict):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def check_sources(name: str, rollout: Mapping[str, Any], trainer: Any) -> None:
+    """Raise ``ValueError`` where nothing reads the log-probs that a sampler recorded of replayed sequences.
+
+    Under TRL's own loss, which reads none, warns once.
+    """
+    old_logp, logprobs = (rollout.get(key) is not None for key in ("old_logp", "logprobs"))
+    anchor, correction = getattr(trainer.args, "anchor", None), trainer.correction
+    if correction is None:
+        if not old_logp and not logprobs:
+            raise ValueError(f"{name} needs log-probs to record, and its sampler returns none: {CURE}")
+        warn_once(
+            f"TRL's own loss reads no recorded log-probs, so sequences that {name} replays are trained on as if they "
+            "were fresh; write loss_type='offcorr:...' to correct them"
+        )
+        return
+    compares = "rollout_logp" in correction.needs
+    if old_logp and anchor in (None, "snapshot"):
+        return
+    if logprobs and (compares or anchor in ("rollout", "log_linear")):
+        return
+    if logprobs and anchor is None and "engine" not in correction.compares:
+        return  # the default is anchor="rollout" then
+    found = " and ".join(key for key, there in (("old_logp", old_logp), ("logprobs", logprobs)) if there) or "neither"
+    raise ValueError(
+        f"{name} needs the log-probs of the time of sampling, and under anchor={anchor!r} and loss "
+        f"{correction.method!r} none would be read, so that every ratio of a replayed sequence would be 1 (the sampler "
+        f"returns {found} of old_logp and logprobs): {CURE}"
+    )
+
+
+CURE = (
+    "take a sampler that returns old_logp, such as offcorr.rollout.OffPolicy(), with anchor='snapshot', one that "
+    "returns logprobs with anchor='rollout', or a loss that compares with the engine"
+)

@@ -1,0 +1,49 @@
+"""``recorded_rewards`` of a ``rollout_func``: completions whose rewards are known, and not computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import trl.trainer.grpo_trainer as grpo
+from torch import Tensor
+
+from offcorr.trl.patch import patched
+
+Recorded = Sequence[Sequence[float] | None]
+
+
+def score_unrecorded(
+    score: Callable[..., Tensor], columns: Sequence[Any], recorded: Recorded | None, functions: int, accelerator: Any
+) -> Tensor:
+    """[global B, functions]: the rewards of all ranks, in their order.
+
+    Args:
+        score: TRL's ``_calculate_rewards``, which gathers over the ranks.
+        columns: its arguments, lists with one entry for each completion of this rank.
+        recorded: for each completion None, or its rewards; None: all are scored.
+        functions: number of reward functions.
+    """
+    if recorded is None:
+        return score(*columns)
+    rewards = torch.full((len(recorded), functions), torch.nan, device=accelerator.device)
+    unscored = [i for i, known in enumerate(recorded) if known is None]
+    if unscored:
+        # The ranks may have different numbers of these, so they are gathered together with the others.
+        with patched(grpo, gather=lambda own: own):
+            rewards[unscored] = score(*([column[i] for i in unscored] for column in columns))
+    for i, known in enumerate(recorded):
+        if known is not None:
+            rewards[i] = torch.tensor(known, dtype=rewards.dtype)
+    return accelerator.gather(rewards)
+
+
+def check_recorded(recorded: Any, completions: int, functions: int) -> None:
+    """Raise ``ValueError`` unless there are, for each completion, None or as many rewards as functions."""
+    said = "rollout_func returned recorded_rewards"
+    if len(recorded) != completions:
+        raise ValueError(f"{said} for {len(recorded)} completions, expected {completions}, those of completion_ids")
+    for i, known in enumerate(recorded):
+        if known is not None and len(known) != functions:
+            raise ValueError(f"{said}[{i}] of {len(known)} numbers, expected {functions}: one for each reward function")
