@@ -75,7 +75,7 @@ def decode(
     model: nn.Module,
     prompt_ids: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     eos_token_ids: Sequence[int],
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
@@ -90,6 +90,7 @@ def decode(
     because checkpointing drops the KV cache; both are restored, module by module.
 
     Args:
+        max_new_tokens: of every completion, or one number for each prompt.
         generator: on the model's device; None: torch's global one.
 
     Raises:
@@ -97,8 +98,10 @@ def decode(
         FloatingPointError: the model's logits are not finite.
         RuntimeError: the model does not write to the KV cache.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+    limits = limits_of(max_new_tokens, len(prompt_ids))
+    if min(limits, default=1) < 1:
+        raise ValueError(f"max_new_tokens is {min(limits)}, expected at least 1")
+    longest = max(limits, default=1)
     if not all(len(ids) for ids in prompt_ids):
         raise ValueError("prompt_ids holds an empty prompt; a decode needs at least one token")
     sampling = sampling or Sampling()
@@ -108,7 +111,7 @@ def decode(
     rows = torch.tensor([row_of[tuple(ids)] for ids in prompt_ids], device=device)
     batch, width = len(prompt_ids), max(map(len, unique))
     ids = torch.zeros(len(unique), width, dtype=torch.long)
-    real = torch.zeros(len(unique), width + max_new_tokens, dtype=torch.long)
+    real = torch.zeros(len(unique), width + longest, dtype=torch.long)
     real[:, width:] = 1
     for row, prompt in enumerate(unique):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
@@ -128,7 +131,7 @@ def decode(
         _check_grown(cache, seen)
         return output.logits[:, -1]
 
-    cache = _roomy_cache(model, max_new_tokens)
+    cache = _roomy_cache(model, longest)
     with _evaluating(model), torch.autocast(device.type, enabled=False):
         prompt_positions = (real[:, :width].cumsum(dim=-1) - 1).clamp_min_(0)
         logits = step(ids, prompt_positions, width)
@@ -137,17 +140,18 @@ def decode(
             cache.batch_select_indices(rows)
         real, position = real[rows], prompt_positions[rows, -1:]
         eos = torch.tensor(list(eos_token_ids), device=device)
-        tokens = torch.zeros(batch, max_new_tokens, dtype=torch.long, device=device)
-        logps = torch.zeros(batch, max_new_tokens, device=device)
+        tokens = torch.zeros(batch, longest, dtype=torch.long, device=device)
+        logps = torch.zeros(batch, longest, device=device)
         running = torch.arange(batch, device=device)  # rows of the result still being written
         finished = torch.zeros(batch, dtype=torch.bool, device=device)
-        for t in range(max_new_tokens):
+        limit = torch.tensor(limits, device=device)
+        for t in range(longest):
             logp = sampling.logp(logits)
             chosen = _draw(logp, generator)
             tokens[running, t] = chosen[:, 0]
             logps[running, t] = logp.gather(-1, chosen)[:, 0]
-            finished |= torch.isin(chosen[:, 0], eos)
-            if t + 1 == max_new_tokens:
+            finished |= torch.isin(chosen[:, 0], eos) | (limit[running] <= t + 1)
+            if t + 1 == longest:
                 break
             if t % _CHECK_EVERY == _CHECK_EVERY - 1:
                 going = (~finished).nonzero()[:, 0]
@@ -162,15 +166,20 @@ def decode(
             logits = step(chosen, position, width + t + 1)
 
     is_eos = torch.isin(tokens, eos)
-    first_eos = torch.where(is_eos.any(-1), is_eos.int().argmax(-1) + 1, max_new_tokens)
-    lengths = first_eos.tolist()
-    written = torch.arange(max_new_tokens, device=device) < first_eos[:, None]
+    ends = torch.where(is_eos.any(-1), is_eos.int().argmax(-1) + 1, longest).minimum(limit)
+    lengths = ends.tolist()
+    written = torch.arange(longest, device=device) < ends[:, None]
     if not torch.isfinite(torch.where(written, logps, 0.0)).all():
         raise FloatingPointError("the sampler's log-probs are not finite: its weights overflow at this precision")
     return Decoded(
         [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)],
         [row[:length] for row, length in zip(logps.tolist(), lengths, strict=True)],
     )
+
+
+def limits_of(max_new_tokens: int | Sequence[int], prompts: int) -> list[int]:
+    """``max_new_tokens`` of ``decode``: one number for each prompt."""
+    return [max_new_tokens] * prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
 
 
 @torch.inference_mode()

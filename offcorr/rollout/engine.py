@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 from typing import Any
 
-from offcorr.rollout.decode import Decoded, Sampling
+from offcorr.rollout.decode import Decoded, Sampling, limits_of
 
 START = """\
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --port {port}
@@ -76,7 +76,7 @@ class Engine:
         self,
         prompt_ids: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         eos_token_ids: Sequence[int],
         sampling: Sampling,
         seeds: Sequence[int],
@@ -86,17 +86,19 @@ class Engine:
         Neighbours with the same prompt are one request for several completions.
 
         Args:
+            max_new_tokens: of every completion, or one number for each prompt.
             seeds: one for each prompt; of neighbours with the same prompt the first is taken.
         """
         requests = []
-        for _, group in groupby(range(len(prompt_ids)), key=lambda i: tuple(prompt_ids[i])):
+        limits = limits_of(max_new_tokens, len(prompt_ids))
+        for _, group in groupby(range(len(prompt_ids)), key=lambda i: (tuple(prompt_ids[i]), limits[i])):
             rows = list(group)
             requests.append(
                 {
                     "prompt": list(prompt_ids[rows[0]]),
                     "n": len(rows),
                     "seed": int(seeds[rows[0]]) % 2**63,
-                    "max_tokens": max_new_tokens,
+                    "max_tokens": limits[rows[0]],
                     "temperature": sampling.temperature,
                     "top_p": sampling.top_p,
                     "top_k": sampling.top_k or -1,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from offcorr.rollout.decode import decode
-from offcorr.rollout.sampler import Sampler, draw_seeds, eos_token_ids, tokenize, trainer_logp, unwrapped
+from offcorr.rollout.prefixed import Prefixed
+from offcorr.rollout.sampler import Sampler, draw_seeds, eos_token_ids, trainer_logp, unwrapped
 from offcorr.training.precision import Precision
 from offcorr.training.snapshots import changing_weights
 
@@ -53,33 +54,25 @@ class OffPolicy(Sampler):
         self._prepare(self.lag)
         self._precision = Precision.named(self.precision)
 
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Sample one completion for each prompt (text, or messages); see the class."""
-        self.attach(trainer)
+    def _sample(self, request: Prefixed, trainer: Any) -> dict[str, list[Any]]:
         training = trainer.model.training
         now = trainer.state.global_step
         version = max(0, now - self.lag) if training else now
         weights = self._weights(trainer, version)
         sampler = self._replica_of(trainer).load(weights, self._precision if training else Precision.named("fp32"))
-        prompt_ids = tokenize(prompts, trainer)
         generator = torch.Generator(trainer.accelerator.device)
         generator.manual_seed(draw_seeds(self._draw_key(trainer), 1)[0])
         decoded = decode(
             sampler,
-            prompt_ids,
-            max_new_tokens=trainer.args.max_completion_length,
+            request.contexts,
+            max_new_tokens=request.limits,
             eos_token_ids=eos_token_ids(trainer),
             sampling=self._sampling(trainer.args),
             generator=generator,
         )
         scorer = self._replica_of(trainer).load(weights)
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": decoded.completion_ids,
-            "logprobs": decoded.logp,
-            "old_logp": trainer_logp(trainer, scorer, prompt_ids, decoded.completion_ids),
-            "rollout_version": [version] * len(prompts),
-        }
+        old_logp = trainer_logp(trainer, scorer, request.contexts, decoded.completion_ids)
+        return request.output(decoded, old_logp, version)
 
     def begin(self, trainer: Any) -> None:
         """Start, or resume, at the trainer's current version; called by ``on_train_begin``."""

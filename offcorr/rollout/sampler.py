@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from offcorr.rollout.decode import Sampling
+from offcorr.rollout.prefixed import Prefixed
 from offcorr.training.replica import Replica, base_of
 from offcorr.training.snapshots import SnapshotRing
 
@@ -27,7 +28,7 @@ class Sampler(ABC):
     """A ``rollout_func`` that follows the trainer it samples for, and keeps snapshots of its weights.
 
     A subclass has the fields ``temperature``, ``top_p``, ``top_k`` and ``seed`` (None: the trainer's own), calls
-    ``_prepare``, and defines ``__call__`` beside the abstract methods.
+    ``_prepare``, and defines the abstract methods.
     """
 
     ring: SnapshotRing
@@ -43,6 +44,33 @@ class Sampler(ABC):
         self._trainer: weakref.ref[Any] | None = None
         # by training or not: (version, calls so far at that version), for the next call's draws
         self._calls: dict[bool, tuple[int, int]] = {}
+
+    # ---- sampling
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Sample one completion for each prompt (text, or messages); see the class."""
+        self.attach(trainer)
+        return self.sample(tokenize(prompts, trainer), trainer)
+
+    def sample(
+        self, prompt_ids: list[list[int]], trainer: Any, prefixes: Sequence[Sequence[int]] | None = None
+    ) -> dict[str, list[Any]]:
+        """Sample one completion for each prompt, given as token ids; see the class.
+
+        Args:
+            prefixes: for each prompt the first tokens of its completion, which are given rather than sampled.  The
+                completion returned has them at its beginning, with ``env_mask`` 0 and log-probs NaN, and is not
+                longer than ``max_completion_length`` with them.
+
+        Raises:
+            ValueError: a prefix leaves no token to sample.
+        """
+        self.attach(trainer)
+        return self._sample(Prefixed(prompt_ids, prefixes, trainer.args.max_completion_length), trainer)
+
+    @abstractmethod
+    def _sample(self, request: Prefixed, trainer: Any) -> dict[str, list[Any]]:
+        """Sample one completion for each prompt of ``request``."""
 
     # ---- the trainer it samples for
 

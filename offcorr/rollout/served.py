@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offcorr.quiet import no_progress_bar
-from offcorr.rollout.decode import Decoded, Sampling, score
+from offcorr.rollout.decode import Decoded, Sampling, limits_of, score
 from offcorr.rollout.engine import Engine, EngineError
 from offcorr.stages.checks import warn_once
 from offcorr.training.replica import Replica, base_of, is_peft
@@ -84,7 +84,7 @@ class ServedWeights:
         version: int,
         prompt_ids: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         eos_token_ids: Sequence[int],
         seeds: Sequence[int],
     ) -> Decoded:
@@ -93,10 +93,11 @@ class ServedWeights:
         Raises:
             EngineError: the engine's weights changed on the way, or a prompt is too long for it.
         """
-        needed, longest = max(map(len, prompt_ids)) + max_new_tokens, self.engine.longest()
+        limits, longest = limits_of(max_new_tokens, len(prompt_ids)), self.engine.longest()
+        needed, limit = max((len(ids) + limit, limit) for ids, limit in zip(prompt_ids, limits, strict=True))
         if needed > longest:
             raise EngineError(
-                f"a prompt and max_completion_length={max_new_tokens} are {needed} tokens, and the server takes "
+                f"a prompt and max_completion_length={limit} are {needed} tokens, and the server takes "
                 f"{longest}: start it with a larger --max-model-len"
             )
         decoded = self.engine.sample(

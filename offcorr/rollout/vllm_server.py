@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from accelerate.utils import broadcast_object_list, gather_object
 
 from offcorr.rollout.engine import Engine, EngineError
-from offcorr.rollout.sampler import Sampler, draw_seeds, eos_token_ids, tokenize, trainer_logp, unwrapped
+from offcorr.rollout.prefixed import Prefixed
+from offcorr.rollout.sampler import Sampler, draw_seeds, eos_token_ids, trainer_logp, unwrapped
 from offcorr.rollout.served import ServedWeights
 from offcorr.training.snapshots import changing_weights
 
@@ -74,9 +75,7 @@ class VLLMServer(Sampler):
         self._served: ServedWeights | None = None
         self._prepare(0)
 
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Sample one completion for each prompt (text, or messages); see the class."""
-        self.attach(trainer)
+    def _sample(self, request: Prefixed, trainer: Any) -> dict[str, list[Any]]:
         now = trainer.state.global_step
         if not self.ring.versions:
             self.begin(trainer)  # the first call attached, after on_train_begin
@@ -84,43 +83,37 @@ class VLLMServer(Sampler):
             self._take_snapshot(trainer)
         calls = dict(self._calls)
         try:
-            return self._sample(prompts, trainer, self.ring.versions[-1] if trainer.model.training else now)
+            return self._by_version(request, trainer, self.ring.versions[-1] if trainer.model.training else now)
         except EngineError as error:
             self._calls = calls  # a resumed run repeats this call
             raise EngineError(f"{error}{self._save(trainer)}") from error
 
-    def _sample(self, prompts: list[Any], trainer: Any, version: int) -> dict[str, list[Any]]:
+    def _by_version(self, request: Prefixed, trainer: Any, version: int) -> dict[str, list[Any]]:
         if version in self.ring:
             weights = self.ring[version]
         else:  # an evaluation of the current weights
             weights = {name: w.to("cpu", copy=True) for name, w in changing_weights(unwrapped(trainer))}
         served = self._served_to(trainer)
         accelerator = trainer.accelerator
-        prompt_ids = tokenize(prompts, trainer)
+        contexts = request.contexts
         # Every rank gets the main one's outcome, so that none waits for another that has failed.
-        ensure = partial(served.ensure, version, weights, prompt_ids)
+        ensure = partial(served.ensure, version, weights, contexts)
         _raise_first(broadcast_object_list([_attempt(ensure) if accelerator.is_main_process else None]))
 
         sample = partial(
             served.sample,
             version,
-            prompt_ids,
-            max_new_tokens=trainer.args.max_completion_length,
+            contexts,
+            max_new_tokens=request.limits,
             eos_token_ids=eos_token_ids(trainer),
-            seeds=draw_seeds(self._draw_key(trainer), len(prompts)),
+            seeds=draw_seeds(self._draw_key(trainer), len(contexts)),
         )
         decoded = _attempt(sample)
         failed = decoded if isinstance(decoded, EngineError) else None
         _raise_first(gather_object([failed]) if accelerator.num_processes > 1 else [failed])
-        served.remember(prompt_ids, decoded.completion_ids)
+        served.remember(contexts, decoded.completion_ids)
         scorer = served.replica.load(weights)
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": decoded.completion_ids,
-            "logprobs": decoded.logp,
-            "old_logp": trainer_logp(trainer, scorer, prompt_ids, decoded.completion_ids),
-            "rollout_version": [version] * len(prompts),
-        }
+        return request.output(decoded, trainer_logp(trainer, scorer, contexts, decoded.completion_ids), version)
 
     # ---- the trainer it samples for
 
