@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Sampler(ABC):
         _refuse_ignored(type(self).__name__, trainer)
         self._forget()
         self._trainer = weakref.ref(trainer)
-        trainer.add_callback(_Recorder(self, trainer))
+        trainer.add_callback(Recorder(self, trainer))
 
     @abstractmethod
     def begin(self, trainer: Any) -> None:
@@ -172,10 +172,14 @@ def check_seed(seed: Any) -> None:
         raise ValueError(f"seed is {seed!r}, expected a whole number, 0 or more, or None for the trainer's")
 
 
-class _Recorder(TrainerCallback):
-    """Tells the sampler of every optimizer step, and saves it with the checkpoints."""
+class Recorder(TrainerCallback):
+    """Tells the sampler of every optimizer step, and saves it with the checkpoints.
 
-    def __init__(self, sampler: Sampler, trainer: Any) -> None:
+    Args:
+        sampler: a ``Sampler``, or anything else with ``begin``, ``record``, ``save`` and the trainer that it follows.
+    """
+
+    def __init__(self, sampler: Any, trainer: Any) -> None:
         self.sampler = sampler
         self._trainer = weakref.ref(trainer)
 
@@ -201,7 +205,14 @@ class _Recorder(TrainerCallback):
 
 def tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
     """Token ids of the prompts, as the trainer makes them: text as it is, messages through the chat template."""
-    processor = trainer.processing_class
+    template = getattr(trainer, "chat_template", None)
+    return tokenize_with(trainer.processing_class, prompts, template, getattr(trainer, "chat_template_kwargs", None))
+
+
+def tokenize_with(
+    processor: Any, prompts: list[Any], chat_template: str | None = None, options: Mapping[str, Any] | None = None
+) -> list[list[int]]:
+    """Token ids of the prompts: text as it is, messages through the chat template with its ``options``."""
     if isinstance(prompts[0], str):
         return processor(text=prompts)["input_ids"]
     parts = (part for messages in prompts for m in messages for part in _parts(m["content"]))
@@ -209,11 +220,11 @@ def tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
         raise ValueError("this sampler takes text, and a prompt holds an image")
     return processor.apply_chat_template(
         conversation=prompts,
-        chat_template=getattr(trainer, "chat_template", None),
+        chat_template=chat_template,
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
-        **(getattr(trainer, "chat_template_kwargs", None) or {}),
+        **(options or {}),
     )["input_ids"]
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from accelerate.utils import broadcast_object_list, gather_object
 
+from offcorr.rollout.decode import Decoded
 from offcorr.rollout.engine import Engine, EngineError
 from offcorr.rollout.prefixed import Prefixed
 from offcorr.rollout.sampler import Sampler, draw_seeds, eos_token_ids, trainer_logp, unwrapped
@@ -111,9 +112,10 @@ class VLLMServer(Sampler):
         decoded = _attempt(sample)
         failed = decoded if isinstance(decoded, EngineError) else None
         _raise_first(gather_object([failed]) if accelerator.num_processes > 1 else [failed])
-        served.remember(contexts, decoded.completion_ids)
+        sampled = cast(Decoded, decoded)
+        served.remember(contexts, sampled.completion_ids)
         scorer = served.replica.load(weights)
-        return request.output(decoded, trainer_logp(trainer, scorer, contexts, decoded.completion_ids), version)
+        return request.output(sampled, trainer_logp(trainer, scorer, contexts, sampled.completion_ids), version)
 
     # ---- the trainer it samples for
 

@@ -25,6 +25,7 @@ from offcorr.stages.checks import nearest, warn_once
 from offcorr.training.anchors import Anchor
 from offcorr.training.ess_lr import AUTO
 from offcorr.training.replica import base_of
+from offcorr.training.unrecorded import filled
 from offcorr.trl.config import choose_correction
 from offcorr.trl.convex_kl import ConvexKL
 from offcorr.trl.dump import dump_padded, make_dumps, padded_ids
@@ -246,7 +247,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             logp=logp,
             advantages=advantages,
             mask=mask,
-            old_logp=inputs.get("old_logp"),
+            old_logp=filled(inputs.get("old_logp"), logp, inputs.get("origin")),
             rollout_logp=inputs.get("sampling_per_token_logps"),
             rewards=inputs.get("rewards"),
             group_ids=inputs.get("group_ids"),
