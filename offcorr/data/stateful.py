@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import gather_object
 
 from offcorr.data.around import Around, RolloutFunc
-from offcorr.rollout.sampler import Recorder
+from offcorr.rollout.sampler import recorder
 
 Prompt = tuple[int, ...]
 
@@ -44,7 +44,7 @@ class Stateful(Around):
         super().attach(trainer)
         self.forget()
         self._trainer = weakref.ref(trainer)
-        trainer.add_callback(Recorder(self, trainer))
+        trainer.add_callback(recorder(self, trainer))
 
     def check(self, trainer: Any) -> None:  # noqa: B027  (not all have something to check)
         """Raise ``ValueError`` for a setting of the trainer that does not go with this sampler."""

@@ -102,15 +102,11 @@ class Encoder:
         try:
             _check_names(given)
             prompt_ids = self._prompt(given)
-            return Trace(
-                prompt_ids,
-                self._completion(given, prompt_ids),
-                logp=_numbers(given, "logp", float),
-                mask=_numbers(given, "mask", int),
-                reward=_number(given, "reward"),
-            )
+            completion_ids = self._completion(given, prompt_ids)
+            logp, mask, reward = _numbers(given, "logp", float), _numbers(given, "mask", int), _number(given, "reward")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+        return Trace(prompt_ids, completion_ids, logp=logp, mask=mask, reward=reward, where=where)
 
     def check_vocabulary(self, name: str, ids: Sequence[int]) -> None:
         """Raise ``ValueError`` for ids that the tokenizer does not have."""

@@ -88,7 +88,7 @@ class Sampler(ABC):
         _refuse_ignored(type(self).__name__, trainer)
         self._forget()
         self._trainer = weakref.ref(trainer)
-        trainer.add_callback(Recorder(self, trainer))
+        trainer.add_callback(recorder(self, trainer))
 
     @abstractmethod
     def begin(self, trainer: Any) -> None:
@@ -172,12 +172,18 @@ def check_seed(seed: Any) -> None:
         raise ValueError(f"seed is {seed!r}, expected a whole number, 0 or more, or None for the trainer's")
 
 
-class Recorder(TrainerCallback):
-    """Tells the sampler of every optimizer step, and saves it with the checkpoints.
+def recorder(sampler: Any, trainer: Any) -> TrainerCallback:
+    """A callback that tells the sampler of every optimizer step, and saves it with the checkpoints.
 
     Args:
         sampler: a ``Sampler``, or anything else with ``begin``, ``record``, ``save`` and the trainer that it follows.
     """
+    # A class for each kind of sampler, since a trainer warns of a second callback of one class.
+    return type(f"{type(sampler).__name__}Recorder", (_Recorder,), {})(sampler, trainer)
+
+
+class _Recorder(TrainerCallback):
+    """See ``recorder``."""
 
     def __init__(self, sampler: Any, trainer: Any) -> None:
         self.sampler = sampler
