@@ -42,9 +42,9 @@ class Stateful(Around):
             return
         self.check(trainer)
         super().attach(trainer)
-        self.forget()
         self._trainer = weakref.ref(trainer)
         trainer.add_callback(recorder(self, trainer))
+        self.begin(trainer)  # the first call attaches to TRL's own trainer, which is after on_train_begin
 
     def check(self, trainer: Any) -> None:  # noqa: B027  (not all have something to check)
         """Raise ``ValueError`` for a setting of the trainer that does not go with this sampler."""
