@@ -6,7 +6,7 @@
 """
 
 from offcorr.extras.alp import LayerPerturbation
-from offcorr.extras.chord import CHORD, Mixed, scheduled_mu
+from offcorr.extras.chord import CHORD, Mixed, Supervised, scheduled_mu
 from offcorr.extras.convex_kl import convex_reference
 from offcorr.extras.distillation import distillation_advantages
 
@@ -14,6 +14,7 @@ __all__ = [
     "CHORD",
     "LayerPerturbation",
     "Mixed",
+    "Supervised",
     "convex_reference",
     "distillation_advantages",
     "scheduled_mu",

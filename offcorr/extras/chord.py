@@ -13,6 +13,18 @@ from offcorr.correction import Output
 from offcorr.stages.aggregate import check_denominator
 
 
+class Supervised(NamedTuple):
+    """Output of ``CHORD.supervised``.
+
+    Attributes:
+        loss: scalar, differentiable in the log-probs of expert tokens; not yet times mu.
+        coefficient: dL_sft/dlogp of the expert tokens, detached.
+    """
+
+    loss: Tensor
+    coefficient: Tensor
+
+
 class Mixed(NamedTuple):
     """Output of ``CHORD``.
 
@@ -73,6 +85,17 @@ class CHORD:
         Raises:
             ValueError: the shapes differ, or the denominator is not positive.
         """
+        sft = self.supervised(sft_logp, sft_mask, denominator)
+        loss = (1 - self.mu) * out.loss + self.mu * sft.loss
+        return Mixed(loss, (1 - self.mu) * out.coefficient, self.mu * sft.coefficient)
+
+    def supervised(self, sft_logp: Tensor, sft_mask: Tensor, denominator: float | Tensor | None = None) -> Supervised:
+        """Returns L_sft and its derivative, for a trainer that mixes the terms itself; arguments as in a call.
+
+        >>> mask = torch.ones(1, 2, dtype=torch.bool)
+        >>> CHORD(mu=0.5).supervised(torch.tensor([[0.5, 0.9]]).log(), mask).coefficient
+        tensor([[-0.1250, -0.0450]])
+        """
         if sft_logp.shape != sft_mask.shape:
             raise ValueError(
                 f"sft_mask has shape {tuple(sft_mask.shape)}, expected {tuple(sft_logp.shape)}, that of sft_logp"
@@ -84,9 +107,7 @@ class CHORD:
         p = logp.detach().exp()
         weight = torch.where(mask, p * (1 - p) if self.phi else 1.0, 0)
         z = mask.sum().clamp(min=1) if denominator is None else denominator
-        sft_loss = -(weight * logp).sum() / z
-        loss = (1 - self.mu) * out.loss + self.mu * sft_loss
-        return Mixed(loss, (1 - self.mu) * out.coefficient, -self.mu * weight / z)
+        return Supervised(-(weight * logp).sum() / z, -weight / z)
 
 
 def scheduled_mu(step: int, *, warmup: int, decay: int, peak: float, valley: float) -> float:
