@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 from accelerate.utils import gather_object
 
@@ -85,7 +85,7 @@ class Prefixes(Stateful):
         self.record(trainer)  # a generation before this one in the same optimizer step
         prompt_ids = tokenize(prompts, trainer)
         prefixes = self._prefixes(prompt_ids, trainer)
-        output = self.sampler.sample(prompt_ids, trainer, prefixes)  # type: ignore[attr-defined]
+        output = cast(Sampler, self.sampler).sample(prompt_ids, trainer, prefixes)
         return output | {"origin": [PREFIX if prefix else FRESH for prefix in prefixes]}
 
     # ---- which prefixes
