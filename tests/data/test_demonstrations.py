@@ -130,6 +130,23 @@ def test_the_ratio_of_a_trace_without_log_probs(tmp_path, without, expected):
     assert all(entry["offcorr/loss/nonfinite"] == 0 for entry in trainer.state.log_history if "loss" in entry)
 
 
+def test_skipping_dead_sequences_changes_nothing(tmp_path):
+    found = []
+    for skip in (False, True):
+        sampler = Demonstrations(OffPolicy(lag=1), traces_of(), without_logp="ratio_one")
+        trainer = trainer_of(sampler, tmp_path, loss_type="tis", skip_dead_sequences=skip, reward=unequal)
+        trainer.train()
+        found.append((weights_of(trainer), sum(e.get("offcorr/loss/skipped", 0) for e in trainer.state.log_history)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-6)
+    assert found[1][1] > 0
+
+
+def unequal(prompts, completion_ids, **_):
+    """Equal for all completions of one of the prompts, whose advantages are 0 then."""
+    rows = zip(prompts, completion_ids, strict=True)
+    return [0.0 if prompt == PROMPTS[0] else float(sum(ids) % 5) for prompt, ids in rows]
+
+
 def test_ratio_one_has_the_gradient_of_the_log_prob():
     """And the deterministic one that of pi, times the advantage."""
     logp = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
