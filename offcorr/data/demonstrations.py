@@ -42,7 +42,7 @@ class Demonstrations(Stateful):
     - "deterministic": mu(y_t) = 1, so ``old_logp`` is 0 and the ratio pi(y_t), LUFFY's choice.  Bias: the ratio is
       mu(y_t) times what it should be, so every token is weighted too little, and one that the policy finds unlikely
       hardly learns; PPO's clip takes the gradient of a token with a negative advantage once pi(y_t) < 1 - eps_low.
-      LUFFY reshapes this ratio p to p / (p + 0.1), without a clip, which is no part of this class.
+      LUFFY also reshapes this ratio p to p / (p + 0.1), which is no part of this class.
 
     ``rollout_logp`` of a trace is NaN, since no engine sampled it, and counts as if engine and trainer agreed: stages
     of the engine's mismatch leave traces alone, and those of the total mismatch see pi / mu.  ``rollout_version`` of a
@@ -60,7 +60,8 @@ class Demonstrations(Stateful):
     Raises:
         ValueError: an option that cannot be, here or when it is attached to a trainer: traces without log-probs under
             "refuse", a trace longer than ``max_completion_length``, an anchor that does not read the sampler's
-            ``old_logp``; and in a call, a rank that does not hold whole groups.
+            ``old_logp``, groups that are split over ranks; and in a call, a sampler without ``old_logp`` under a
+            correction that reads it.
     """
 
     STATE_FILE = "offcorr_demonstrations.pt"
