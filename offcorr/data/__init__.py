@@ -11,8 +11,8 @@ from offcorr.data.around import Around  # noqa: E402
 from offcorr.data.curriculum import Curriculum  # noqa: E402
 from offcorr.data.demonstrations import Demonstrations  # noqa: E402
 from offcorr.data.prefixes import Prefixes  # noqa: E402
-from offcorr.data.trace import Trace  # noqa: E402
 from offcorr.data.replay import Replay  # noqa: E402
+from offcorr.data.trace import Trace  # noqa: E402
 from offcorr.data.traces import Traces  # noqa: E402
 from offcorr.data.worker_replay import WorkerReplay  # noqa: E402
 
