@@ -201,8 +201,8 @@ def test_a_curriculum_looks_at_sampled_completions_alone(tmp_path):
     def reward(origin, **_):
         return [float(name == 2) for name in origin]
 
-    prefixes = Prefixes(OffPolicy(), own, length=Curriculum(start=0.5, step=0.25))
-    run(tmp_path, Demonstrations(prefixes, own, per_group=3), reward=reward, max_steps=1)
+    prefixes = Prefixes(OffPolicy(), own, length=Curriculum(start=0.5, step=0.25, bound=0.1))
+    run(tmp_path, Demonstrations(prefixes, own), reward=reward, max_steps=1)
     assert {*prefixes._lengths.values()} == {0.75}
 
 
