@@ -81,7 +81,17 @@ class LocalWorker:
     # TRL's RolloutWorkerProtocol
 
     def start(self) -> None:
-        """Begin sampling, with the weights that have been sent."""
+        """Begin sampling, with the weights that have been sent.
+
+        Raises:
+            ValueError: ``args`` is not the trainer's own, in which TRL sets how far the worker may run ahead.
+        """
+        for name in ("queue_maxsize", "max_inflight_tasks"):
+            if not getattr(self.args, name) > 0:
+                raise ValueError(
+                    f"args.{name} is {getattr(self.args, name)}, so the worker would never sample: the trainer sets it "
+                    "in its own configuration, so give the worker that same object"
+                )
         self._stopped.clear()
         self._last_put = time.time()
         self._thread = threading.Thread(target=self._run, name="offcorr-local-worker", daemon=True)

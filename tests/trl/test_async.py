@@ -363,6 +363,16 @@ def test_what_the_worker_raises_reaches_the_trainer(folder, tmp_path):
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+def test_a_worker_with_a_configuration_of_its_own_is_refused(folder, tmp_path):
+    """TRL sets in the trainer's configuration how far a worker may run ahead; another's stays -1."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    other = AsyncGRPOConfig(str(tmp_path), bf16=False, use_cpu=True)
+    worker = LocalWorker(model, build_tokenizer(), toy.dataset(16, split="train"), toy.reward, other)
+    trainer = trainer_of(folder, tmp_path, worker, loss_type="ppo")
+    with pytest.raises(ValueError, match="max_inflight_tasks is -1, .* give the worker that same object"):
+        trainer.train()
+
+
 def test_refused_before_the_model_is_loaded(tmp_path):
     def config(**options):
         return AsyncGRPOConfig(str(tmp_path), bf16=False, use_cpu=True, **options)
