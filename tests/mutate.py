@@ -1399,6 +1399,13 @@ MUTATIONS = [
         "pass",
         f"{ORIGINS} self_test",
     ),
+    Mutation(
+        "a field that the dump has is asked for",
+        "offcorr/diagnose/questions.py",
+        "[name for name in fields if any(getattr(record, name) is None for record in evidence.records)]",
+        "[*fields]",
+        "tests/diagnose/test_questions.py",
+    ),
 ]
 
 

@@ -76,9 +76,8 @@ def _numbers(report: Report) -> str:
 
 
 def _causes(report: Report) -> str:
-    head = (
-        "<tr><th>cause</th><th>confidence</th><th>evidence</th><th>to do</th><th>statistic ± se (threshold)</th></tr>"
-    )
+    columns = ("cause", "confidence", "evidence", "to do", "test statistic ± standard error (threshold)")
+    head = f"<tr>{''.join(f'<th>{name}</th>' for name in columns)}</tr>"
     rows = [
         f"<tr><td>{_said(one.title)}<br><code>{one.cause}</code></td><td>{one.confidence:.2f}</td>"
         f"<td>{_said(one.evidence)}</td><td>{_said(one.advice)}</td>"

@@ -164,7 +164,7 @@ def test_the_profile_over_ages():
 
 
 def test_lags_show_a_shift():
-    bars = [bar.get_height() for bar in axes_of(world("shift").records(), "token lags").patches]
+    bars = [bar.get_height() for bar in axes_of(world("shift").records(), "before or after").patches]
     assert np.argmax(np.abs(bars)) in (3, 5) and bars[4] < 0.3
 
 

@@ -39,8 +39,8 @@ class Unnormalised(Cause):
             identity.error,
             1.0,
             3.0,
-            f"d is {'above' if more == 'less' else 'below'} 0 at every token: the sampler's probabilities sum to "
-            f"{more} than 1 (mean ratio {identity.value:.3f})",
+            f"d is {'above' if more == 'less' else 'below'} 0 at nearly every token: the sampler's probabilities, "
+            f"which are e to its log-probs, sum to {more} than 1 (the mean ratio e^d is {identity.value:.3f})",
         )
 
 
@@ -140,14 +140,14 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     if below > 20 * above:  # one sign: a truncated distribution
         return None
     carried = 1 / fit.power.value
-    which = "at the trainer's" if sampled_by_trainer else "at its own"
+    which = "the trainer's" if sampled_by_trainer else "that"
     return Found(
         fit.power.value,
         fit.power.error,
         1.0,
         (fit.explained - needed) * 8,
-        f"the sampler's log-probs carry {carried:.2f} times the trainer's temperature, which explains "
-        f"{fit.explained:.0%} of the spread of d; it sampled {which}",
+        f"the sampler's log-probs are the trainer's at {carried:.2f} times its temperature, which explains "
+        f"{fit.explained:.0%} of the spread of d; the tokens were drawn at {which} temperature",
         _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit.fitted),
     )
 
@@ -183,8 +183,8 @@ class RepetitionPenalty(Cause):
             error,
             8 * error,
             z / 8,
-            f"d is {seen.mean():+.3f} nats on tokens that were seen before and {new.mean():+.3f} on new ones, of which "
-            f"{1 - float((new > 1e-4).mean()):.0%} are below 0",
+            f"d is {seen.mean():+.3f} nats on average at tokens that stand earlier in the prompt or completion, and "
+            f"{new.mean():+.3f} at new ones, where it is at most 0 for {1 - float((new > 1e-4).mean()):.0%} of them",
             left.with_floor(1.1 * left.gap),
         )
 
@@ -252,8 +252,8 @@ def _truncated(found: Kept, sentence: str, margin: float) -> Found:
         found.lost.error,
         SIGNIFICANT * found.lost.error,
         margin,
-        f"the sampler's probabilities are renormalised over {1 - found.lost.value:.3f} of the trainer's mass on "
-        f"average; {sentence}",
+        f"the sampler's probabilities are those of a part of the vocabulary, scaled to sum to 1; this part has "
+        f"{1 - found.lost.value:.3f} of the trainer's probability on average; {sentence}",
         found.left,
     )
 
@@ -270,8 +270,16 @@ class TopP(Cause):
         found = kept(evidence)
         if found is None or _banned(found) or found.certain <= 0.98:
             return None
-        none = "no token is likelier than" if np.isnan(found.certain) else "every token is alone that is likelier than"
-        return _truncated(found, f"{none} the smallest such mass, {found.least:.3f}", 2.0)
+        said = (
+            f"every token to which the trainer gives more than the smallest such part, {found.least:.3f}, has "
+            "probability 1 at the sampler, as top_p makes it"
+        )
+        if np.isnan(found.certain):
+            said = (
+                f"no sampled token has more than the smallest such part, {found.least:.3f}, which would tell top_p "
+                "from min_p and top_k"
+            )
+        return _truncated(found, said, 2.0)
 
 
 class MinP(Cause):
@@ -288,8 +296,9 @@ class MinP(Cause):
             return None
         return _truncated(
             found,
-            f"{found.alone} tokens are alone, but {1 - found.certain:.0%} of those likelier than the smallest such "
-            f"mass, {found.least:.3f}, are not",
+            f"{found.alone} of the sampled tokens have probability 1 at the sampler, but not {1 - found.certain:.0%} "
+            f"of those to which the trainer gives more than the smallest such part, {found.least:.3f}, as top_p would "
+            "make it",
             2.0,
         )
 
@@ -306,7 +315,8 @@ class TopK(Cause):
         found = kept(evidence)
         if found is None or found.alone or _banned(found) or not found.certain <= 0.98:
             return None
-        return _truncated(found, "no token is alone, as under top_p and min_p some are", 2.0)
+        said = "no sampled token has probability 1 at the sampler, as some have under top_p and min_p"
+        return _truncated(found, said, 2.0)
 
 
 class LogitMask(Cause):
@@ -324,11 +334,11 @@ class LogitMask(Cause):
         found = kept(evidence)
         if found is None or not _banned(found):
             return None
-        said = "the mass is lost in a few contexts, not in those of a high entropy"
+        said = "the rest is missing in a few contexts, where unlikely tokens would be missing in most"
         if found.balance is not None:
             said = (
-                "the sampled tokens are hardly likelier than those of the trainer's policy would be (surprisal balance "
-                f"{found.balance.value:+.3f} nats), as they are where unlikely tokens are dropped"
+                "the sampled tokens are hardly likelier than draws from the trainer's distributions (surprisal balance "
+                f"{found.balance.value:+.3f} nats), so what is missing is not the unlikely tokens alone"
             )
         return _truncated(found, said, 2.0)
 
@@ -339,122 +349,3 @@ def _banned(found: Kept) -> bool:
     if found.balance is None:
         return long
     return found.balance.value > (-2.0 if long else -1.2) * found.lost.value
-
-
-# -- not in either side's log-probs ----------------------------------------------------------------------------
-
-
-def _unlogged(evidence: Evidence, sign: int) -> Estimate | None:
-    """The surprisal balance where it is off by more than policies that differ this little can make it."""
-    balance = evidence.balance
-    if balance is None or not evidence.balanced or balance.z * sign < (4 if sign < 0 else 3.5):
-        return None
-    # The entropy may be of the weights after the updates on this batch.
-    return balance if abs(balance.value) > 2 * (evidence.gap + evidence.moved) else None
-
-
-class TemperatureSilent(Cause):
-    """The tokens were drawn at a temperature that neither side's log-probs carry."""
-
-    id = "temperature_silent"
-    stage = "unlogged"
-    title = "the sampler applies a temperature, and both sides log log-probs without it"
-    advice = f"set the sampler's temperature= for the trainer, too, and {PROCESSED}"
-    not_told_from = ("a penalty on repeated tokens, or min_p: read the engine's sampling options",)
-
-    def found(self, evidence: Evidence) -> Found | None:
-        for sign in (-1, 1):
-            balance = _unlogged(evidence, sign)
-            if balance is None or (_never_rare(evidence) if sign < 0 else _where_certain(evidence)):
-                continue
-            return _silent(evidence, balance, "less" if sign < 0 else "more")
-        return None
-
-
-class TopPSilent(Cause):
-    """No unlikely token was drawn where the likeliest holds most of the mass."""
-
-    id = "top_p_silent"
-    stage = "unlogged"
-    title = "the sampler truncates (top_p), and both sides log log-probs of the untruncated distribution"
-    advice = f"sample with top_p=1.0, top_k=0, min_p=0.0, and {PROCESSED}"
-
-    def found(self, evidence: Evidence) -> Found | None:
-        balance = _unlogged(evidence, -1)
-        if balance is None or not _never_rare(evidence):
-            return None
-        return _silent(evidence, balance, "less", ", and no unlikely token was drawn where one holds most of the mass")
-
-
-class PenaltySilent(Cause):
-    """The tokens are more surprising than they should be, most of all where the trainer is nearly certain."""
-
-    id = "penalty_silent"
-    stage = "unlogged"
-    title = "the sampler penalises tokens that were seen before, and both sides log log-probs without that penalty"
-    advice = f"sample with repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, and {PROCESSED}"
-
-    def found(self, evidence: Evidence) -> Found | None:
-        balance = _unlogged(evidence, 1)
-        if balance is None or not _where_certain(evidence):
-            return None
-        return _silent(evidence, balance, "more", ", most of all where the trainer is nearly certain")
-
-
-def _silent(evidence: Evidence, balance: Estimate, which: str, more: str = "") -> Found:
-    return Found(
-        balance.value,
-        balance.error,
-        3.5 * balance.error,
-        abs(balance.z) / 8,
-        f"the sampled tokens are {which} surprising than the trainer's entropy says, by {abs(balance.value):.3f} nats, "
-        f"while the log-probs agree ({evidence.gap:.2g}){more}",
-        evidence.unbalanced(),
-        share=1.0,
-    )
-
-
-def _never_rare(evidence: Evidence) -> bool:
-    """Whether no token below a share was drawn in any context whose entropy shows that one token has more than it.
-
-    The least entropy without a token of more than a share s is that of (s, 1 - s).  Draws at the temperature that the
-    other contexts suggest would hold a few such tokens.
-    """
-    known = evidence.with_entropy
-    if known is None or known.entropy is None:
-        return False
-    h, t = known.entropy, known.trainer
-    flat = (h > np.log(2)) & (h < 2.5)
-    if flat.sum() < 16:
-        return False
-    surprise = (-t - h)[flat]
-    power = float(np.clip(1 - surprise.mean() / surprise.var(), 1.03, 2.0))  # to first order in 1 / T - 1
-    grid = np.linspace(1e-6, 0.5, 4000)
-    rare = np.interp(np.minimum(h, np.log(2)), _binary(grid), grid)
-    tempered = rare**power / (rare**power + (1 - rare) ** power)
-    for share in (0.7, 0.8, 0.9, 0.95, 0.98):
-        sure = h < _binary(np.array(share))
-        drawn, expected = int((t[sure] < np.log(share) - 1e-3).sum()), float(tempered[sure].sum())
-        if expected >= 2.5 and (drawn == 0 or drawn < 0.02 * expected):
-            return True
-    return False
-
-
-def _binary(share: Floats) -> Floats:
-    return -(share * np.log(share) + (1 - share) * np.log(1 - share))
-
-
-def _where_certain(evidence: Evidence) -> bool:
-    """Whether the excess of surprise is largest, relative to the entropy, where the trainer is nearly certain.
-
-    A temperature scales all contexts; a penalty overturns those whose likeliest token was seen before.
-    """
-    known = evidence.with_entropy
-    if known is None or known.entropy is None:
-        return False
-    h, surprise = known.entropy, -known.trainer - known.entropy
-    low, high = (h > 0.05) & (h < np.log(2)), h > np.log(2)
-    if min(low.sum(), high.sum()) < 16:
-        return False
-    among = [float(surprise[some].mean() / h[some].mean()) for some in (low, high)]
-    return among[0] > 4 * max(among[1], 0.01)
