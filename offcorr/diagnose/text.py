@@ -144,9 +144,14 @@ def _with_error(value: float, error: float, digits: str) -> str:
 
 
 def _numbered(place: int, finding: Finding) -> str:
-    of_gap = CAUSES[finding.cause].stage != "updates" and finding.share >= 0.005  # updates move logp, which d is not of
+    return f"{place}. {finding.title} [{finding.cause}], {how_sure(finding)}"
+
+
+def how_sure(finding: Finding) -> str:
+    """The confidence in a cause, and its share of mean |d|; updates move logp, which d is not of."""
+    of_gap = CAUSES[finding.cause].stage != "updates" and finding.share >= 0.005
     share = f", explains {finding.share:.0%} of the mean |d|" if of_gap else ""
-    return f"{place}. {finding.title} [{finding.cause}], confidence {finding.confidence:.2f}{share}"
+    return f"confidence {finding.confidence:.2f}{share}"
 
 
 def _aligned(rows: list[tuple[str, str, str]]) -> list[str]:
