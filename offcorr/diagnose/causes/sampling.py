@@ -199,6 +199,7 @@ class Kept:
     lost: Estimate  # 1 - mean ratio
     alone: int  # truncated tokens whose probability is 1 to the sampler
     certain: float  # among tokens likelier to the trainer than any kept mass, the share of which that holds
+    crowded: float  # share of the tokens without which the others kept would still hold the smallest kept mass
     balance: Estimate | None
     left: Evidence
     least: float  # the smallest kept mass
@@ -222,9 +223,11 @@ def kept(evidence: Evidence) -> Kept | None:
     least = float(np.quantile(d[truncated], 0.01))
     above_all = (evidence.trainer > least + 0.002) & (evidence.trainer < -noise)
     certain = float((evidence.sampler > -1e-6)[above_all].mean()) if above_all.sum() >= 4 else np.nan
+    others = np.exp(np.minimum(d, 0)) - np.exp(evidence.trainer)
+    crowded = float((others > np.exp(least) + 0.01)[truncated].mean())
     tail = float(np.quantile(d[truncated], 0.02) / d[truncated].mean())
     left = evidence.unbalanced().explained(np.minimum(d, 0))
-    return Kept(lost, int(alone.sum()), certain, evidence.balance, left, float(np.exp(least)), tail)
+    return Kept(lost, int(alone.sum()), certain, crowded, evidence.balance, left, float(np.exp(least)), tail)
 
 
 def _kept_among_others(evidence: Evidence, lost: Estimate) -> Kept | None:
@@ -237,7 +240,7 @@ def _kept_among_others(evidence: Evidence, lost: Estimate) -> Kept | None:
         return None
     alone = (evidence.sampler > -1e-6) & (evidence.trainer < -1e-3)
     left = evidence.unbalanced().explained(np.full(len(evidence), np.log1p(-lost.value))).with_floor(0.6 * lost.value)
-    return Kept(lost, int(alone.sum()), 1.0 if alone.any() else 0.0, balance, left, 1 - lost.value, 2.0)
+    return Kept(lost, int(alone.sum()), 1.0 if alone.any() else 0.0, 0.0, balance, left, 1 - lost.value, 2.0)
 
 
 ADVICE = (
@@ -258,8 +261,21 @@ def _truncated(found: Kept, sentence: str, margin: float) -> Found:
     )
 
 
+CROWDED = 0.012
+"""Share of the tokens that rounding can make superfluous under top_p: it moves probabilities across the border."""
+
+
+def _nucleus(found: Kept) -> bool:
+    """Whether the kept tokens can be the fewest likeliest ones that hold a share of the mass, the same everywhere.
+
+    The kept mass is then at least that share in every context, and less than it without any one of the kept tokens,
+    such as the sampled one; where one token has more than the share, it is alone.
+    """
+    return not found.certain <= 0.98 and found.crowded < CROWDED
+
+
 class TopP(Cause):
-    """One-sided d; where the trainer's likeliest token has more than the kept mass, it is alone."""
+    """One-sided d; no kept token is superfluous for one share of the mass, the same in every context."""
 
     id = "top_p"
     stage = "sampling"
@@ -268,22 +284,17 @@ class TopP(Cause):
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
-        if found is None or _banned(found) or found.certain <= 0.98:
+        if found is None or _banned(found) or not _nucleus(found):
             return None
         said = (
-            f"every token to which the trainer gives more than the smallest such part, {found.least:.3f}, has "
-            "probability 1 at the sampler, as top_p makes it"
+            f"it has at least {found.least:.3f} nearly everywhere, and hardly ever more tokens than this share needs, "
+            "as under top_p"
         )
-        if np.isnan(found.certain):
-            said = (
-                f"no sampled token has more than the smallest such part, {found.least:.3f}, which would tell top_p "
-                "from min_p and top_k"
-            )
         return _truncated(found, said, 2.0)
 
 
 class MinP(Cause):
-    """One-sided d; a token can be alone, and need not be where it is as likely."""
+    """One-sided d that no share of the mass explains; a token can be alone."""
 
     id = "min_p"
     stage = "sampling"
@@ -292,19 +303,17 @@ class MinP(Cause):
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
-        if found is None or found.alone == 0 or _banned(found) or not found.certain <= 0.98:
+        if found is None or found.alone == 0 or _banned(found) or _nucleus(found):
             return None
-        return _truncated(
-            found,
-            f"{found.alone} of the sampled tokens have probability 1 at the sampler, but not {1 - found.certain:.0%} "
-            f"of those to which the trainer gives more than the smallest such part, {found.least:.3f}, as top_p would "
-            "make it",
-            2.0,
+        said = (
+            f"it differs from context to context, from {found.least:.3f} on, as under no single top_p, and "
+            f"{found.alone} of the sampled tokens have probability 1 at the sampler, as under no top_k"
         )
+        return _truncated(found, said, 2.0)
 
 
 class TopK(Cause):
-    """One-sided d, and no token is alone."""
+    """One-sided d that no share of the mass explains, and no token is alone."""
 
     id = "top_k"
     stage = "sampling"
@@ -313,9 +322,12 @@ class TopK(Cause):
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
-        if found is None or found.alone or _banned(found) or not found.certain <= 0.98:
+        if found is None or found.alone or _banned(found) or _nucleus(found):
             return None
-        said = "no sampled token has probability 1 at the sampler, as some have under top_p and min_p"
+        said = (
+            f"it differs from context to context, from {found.least:.3f} on, as under no single top_p, and no sampled "
+            "token has probability 1 at the sampler, as some have under min_p"
+        )
         return _truncated(found, said, 2.0)
 
 
