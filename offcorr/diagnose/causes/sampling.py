@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -62,7 +63,11 @@ def _of_context(evidence: Evidence) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Power:
-    """Fit of sampler = power * trainer - f(context), by Huber's regression."""
+    """Fit of sampler = power * trainer - f, where f is a function of the context, by Huber's regression.
+
+    What is known of a context is its entropy h and one token's log-prob t, so the fit has two steps: the power, beside
+    an f of h alone; then what is left, as a smooth function of t and h, the mean of f over the contexts that have both.
+    """
 
     power: Estimate
     explained: float
@@ -72,27 +77,46 @@ class Power:
 def power(evidence: Evidence) -> Power:
     """The power, the share of the spread of d that it explains beside f, and the fitted d.
 
-    f is a polynomial of the entropy; without entropy, a constant: then the power is nearer to 1 than the truth.
+    Without entropy f is a constant: then the power is nearer to 1 than the truth.
     """
     t, d, h = evidence.trainer, evidence.d, evidence.entropy
     h = h if evidence.with_entropy is evidence else None
-    context = np.stack([np.ones_like(t), *([] if h is None else [h, h * h, np.sqrt(np.maximum(h, 0))])], 1)
-    within, without = _robust(context, t)[1], _robust(context, d)[1]
-    slope, residual, weights = _robust(np.concatenate([t[:, None], context], 1), d)
+    context = [np.ones_like(t), *([] if h is None else [h, h * h, np.sqrt(np.maximum(h, 0))])]
+    within, without = (_robust(context, values)[1] for values in (t, d))
+    slope, residual, weights = _robust([t, *context], d)
     error = np.sqrt(np.square(within * residual * weights).sum()) / max((np.square(within) * weights).sum(), 1e-12)
+    estimate = Estimate(1 - float(slope[0]), float(error))
+    if h is not None and _away(estimate):
+        p = np.exp(np.minimum(t, 0))
+        _, residual, weights = _robust([a * b for a in context for b in (np.ones_like(t), t, p, p * p)], residual)
     left, spread = ((np.abs(values) * weights).mean() for values in (residual, without))
-    return Power(Estimate(1 - float(slope[0]), float(error)), 1 - float(left / max(spread, 1e-12)) ** 2, d - residual)
+    return Power(estimate, 1 - float(left / max(spread, 1e-12)) ** 2, d - residual)
 
 
-def _robust(columns: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
+def _away(power: Estimate) -> bool:
+    """Whether a power is not 1."""
+    return abs(power.value - 1) >= max(0.02, SIGNIFICANT * power.error)
+
+
+FITTED = 200_000
+"""Tokens that coefficients are fitted to, at most."""
+
+
+def _robust(columns: Sequence[Floats], values: Floats) -> tuple[Floats, Floats, Floats]:
     """Coefficients, residuals and weights of Huber's regression: residuals above three times their mean count less."""
-    weights = np.ones_like(values)
+    some = slice(None, None, -(-len(values) // FITTED))
+    thinned, target = np.stack([column[some] for column in columns], 1), values[some]
+    weights = np.ones_like(target)
     for _ in range(8):
         root = np.sqrt(weights)
-        fit = np.linalg.lstsq(columns * root[:, None], values * root, rcond=None)[0]
-        residual = values - columns @ fit
-        weights = np.minimum(3 * np.abs(residual).mean() / np.maximum(np.abs(residual), 1e-12), 1)
-    return np.asarray(fit, dtype=np.float64), residual, weights
+        fit = np.linalg.lstsq(thinned * root[:, None], target * root, rcond=None)[0]
+        weights = _huber(target - thinned @ fit)
+    residual = values - sum(column * coefficient for column, coefficient in zip(columns, fit, strict=True))
+    return np.asarray(fit, dtype=np.float64), residual, _huber(residual)
+
+
+def _huber(residual: Floats) -> Floats:
+    return np.minimum(3 * np.abs(residual).mean() / np.maximum(np.abs(residual), 1e-12), 1)
 
 
 class Temperature(Cause):
@@ -132,8 +156,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     # Without entropy, noise in the trainer's log-probs looks like a temperature of the sampler above the trainer's.
     likely = sampled_by_trainer or fit.power.value > 1
     needed = 0.5 if evidence.with_entropy is evidence or not likely else 0.25
-    away = abs(fit.power.value - 1)
-    if fit.explained < needed or away < max(0.02, SIGNIFICANT * fit.power.error) or not 0.45 < fit.power.value < 5:
+    if fit.explained < needed or not _away(fit.power) or not 0.35 < fit.power.value < 5:
         return None
     below = float(np.maximum(-evidence.d, 0).mean())
     above = float(np.maximum(evidence.d, 0).mean())
@@ -146,15 +169,16 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         fit.power.error,
         1.0,
         (fit.explained - needed) * 8,
-        f"the sampler's log-probs are the trainer's at {carried:.2f} times its temperature, which explains "
+        f"the sampler's log-probs are the trainer's at about {carried:.2f} times its temperature, which explains "
         f"{fit.explained:.0%} of the spread of d; the tokens were drawn at {which} temperature",
-        _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit.fitted),
+        _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit),
     )
 
 
-def _rest(evidence: Evidence, fitted: Floats) -> Evidence:
-    """Without the fitted d.  A fit leaves as much as a quarter by itself."""
-    return evidence.explained(fitted).with_floor(0.25 * float(np.abs(fitted).mean()))
+def _rest(evidence: Evidence, fit: Power) -> Evidence:
+    """Without the fitted d.  What contexts of one entropy and log-prob do not share is of second order in power - 1."""
+    share = 0.25 if evidence.with_entropy is not evidence else 0.4 * abs(fit.power.value - 1)
+    return evidence.explained(fit.fitted).with_floor(share * float(np.abs(fit.fitted).mean()))
 
 
 class RepetitionPenalty(Cause):
