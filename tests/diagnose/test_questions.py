@@ -58,4 +58,4 @@ def _with_versions(cause, age):
 def test_a_partly_logged_version_is_asked_for():
     records = _with_versions("precision", 0)
     half = [one if at % 2 else world("precision").records()[at] for at, one in enumerate(records)]
-    assert "log rollout_version and trainer_version" in diagnose(half).cannot_tell[0]
+    assert "log rollout_version and trainer_version" in "; ".join(open_questions(Evidence.of(half), ["precision"]))
