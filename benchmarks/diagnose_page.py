@@ -2,9 +2,9 @@
 
     python benchmarks/diagnose_page.py [--check]
 
-It reads diagnose.json and diagnose_served.json of benchmarks/results, which benchmarks/diagnose.py makes.  A table
-stands between
-``<!-- diagnose NAME -->`` and ``<!-- end -->``; ``--check`` changes nothing and fails where one is out of date.
+It reads diagnose.json and diagnose_served.json of benchmarks/results, which benchmarks/diagnose.py makes, and
+diagnose_large.json of benchmarks/diagnose_large.py.  A table stands between ``<!-- diagnose NAME -->`` and
+``<!-- end -->``; ``--check`` changes nothing and fails where one is out of date.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "mismatch.md"
 RESULT = ROOT / "benchmarks" / "results" / "diagnose.json"
 SERVED = RESULT.with_name("diagnose_served.json")
+LARGE = RESULT.with_name("diagnose_large.json")
 BLOCK = re.compile(r"(<!-- diagnose (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 FAMILIES = ({"stale_weights", "adapter_not_synced"},)
 """Causes that logged data cannot separate."""
@@ -250,8 +251,32 @@ def _counts(rows: Sequence[Row]) -> str:
     return ", ".join(str(count(rows, size)) for size in result()["sizes"]) + f" of {len(rows)}"
 
 
+def large() -> str:
+    """Large dumps: peak memory and time."""
+    found = json.loads(LARGE.read_text())
+    about, lines = found["about"], []
+    for row in found["dumps"]:
+        lines.append(
+            {
+                "tokens of the dump": f"{row['tokens']:,}",
+                "that the tests read": f"{row['tokens_tested']:,}",
+                "peak memory": f"{row['peak_mb']} MB",
+                "CPU time": f"{row['cpu_seconds']:.0f} s",
+                "tokens per second of CPU time": f"{row['tokens_per_cpu_second']:,}",
+            }
+        )
+    setting, versions = about["setting"], about["versions"]
+    made = (
+        f"One thread of an {about['machine']['processor']}, other work beside it; parquet with "
+        f"{setting['completion']:,} tokens per completion and {setting['bytes per token']:.0f} bytes per token; "
+        f"offcorr {versions['offcorr']}. `{about['command']}`, "
+        "[diagnose_large.json](../benchmarks/results/diagnose_large.json)."
+    )
+    return f"{markdown(lines)}\n\n{made}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (setup, served, verdict, targets, confusion, pairs)
+    table.__name__: table for table in (setup, served, verdict, targets, confusion, pairs, large)
 }
 
 

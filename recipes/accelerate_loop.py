@@ -14,6 +14,9 @@ attention and loss take their boundaries from the same ``cu_seqlens``.  Runs unc
 An advantage is the reward minus a baseline: the group's mean, divided by its standard deviation (``group``); one per
 token, from the trainer's probabilities (``token``); or the baseline of least variance, from the gradient of every
 trajectory (``opob``), which with ``--loss vcpo --ess_lr sqrt`` is all of VCPO (2602.17616).
+
+``offcorr.Monitor`` watches how far trainer and sampler are apart, and ``--dump_rollouts FOLDER`` keeps what both
+logged: `offcorr diagnose FOLDER` names the cause.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, TrainerState
 
 import offcorr
-from offcorr import Batch, toy
+from offcorr import Batch, Output, toy
+from offcorr.diagnose import records_of
+from offcorr.diagnose.writer import StepDumps
 from offcorr.kernels.logprob import linear_logprob
 from offcorr.rollout import Sampling, decode, score
 from offcorr.training import (
@@ -55,6 +60,7 @@ from offcorr.training import (
     token_baseline,
 )
 from offcorr.training.baselines import check_proportional
+from offcorr.trl.config import monitor_options
 
 sys.path.insert(0, str(Path(__file__).parent))
 from grpo import History, Task, load_task, plot, summarise  # noqa: E402
@@ -97,6 +103,18 @@ class Arguments:
     eval_every: int = field(default=5, metadata={"help": "generations between two evaluations on held-out examples"})
     train_size: int = 4096
     eval_size: int = 256
+    monitor: str = field(
+        default="warn",
+        metadata={
+            "help": "the action of every alarm of offcorr.Monitor: warn, log, dump, mask or stop; off: nothing is "
+            "watched; or its options, as JSON"
+        },
+    )
+    dump_rollouts: str | None = field(
+        default=None,
+        metadata={"help": "a new folder for what is trained on, one file per update and process, for offcorr diagnose"},
+    )
+    dump_every: int = field(default=1, metadata={"help": "updates from one that dump_rollouts writes to the next"})
     output_dir: str = "runs/accelerate_loop"
     seed: int = 0
     use_cpu: bool = field(default=not torch.cuda.is_available())
@@ -106,6 +124,9 @@ class Arguments:
             raise ValueError(f"ess_lr is {self.ess_lr!r}, expected off, sqrt or linear")
         if self.baseline not in ("group", "token", "opob"):
             raise ValueError(f"baseline is {self.baseline!r}, expected group, token or opob")
+        monitor_options(self.monitor)  # raises for what is no action and no option
+        if self.dump_every < 1:
+            raise ValueError(f"dump_every is {self.dump_every}, expected a number of updates, 1 or more")
         if self.baseline == "opob" and self.accumulation != 1:
             raise ValueError(
                 f"opob takes an update's trajectories one by one, so accumulation {self.accumulation} has nothing to "
@@ -158,7 +179,13 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     ess_lr = ESSLearningRate(optimizer, rule=args.ess_lr) if args.ess_lr != "off" else None
-    step = Step(loss_fn, ess_lr=ess_lr, gather=lambda vector: accelerator.gather(vector[None]))
+    step = Step(
+        loss_fn,
+        ess_lr=ess_lr,
+        gather=lambda vector: accelerator.gather(vector[None]),
+        monitor=make_monitor(args, accelerator),
+    )
+    dumps = make_dumps(args, accelerator)
     sampler = Sampler(accelerator, model, tokenizer, args)
     log = Log(accelerator, Path(args.output_dir))
     order = np.random.default_rng(args.seed)
@@ -176,11 +203,13 @@ def main() -> None:
             samples = less_token_baseline(model, samples, args.packed, accelerator.device)
         for part in split(samples, args.updates):  # in order: whole groups, of random prompts
             micros = split(part, len(part) if one_by_one else args.accumulation)
-            window = [lay_out(micro, args.packed, accelerator.device) for micro in micros]
+            window = [lay_out(micro, args.packed, accelerator.device, version) for micro in micros]
             take = opob_update if one_by_one else update
-            take(accelerator, model, optimizer, step, window, args.max_grad_norm)
+            take(accelerator, model, optimizer, step, window, args.max_grad_norm, dumps)
             version += 1
             step.end(version)
+            if dumps is not None:
+                dumps.end()
             sampler.remember(version)
         rewards = torch.tensor([sample.reward for sample in samples], device=accelerator.device)
         log(version, reward=float(accelerator.gather(rewards).mean()), **step.metrics())
@@ -202,13 +231,14 @@ def update(
     step: Step,
     window: Sequence[MicroBatch],
     max_grad_norm: float = 1.0,
+    dumps: StepDumps | None = None,
 ) -> None:
     """One optimizer update on this process's micro-batches."""
     # Accelerate divides the loss by the micro-batches and averages gradients over the processes.
     begin(model, step, window, averaged_over=accelerator.num_processes * len(window))
     for micro in window:
         with accelerator.accumulate(model):
-            out = step.loss(trained_batch(model, micro), last=accelerator.sync_gradients)
+            out = loss_of(step, micro, trained_batch(model, micro), dumps, last=accelerator.sync_gradients)
             accelerator.backward(out.loss)  # DeepSpeed takes its step in here
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -223,6 +253,7 @@ def opob_update(
     step: Step,
     window: Sequence[MicroBatch],
     max_grad_norm: float = 1.0,
+    dumps: StepDumps | None = None,
 ) -> None:
     """As ``update``, with the reward minus its group's minimum-variance baseline as the advantage.
 
@@ -240,11 +271,12 @@ def opob_update(
                 unit = dataclasses.replace(batch, advantages=torch.ones_like(batch.rewards))
                 out = step.correction(unit, denominator=1.0, statistics=step.statistics)
                 opob.add(-out.loss, batch.rewards)
-            batches.append(dataclasses.replace(batch, logp=batch.logp.detach()))
+            batches.append((micro, dataclasses.replace(batch, logp=batch.logp.detach())))
         baseline = opob.end_group()
-        for batch in batches:
+        for micro, batch in batches:
             remaining -= 1
-            step.loss(dataclasses.replace(batch, advantages=batch.rewards - baseline), last=remaining == 0)
+            batch = dataclasses.replace(batch, advantages=batch.rewards - baseline)
+            loss_of(step, micro, batch, dumps, last=remaining == 0)
 
     for p in opob.parameters:
         p.grad = accelerator.reduce(p.grad, "sum")
@@ -261,6 +293,14 @@ def begin(model: nn.Module, step: Step, window: Sequence[MicroBatch], averaged_o
     tokens, sequences = step.total(counts)
     ahead = (trained_batch(model, micro) for micro in window)
     step.begin(ahead, tokens=tokens, sequences=sequences, averaged_over=averaged_over)
+
+
+def loss_of(step: Step, micro: MicroBatch, batch: Batch, dumps: StepDumps | None, last: bool) -> Output:
+    """The loss of a micro-batch, which the monitor sees, and which ``dumps`` keeps if it wants this update."""
+    batch = step.place(batch)
+    if dumps is not None and dumps.wants(update := batch.trainer_version + 1):
+        dumps.add(update, records_of(batch, **micro.ids, step=update))
+    return step.loss(batch, last=last, ids=lambda batch: micro.ids)
 
 
 def check_opob(accelerator: Accelerator, loss_fn: offcorr.Correction) -> None:
@@ -322,10 +362,11 @@ class Sample:
 
 
 class MicroBatch(NamedTuple):
-    """The arguments of the model's forward, and the fields of the Batch."""
+    """The arguments of the model's forward, the fields of the Batch, and the token ids as ``records_of`` takes them."""
 
     inputs: dict[str, Any]
     fields: dict[str, Any]
+    ids: dict[str, Tensor]
 
     @property
     def counts(self) -> Tensor:
@@ -334,12 +375,17 @@ class MicroBatch(NamedTuple):
         return torch.stack([tokens, tokens.new_tensor(len(self.fields["rewards"]))])
 
 
-def lay_out(samples: Sequence[Sample], packed: bool, device: torch.device | str) -> MicroBatch:
-    """Sequences end to end in one row, or as rows padded on the right."""
-    join = torch.cat if packed else partial(pad_sequence, batch_first=True)
+def lay_out(
+    samples: Sequence[Sample], packed: bool, device: torch.device | str, version: int | None = None
+) -> MicroBatch:
+    """Sequences end to end in one row, or as rows padded on the right; ``version`` of the weights to be trained."""
+    pad = partial(pad_sequence, batch_first=True)
+    join = torch.cat if packed else pad
     lengths = torch.tensor([len(sample.ids) for sample in samples])
-    ids = join([torch.tensor(sample.ids) for sample in samples])
-    mask = join([sample.padded([1.0] * (len(sample.ids) - sample.prompt)) for sample in samples]).bool()
+    prompts = torch.tensor([sample.prompt for sample in samples])
+    rows = [torch.tensor(sample.ids) for sample in samples]
+    masks = [torch.arange(len(sample.ids)) >= sample.prompt for sample in samples]
+    ids, mask = join(rows), join(masks)
     fields: dict[str, Any] = {
         "mask": mask,
         "rollout_logp": join([sample.padded(sample.rollout_logp) for sample in samples]),
@@ -347,6 +393,8 @@ def lay_out(samples: Sequence[Sample], packed: bool, device: torch.device | str)
         "advantages": join([sample.padded(sample.advantages) for sample in samples]),
         "rewards": torch.tensor([sample.reward for sample in samples]),
         "group_ids": torch.tensor([sample.group for sample in samples]),
+        "rollout_version": join([torch.full((len(sample.ids),), sample.version) for sample in samples]),
+        "trainer_version": version,
     }
     # The hidden state before a token predicts it.  The last position wraps around to a prompt token, which is masked.
     inputs: dict[str, Any] = {"input_ids": ids, "targets": ids.roll(-1, -1), "wanted": mask.roll(-1, -1)}
@@ -365,7 +413,14 @@ def lay_out(samples: Sequence[Sample], packed: bool, device: torch.device | str)
     def placed(values: dict[str, Any]) -> dict[str, Any]:
         return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
 
-    return MicroBatch(placed(inputs), placed(fields))
+    before = torch.arange(int(lengths.max())) < prompts[:, None]
+    token_ids = {
+        "prompt_ids": pad(rows),
+        "prompt_mask": before,
+        "completion_ids": pad(rows),
+        "completion_mask": pad(masks),
+    }
+    return MicroBatch(placed(inputs), placed(fields), token_ids)
 
 
 def trained_batch(model: nn.Module, micro: MicroBatch, **asked: bool) -> Batch:
@@ -513,6 +568,26 @@ def start_accelerator(args: Arguments) -> Accelerator:
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     accelerator.print(f"{accelerator.num_processes} x {accelerator.device.type}, {accelerator.distributed_type.value}")
     return accelerator
+
+
+def make_monitor(args: Arguments, accelerator: Accelerator) -> offcorr.Monitor | None:
+    """The monitor that ``--monitor`` asks for; None: off."""
+    options = monitor_options(args.monitor)
+    if options is None:
+        return None
+    folder = Path(args.output_dir, "mismatch")
+    monitor = offcorr.Monitor(**{"folder": folder, **options}, temperature=args.temperature)
+    monitor.on_main = accelerator.is_main_process
+    return monitor
+
+
+def make_dumps(args: Arguments, accelerator: Accelerator) -> StepDumps | None:
+    """The files of ``--dump_rollouts``, whose folder must hold no other run; None: none."""
+    if args.dump_rollouts is None:
+        return None
+    dumps = StepDumps(args.dump_rollouts, rank=accelerator.process_index, every=args.dump_every)
+    dumps.begin()
+    return dumps
 
 
 class Log:

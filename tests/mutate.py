@@ -1488,6 +1488,13 @@ MUTATIONS = [
         "self._turns.taken = {}",
         "tests/data/test_demonstrations.py::test_resuming_reproduces_the_uninterrupted_run",
     ),
+    Mutation(
+        "a field that the dump has is asked for",
+        "offcorr/diagnose/questions.py",
+        "[name for name in fields if any(getattr(record, name) is None for record in evidence.records)]",
+        "[*fields]",
+        "tests/diagnose/test_questions.py",
+    ),
 ]
 
 

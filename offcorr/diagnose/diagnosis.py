@@ -11,6 +11,7 @@ import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, STAGES, Cause, Finding, Found, confidence
 from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.record import Record
 
 SAMPLED_TOKENS = 2_000_000
@@ -78,7 +79,7 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     with np.errstate(invalid="ignore", over="ignore"):  # infinite log-probs are data
         numbers = _numbers(evidence) | whole
         findings, left = _explain(evidence)
-        cannot = _cannot_tell(evidence, findings)
+        cannot = open_questions(evidence, [finding.cause for finding in findings])
     findings.sort(key=lambda finding: -finding.share)
     if findings:
         return Report(findings[0].cause, findings[0].confidence, findings, cannot, numbers, evidence)
@@ -183,25 +184,3 @@ def _together(one: Record, other: Record) -> bool:
     if one.group_id is not None and other.group_id is not None:
         return one.group_id == other.group_id and one.step == other.step
     return np.array_equal(one.prompt_ids, other.prompt_ids)
-
-
-def _cannot_tell(evidence: Evidence, findings: Sequence[Finding]) -> list[str]:
-    """Questions that the data leave open, and the field that would decide each."""
-    said = []
-    named = {finding.cause for finding in findings}
-    if evidence.entropy is None:
-        said.append(
-            "whether the tokens were drawn at another temperature, or from fewer tokens (top_p, top_k), than both "
-            "sides' log-probs say. To find out, log entropy: the trainer's, of each token's distribution"
-        )
-    if "dropout" not in named and len(evidence.same_context[0]) < 6:
-        said.append(
-            "whether the trainer's dropout is on. To find out, dump several samples of each prompt, which share their "
-            "first tokens"
-        )
-    for cause in CAUSES.values():
-        if cause.id in named:
-            for other in cause.not_told_from:
-                alternative, _, decides = other.partition(": ")
-                said.append(f"whether the cause is {cause.id} or {alternative}. To find out, {decides}")
-    return said

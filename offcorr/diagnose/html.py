@@ -10,7 +10,7 @@ import numpy as np
 from offcorr.diagnose.diagnosis import Report
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.plots import bounded, figure, gaps, plots
-from offcorr.diagnose.text import GLOSSARY, headline, measured, to_do
+from offcorr.diagnose.text import GLOSSARY, headline, how_sure, measured, to_do
 
 Decode = Callable[[int], str]
 WORST = 8
@@ -21,9 +21,10 @@ LONGEST_SHOWN = 400
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c1c1c;
 overflow-wrap: anywhere } h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem } h3 { font-size: 1rem }
-table { border-collapse: collapse; display: block; overflow-x: auto; overflow-wrap: normal }
-td, th { padding: .25rem .7rem;
-text-align: left; border-bottom: 1px solid #ddd; vertical-align: top } td { min-width: 7rem } img { width: 100% }
+table { border-collapse: collapse } td { padding: .25rem 1.4rem .25rem 0; border-bottom: 1px solid #ddd;
+vertical-align: top } img { width: 100% }
+@media (max-width: 40rem) { td { display: block; padding: 0; border: 0 } td:first-child { margin-top: .6rem;
+font-weight: 600 } }
 .note, figcaption { color: #555 } .tokens { font: 14px/1.9 ui-monospace, monospace; white-space: pre-wrap }
 .tokens span { padding: .1rem .05rem } figure { margin: 0 } figcaption { font-size: .9rem }
 .plots { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)) }
@@ -76,16 +77,12 @@ def _numbers(report: Report) -> str:
 
 
 def _causes(report: Report) -> str:
-    head = (
-        "<tr><th>cause</th><th>confidence</th><th>evidence</th><th>to do</th><th>statistic ± se (threshold)</th></tr>"
+    return "\n".join(
+        f"<h3>{place}. {_said(one.title)}</h3>\n<p><code>{one.cause}</code>, {_said(how_sure(one))}</p>\n"
+        f"<p><b>Evidence:</b> {_said(one.evidence)}.</p>\n<p><b>To do:</b> {_said(one.advice)}.</p>\n"
+        f'<p class="note">Test statistic: {one.statistic:.3g} ± {one.se:.1g}, threshold {one.threshold:.3g}.</p>'
+        for place, one in enumerate(report.causes, 1)
     )
-    rows = [
-        f"<tr><td>{_said(one.title)}<br><code>{one.cause}</code></td><td>{one.confidence:.2f}</td>"
-        f"<td>{_said(one.evidence)}</td><td>{_said(one.advice)}</td>"
-        f"<td>{one.statistic:.3g} ± {one.se:.1g} ({one.threshold:.3g})</td></tr>"
-        for one in report.causes
-    ]
-    return f"<table>{head}{''.join(rows)}</table>"
 
 
 # -- sequences -----------------------------------------------------------------------------------------------

@@ -37,13 +37,17 @@ def plots(evidence: Evidence) -> list[tuple[str, Any]]:
             "a few tokens that differ much.",
             _quantiles,
         ),
-        ("d against the trainer's log-prob. A slope is a temperature.", _against_logp),
+        ("d against the trainer's log-prob. A slope or a curve is a temperature.", _against_logp),
         (
             "Mean |d| over the position in the completion. A spike at the start is another prompt, a step is a change "
             "of weights.",
             _positions,
         ),
-        ("Correlation of the two log-probs at token lags. The highest belongs at 0; at 1 or -1 is a shift.", _lags),
+        (
+            "Correlation of the trainer's log-probs with the sampler's of tokens before or after. The highest bar "
+            "belongs at a lag of 0; at 1 or -1 it means that log-probs are shifted by one token.",
+            _lags,
+        ),
     ]
     if len(_halves(evidence)[0]):
         made.append(

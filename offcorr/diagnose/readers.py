@@ -18,7 +18,14 @@ __all__ = ["DumpError", "read"]
 EXPECTED = f"expected {', '.join(c.name for c in CONTAINERS)}, of {'; '.join(layout.name for layout in LAYOUTS)}"
 UNASKED = ("prompt_ids", "completion_ids", "rollout_logp", "old_logp", "origin")
 OPTIONAL = tuple(name for name in NAMES if name not in UNASKED)
-"""The fields without which tests are left out."""
+"""Fields that a record may lack; where only some records do, a warning says so."""
+WITHOUT = {
+    ("logp",): "how far the trainer's later updates moved its log-probs is not known",
+    ("entropy",): "what is missing in both sides' log-probs, such as a temperature, cannot be seen",
+    ("mask",): "every token of the completions is taken for one that the model sampled",
+    ("rollout_version", "trainer_version"): "older weights cannot be told from an update that never arrived",
+}
+"""Fields that tests read, and what follows where no record has them."""
 NUMBERS = (*LOGPS, "entropy", "reward", "advantage")
 
 
@@ -49,7 +56,9 @@ def read(
     ...     _ = file.write_text(json.dumps(row) + "\\n" + json.dumps({**row, "old_logp": [-1.1]}) + "\\n")
     ...     records = list(read([file], warn=lambda text: print(text.replace(folder, "FOLDER"))))
     FOLDER/dump.jsonl, row 2: old_logp has shape (1,), expected (2,), a value per token of ...; 1 row left out
-    no record has logp, entropy, mask, ... step: tests that need these fields are left out
+    no record has logp: how far the trainer's later updates moved its log-probs is not known
+    no record has entropy: what is missing in both sides' log-probs, such as a temperature, cannot be seen
+    ...
     >>> len(records), records[0].old_logp.tolist()
     (1, [-1.1, -0.5])
     """
@@ -120,11 +129,13 @@ class Problems:
         """One sentence per kind."""
         for problem in self.kinds.values():
             warn(problem.sentence())
-        absent = [name for name in OPTIONAL if self.records and self.lacking.get(name) == self.records]
-        if absent:
-            warn(f"no record has {', '.join(absent)}: tests that need these fields are left out")
-        for name in self.lacking.keys() - {*absent}:
-            warn(f"{name} is missing in {self.lacking[name]} of {self.records} records")
+        for names, consequence in WITHOUT.items():
+            absent = [name for name in names if self.records and self.lacking.get(name) == self.records]
+            if absent:
+                warn(f"no record has {' or '.join(absent)}: {consequence}")
+        for name, count in self.lacking.items():
+            if count < self.records:
+                warn(f"{name} is missing in {count} of {self.records} records")
 
 
 @dataclass(frozen=True)

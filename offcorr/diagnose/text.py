@@ -8,6 +8,7 @@ from typing import Any
 
 from offcorr.diagnose.causes import CAUSES, Finding
 from offcorr.diagnose.diagnosis import Report
+from offcorr.diagnose.questions import wanted
 
 
 def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] = ()) -> str:
@@ -45,8 +46,8 @@ BULLET: Any = {"initial_indent": " - ", "subsequent_indent": "   ", "break_long_
 
 GLOSSARY = (
     "d = the trainer's log-prob of a sampled token - the sampler's, in nats; p = the token's probability by the "
-    "trainer. Two models hardly differ about a token that is nearly certain, so their difference is also given as "
-    "|d| / (1 - p). "
+    "trainer. Two models hardly differ about a token that is nearly certain, so their difference is also given "
+    "relative to 1 - p: |d| / (1 - p), the relative difference. "
     "Surprisal balance: the mean of (- the trainer's log-prob - the entropy of its distribution). +- is one standard "
     "error. Confidence: 0.5 where a test only just finds a cause, 1 where it is certain."
 )
@@ -56,8 +57,8 @@ def headline(report: Report) -> str:
     """The verdict in one line."""
     if report.causes:
         count = len(report.causes) - 1
-        more = f", and {count} more cause{'s' * (count > 1)}" if count else ""
-        return f"{report.verdict}: {report.causes[0].title}{more} (confidence {report.confidence:.2f})"
+        more = f"; {count} more cause{'s' * (count > 1)} below" if count else ""
+        return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}){more}"
     said = {
         "clean": "trainer and sampler agree",
         "unknown": "trainer and sampler disagree, and no known cause fits",
@@ -75,15 +76,27 @@ def to_do(report: Report) -> list[str]:
     """
     if report.causes:
         return []
-    checked = f"Checked: {len(CAUSES)} causes, by the values, the sampled distribution, and the two policies."
+    checked = f"Checked: {len(CAUSES)} causes."
     if report.verdict == "clean":
-        floor = f"The log-probs differ by {report.numbers['abs_mean']:.2g} nats per token, which is float32 rounding."
+        floor = (
+            f"None was found: the log-probs differ by {report.numbers['abs_mean']:.2g} nats per token, no more than "
+            "float32 rounding makes."
+        )
         return [f"{checked} {floor}", "To do: nothing. A correction for the engine is not needed for data like these."]
     return [
         f"{checked} None explains a difference of {report.numbers['abs_mean']:.2g} nats per token.",
-        "To do: dump more sequences (a few hundred), with the trainer's entropy, several samples per prompt and the "
-        "versions of the weights; or give --model, the trainer's model, which tries one hypothesis after the other.",
+        f"To do: dump more sequences (a few hundred){_with(wanted(report.evidence))}; or give --model, the trainer's "
+        "model, which scores some sequences again under one hypothesis after the other.",
     ]
+
+
+def _with(parts: list[str]) -> str:
+    """
+    >>> _with(["entropy", "versions"]), _with([])
+    (', with entropy and versions', '')
+    """
+    listed = ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)
+    return f", with {listed}" if parts else ""
 
 
 def measured(report: Report) -> list[tuple[str, str, str]]:
@@ -94,14 +107,14 @@ def measured(report: Report) -> list[tuple[str, str, str]]:
         (
             "mean |d|",
             f"{numbers['abs_mean']:.3g} nats, largest {numbers['abs_max']:.3g}",
-            "d: the trainer's log-prob - the sampler's",
+            "d: the trainer's log-prob of a token - the sampler's",
         ),
         (
             "mean ratio e^d",
             _with_error(
                 numbers["ratio_mean"], numbers["ratio_mean_se"], ".4f" if numbers["ratio_mean"] < 1e4 else ".3g"
             ),
-            "1 if both log-probs are right, even of two different policies",
+            "1 if both log-probs are right, even where the weights differ",
         ),
     ]
     if "surprisal_balance" in numbers:
@@ -131,9 +144,14 @@ def _with_error(value: float, error: float, digits: str) -> str:
 
 
 def _numbered(place: int, finding: Finding) -> str:
-    of_gap = CAUSES[finding.cause].stage != "updates" and finding.share >= 0.005  # updates move logp, which d is not of
+    return f"{place}. {finding.title} [{finding.cause}], {how_sure(finding)}"
+
+
+def how_sure(finding: Finding) -> str:
+    """The confidence in a cause, and its share of mean |d|; updates move logp, which d is not of."""
+    of_gap = CAUSES[finding.cause].stage != "updates" and finding.share >= 0.005
     share = f", explains {finding.share:.0%} of the mean |d|" if of_gap else ""
-    return f"{place}. {finding.title} [{finding.cause}], confidence {finding.confidence:.2f}{share}"
+    return f"confidence {finding.confidence:.2f}{share}"
 
 
 def _aligned(rows: list[tuple[str, str, str]]) -> list[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import html
+import json
 import re
 import struct
+import subprocess
 from html.parser import HTMLParser
 
 import numpy as np
@@ -16,6 +19,7 @@ from offcorr.diagnose import Record, diagnose
 from offcorr.diagnose.html import LONGEST_SHOWN, WORST, page
 from offcorr.diagnose.plots import plots
 from tests.diagnose.simulated import world
+from tests.test_site_in_browser import CHROMIUM, FLAGS
 
 VOID = {"meta", "img", "br", "link", "input"}
 
@@ -164,7 +168,7 @@ def test_the_profile_over_ages():
 
 
 def test_lags_show_a_shift():
-    bars = [bar.get_height() for bar in axes_of(world("shift").records(), "token lags").patches]
+    bars = [bar.get_height() for bar in axes_of(world("shift").records(), "before or after").patches]
     assert np.argmax(np.abs(bars)) in (3, 5) and bars[4] < 0.3
 
 
@@ -202,9 +206,41 @@ def test_tokens_are_decoded():
 
 
 def test_a_narrow_screen_has_no_wide_element():
-    """Only a table scrolls on its own; pictures and plots follow the width."""
+    """The cells of a table lie below one another; pictures and plots follow the width."""
     text = page(diagnose(world("top_p").records()))
     style = text[text.index("<style>") : text.index("</style>")]
-    assert "width=device-width" in text and "overflow-x: auto" in style and "overflow-wrap: anywhere" in style
+    assert "width=device-width" in text and "td { display: block" in style and "overflow-wrap: anywhere" in style
     assert "img { width: 100% }" in style and "minmax(min(100%, " in style
     assert not re.search(r"[^-]width: [\d.]+(px|rem)", style.replace("max-width", "").replace("min-width", ""))
+
+
+READER = """<!doctype html><iframe id="frame" height="900" src="report.html"></iframe><pre id="found"></pre><script>
+const frame = document.getElementById("frame"), found = {};
+onload = async () => {
+  for (const width of [400, 1280]) {
+    frame.width = width;
+    await new Promise(settled => setTimeout(settled, 200));
+    const root = frame.contentDocument, all = [root.documentElement, ...root.querySelectorAll("body *")];
+    found[width] = all.filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth).map(e => e.tagName);
+  }
+  document.getElementById("found").textContent = JSON.stringify(found);
+};
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_nothing_scrolls_sideways_at_400_and_1280_pixels(tmp_path):
+    records = world("temperature", "stale_weights", entropy=False).records()
+    (tmp_path / "report.html").write_text(page(diagnose(records), ["a sentence about the data"]))
+    (tmp_path / "reader.html").write_text(READER)
+    flags = [*FLAGS.split(), f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1600,1000", "--dump-dom"]
+    shown = subprocess.run(
+        [str(CHROMIUM), *flags, (tmp_path / "reader.html").as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    found = re.search(r'<pre id="found">(.+?)</pre>', shown, flags=re.DOTALL)
+    assert found and json.loads(html.unescape(found[1])) == {"400": [], "1280": []}

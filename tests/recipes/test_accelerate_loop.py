@@ -22,7 +22,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import offcorr
 from offcorr import toy
+from offcorr.diagnose import diagnose, read, records_of
+from offcorr.diagnose.writer import StepDumps
 from offcorr.training import ESSLearningRate, Step, token_baseline
+from offcorr.training.alarms import MismatchError
 from tests.recipes.test_recipes import assert_improved
 from tests.tiny import qwen3
 
@@ -68,7 +71,9 @@ def one_process(accumulation=1):
     return Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
 
 
-def updated_weights(accelerator, method, packed=True, samples=None, opob=False, ess=False):
+def updated_weights(
+    accelerator, method, packed=True, samples=None, opob=False, ess=False, monitor=None, dumps=None, version=None
+):
     """Returns the weights after one update on this process's part of the samples, and the metrics."""
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -79,10 +84,11 @@ def updated_weights(accelerator, method, packed=True, samples=None, opob=False, 
     if opob:  # whole groups
         mine = list(loop.split(samples, accelerator.num_processes))[accelerator.process_index]
     micros = loop.split(mine, len(mine) if opob else accelerator.gradient_accumulation_steps)
-    window = [loop.lay_out(micro, packed, "cpu") for micro in micros]
+    window = [loop.lay_out(micro, packed, "cpu", version) for micro in micros]
     take = loop.opob_update if opob else loop.update
-    step = Step(offcorr.get(method), ess_lr=ess_lr, gather=lambda vector: accelerator.gather(vector[None]))
-    take(accelerator, model, optimizer, step, window, 1e9)
+    gather = lambda vector: accelerator.gather(vector[None])  # noqa: E731
+    step = Step(offcorr.get(method), ess_lr=ess_lr, gather=gather, monitor=monitor)
+    take(accelerator, model, optimizer, step, window, 1e9, dumps)
     step.end(1)
     merged = step.metrics()
     weights = {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
@@ -160,12 +166,79 @@ def test_processes_change_nothing(tmp_path):
     """Two processes, with two micro-batches each or one trajectory at a time, against one process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launch(torchrun, __file__, [str(tmp_path)])
+    assert_dumped(tmp_path / "dump", ["step_000004.rank_0.parquet", "step_000004.rank_1.parquet"])
     for name, options in SHARED.items():
         whole, measured = updated_weights(one_process(), **options)
         found, found_measured = torch.load(tmp_path / f"{name}.pt")
         assert_same(found, whole)
         assert found_measured == pytest.approx(measured, rel=1e-4, abs=1e-5), name
         assert 0.05 < measured.get("lr_scale", 0.5) < 0.95
+
+
+# -- monitor and dump ---------------------------------------------------------------------------------------------
+
+
+def assert_dumped(folder, files):
+    """The dump has each sample once, as it was sampled, and says where it comes from."""
+    assert sorted(file.name for file in folder.iterdir()) == files
+    records = list(read([folder], warn=lambda text: None))
+    samples = some_samples()
+    assert len(records) == len(samples)
+    for record in records:
+        (sample,) = (s for s in samples if [*record.prompt_ids, *record.completion_ids] == s.ids)
+        assert len(record.prompt_ids) == sample.prompt and record.mask.all()
+        assert record.rollout_logp == pytest.approx(sample.rollout_logp, rel=1e-6)
+        assert record.old_logp == pytest.approx(sample.old_logp, rel=1e-6)
+        assert (record.reward, record.group_id) == (pytest.approx(sample.reward), sample.group)
+        assert (record.step, record.rollout_version, record.trainer_version) == (4, 0, 3)
+        assert record.entropy is None  # of the weights of version 3, where version 0 sampled
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("accumulation", "opob"), [(1, False), (2, False), (1, True)])
+def test_what_is_trained_on_is_dumped(tmp_path, packed, accumulation, opob):
+    dumps = StepDumps(tmp_path / "dump")
+    options = {"packed": packed, "opob": opob, "dumps": dumps, "version": 3}
+    updated_weights(one_process(accumulation), "vcpo", **options)
+    dumps.end()
+    assert_dumped(tmp_path / "dump", ["step_000004.rank_0.parquet"])
+
+
+def test_an_update_that_is_not_wanted_is_not_dumped(tmp_path):
+    dumps = StepDumps(tmp_path, every=2)
+    updated_weights(one_process(), "minpro", dumps=dumps, version=3)
+    dumps.end()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_monitor_refuses_shifted_log_probs_and_knows_the_ids():
+    kept = []
+    monitor = offcorr.Monitor(self_test="off")
+    monitor.keep = lambda batch, ids, step: kept.extend(records_of(batch, **ids(batch)))
+    updated_weights(one_process(), "minpro", monitor=monitor, version=3)
+    assert sorted([*one.prompt_ids, *one.completion_ids] for one in kept) == sorted(s.ids for s in some_samples())
+
+    def shifted(sample):
+        return dataclasses.replace(sample, old_logp=[*sample.rollout_logp[1:], -3.0])
+
+    samples = [shifted(sample) for sample in some_samples(64)]
+    with pytest.raises(MismatchError, match=r"the training was not begun.*token"):
+        updated_weights(one_process(), "minpro", samples=samples, monitor=offcorr.Monitor(), version=0)
+
+
+def test_flags_of_monitor_and_dump(tmp_path):
+    accelerator = one_process()
+    assert loop.make_monitor(loop.Arguments(monitor="off"), accelerator) is None
+    made = loop.make_monitor(loop.Arguments(output_dir=str(tmp_path), temperature=0.7), accelerator)
+    assert (made.folder, made.temperature, made.actions["critical"]) == (tmp_path / "mismatch", 0.7, ("warn",))
+    assert loop.make_dumps(loop.Arguments(), accelerator) is None
+    (tmp_path / "step_000001.rank_0.parquet").touch()
+    with pytest.raises(FileExistsError, match="the dump of another run"):
+        loop.make_dumps(loop.Arguments(dump_rollouts=str(tmp_path)), accelerator)
+    with pytest.raises(ValueError, match="monitor is 'wran'"):
+        loop.Arguments(monitor="wran")
+    with pytest.raises(ValueError, match="dump_every is 0, expected a number of updates, 1 or more"):
+        loop.Arguments(dump_every=0)
 
 
 # -- baselines ----------------------------------------------------------------------------------------------------
@@ -312,8 +385,13 @@ def train(folder, config, *flags):
 def test_one_process(tmp_path):
     """A run with a stale, quantised sampler, a corrected loss and the ESS learning rate."""
     flags = ("--loss", "minpro", "--lag", "4", "--precision", "int8", "--ess_lr", "sqrt")
-    history = train(tmp_path, "one_process", *flags, "--generations", "4", "--eval_every", "4", "--use_cpu")
+    dump = ("--dump_rollouts", str(tmp_path / "dump"), "--dump_every", "4")
+    history = train(tmp_path, "one_process", *flags, *dump, "--generations", "4", "--eval_every", "4", "--use_cpu")
     assert_improved(history)
+    assert [file.name[:11] for file in sorted((tmp_path / "dump").iterdir())] == [
+        f"step_{n:06d}" for n in (1, 5, 9, 13)
+    ]
+    assert diagnose(read([tmp_path / "dump"], warn=lambda text: None)).verdict == "precision"
     trained = [entry for entry in history if "reward" in entry]
     assert [entry["step"] for entry in trained] == [4, 8, 12, 16]
     assert all(entry["offcorr/engine/abs_mean"] > 1e-4 for entry in trained)
@@ -361,5 +439,8 @@ if __name__ == "__main__":
         shared = updated_weights(process, **options)
         if process.is_main_process:
             torch.save(shared, Path(sys.argv[1]) / f"{name}.pt")
+    both = StepDumps(Path(sys.argv[1]) / "dump", rank=process.process_index)
+    updated_weights(process, "minpro", dumps=both, version=3)
+    both.end()
     process.wait_for_everyone()
     process.end_training()

@@ -1,6 +1,18 @@
 """The causes of a mismatch, one class each, in files by the stage in which they are looked for."""
 
-from offcorr.diagnose.causes import policies, sampling, values
+from offcorr.diagnose.causes import contexts, policies, sampling, unlogged, values
 from offcorr.diagnose.causes.base import CAUSES, STAGES, Cause, Finding, Found, confidence
 
-__all__ = ["CAUSES", "STAGES", "Cause", "Finding", "Found", "confidence", "policies", "sampling", "values"]
+__all__ = [
+    "CAUSES",
+    "STAGES",
+    "Cause",
+    "Finding",
+    "Found",
+    "confidence",
+    "contexts",
+    "policies",
+    "sampling",
+    "unlogged",
+    "values",
+]

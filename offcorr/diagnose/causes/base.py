@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -36,6 +36,26 @@ class Found(NamedTuple):
     share: float | None = None
 
 
+def _never(evidence: Evidence) -> bool:
+    return False
+
+
+class Alternative(NamedTuple):
+    """A cause that leaves the same traces in logged data as another.
+
+    Args:
+        words: the alternative.
+        how: the way to find out that needs no further field.
+        fields: of a record; they would decide, where the dump lacks them.
+        settled: whether the evidence excludes the alternative.
+    """
+
+    words: str
+    how: str
+    fields: tuple[str, ...] = ()
+    settled: Callable[[Evidence], bool] = _never
+
+
 class Cause(ABC):
     """One cause.  A subclass has the three texts and ``found``; it is known once its module is imported.
 
@@ -44,14 +64,14 @@ class Cause(ABC):
         stage: when it is looked for.
         title: what happened, in a few words.
         advice: what to change, with the option's name in TRL and vLLM.
-        not_told_from: causes that leave the same traces in logged data, and what would decide.
+        not_told_from: causes that leave the same traces in logged data.
     """
 
     id: ClassVar[str]
     stage: ClassVar[Stage]
     title: ClassVar[str]
     advice: ClassVar[str]
-    not_told_from: ClassVar[tuple[str, ...]] = ()
+    not_told_from: ClassVar[tuple[Alternative, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         for name in ("id", "stage", "title", "advice"):

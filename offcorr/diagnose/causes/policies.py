@@ -1,15 +1,12 @@
-"""Causes that leave two policies that differ: precision, caches, old weights, other contexts."""
+"""Causes that leave two policies that differ: precision, dropout, routing, old weights, updates."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import Cause, Found
+from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.profile import Profile
-from offcorr.diagnose.evidence import SAME, Estimate, Evidence
-
-SIGNIFICANT = 5.0
-"""Standard errors."""
+from offcorr.diagnose.evidence import SAME, Evidence
 
 WEIGHTS = 0.03
 """Mean |d| / (1 - p) above which weights differ by more than rounding; bf16 and int8 have .003 to .02."""
@@ -19,6 +16,31 @@ SHARED = 0.35
 
 FAR = 0.15
 """Mean |d| / (1 - p) above which precision is no explanation."""
+
+
+VERSIONS = ("rollout_version", "trainer_version")
+
+
+def age(record: object) -> float | None:
+    """Optimizer steps between the sampler's weights and the trainer's; None: not logged."""
+    rollout, trainer = getattr(record, "rollout_version", None), getattr(record, "trainer_version", None)
+    return None if rollout is None or trainer is None else float(np.mean(trainer) - np.mean(rollout))
+
+
+def older(evidence: Evidence) -> bool:
+    """Whether versions are logged, and most say that the sampler's weights are older."""
+    ages = [one for record in evidence.records if (one := age(record)) is not None]
+    return bool(ages) and float(np.median(ages)) > 0
+
+
+def versioned(evidence: Evidence) -> bool:
+    """Whether every sequence has versions of both sides."""
+    return bool(evidence.records) and all(age(record) is not None for record in evidence.records)
+
+
+def same_version(evidence: Evidence) -> bool:
+    """Whether versions are logged, and all say that sampler and trainer have the same weights."""
+    return bool(evidence.records) and all(age(record) == 0 for record in evidence.records)
 
 
 class Dropout(Cause):
@@ -42,8 +64,9 @@ class Dropout(Cause):
             float(trainer.std() / np.sqrt(len(trainer))),
             least,
             2 * np.log(spread / least),
-            f"the trainer's log-probs of one token after one context are {spread:.2g} (1 - p) nats apart on average "
-            f"({len(trainer)} tokens that samples of one prompt share), the sampler's {other:.2g}",
+            f"the trainer scored the same token after the same context more than once, as samples of one prompt begin "
+            f"alike, and its log-probs are {spread:.2g} (1 - p) nats from their mean ({len(trainer)} tokens); the "
+            f"sampler's are {other:.2g}, and without dropout the trainer's would agree, too",
         )
 
 
@@ -68,8 +91,8 @@ class MoERouting(Cause):
             heavy / np.sqrt(len(profile)),
             5.0,
             float(np.log(heavy / 5)) + 0.5,
-            f"|d| / (1 - p) has a mean of {profile.mean:.2g} and a median of {profile.median:.2g}: few tokens are far "
-            "off, at no position in particular",
+            f"the relative difference |d| / (1 - p) has a mean of {profile.mean:.2g} and a median of "
+            f"{profile.median:.2g}: most tokens agree, and a few, at no position in particular, are far off",
         )
 
 
@@ -95,9 +118,10 @@ class WeightsSwapped(Cause):
                 float(np.sqrt(share * (1 - share) / len(evidence.records))),
                 0.25,
                 1.5 + 4 * (share - 0.25),
-                f"{len(cuts)} sequences have a part where the two agree and one where they do not, the latter "
-                f"{'behind' if first > 0.5 else 'in front'}; the change is at index {np.quantile(cuts, 0.1):.0f} to "
-                f"{np.quantile(cuts, 0.9):.0f}",
+                f"in {len(cuts)} of {len(evidence.records)} sequences trainer and sampler agree in the "
+                f"{'first' if first > 0.5 else 'last'} part of the completion, and differ in the "
+                f"{'last' if first > 0.5 else 'first'}; the change is mostly between index "
+                f"{np.quantile(cuts, 0.1):.0f} and {np.quantile(cuts, 0.9):.0f}",
             )
         split = profile.split
         if len(split.gain) < 4:
@@ -112,7 +136,7 @@ class WeightsSwapped(Cause):
             return None
         first, gain = profile.level(0, 4)[0], float(np.median(split.gain[large]))
         if typical < 0 and abs(typical) < 2.2 and first > 0.5:  # another context fades, too, by token id unlike weights
-            if gain < 30 or first > 2 or _noise(evidence):
+            if gain < 30 or first > 2 or noise(evidence):
                 return None
         return Found(
             gain,
@@ -120,226 +144,8 @@ class WeightsSwapped(Cause):
             12.0,
             float(np.log(gain / 12)) + float(large.mean()),
             f"in {large.sum()} of {len(large)} sequences |d| {'rises' if typical > 0 else 'falls'} by a factor of "
-            f"{np.exp(abs(typical)):.0f} from one token to the next, at index {np.quantile(place, 0.1):.0f} to "
-            f"{np.quantile(place, 0.9):.0f}",
-        )
-
-
-class Position(Cause):
-    """The size of d depends on how much padding a prompt has, or begins with the second token."""
-
-    id = "position"
-    stage = "policies"
-    title = "positions or padding are counted differently"
-    advice = (
-        "pass attention_mask and position_ids of left-padded rows to the trainer's forward pass, and count positions "
-        "from the first token that is no padding"
-    )
-
-    def found(self, evidence: Evidence) -> Found | None:
-        if evidence.gap < evidence.floor:
-            return None
-        profile = Profile.of(evidence)
-        return _padding(profile) or _restarted(profile)
-
-
-def _padding(profile: Profile) -> Found | None:
-    """The sequences with the longest prompts of their batches agree, and the others do not."""
-    share, longer = profile.whole
-    size, agree = profile.longest_of_batch
-    if not longer > 0.8 and not agree > 0.9:
-        return None
-    longest = max(longer, agree)
-    said = f"the longest of each {size} rows in a row ({agree:.0%})"
-    if longer >= agree:
-        said = f"those with longer prompts than the others ({longer:.0%} of the pairs)"
-    return Found(
-        longest,
-        float(np.sqrt(longest * (1 - longest) / len(profile.prompt))),
-        0.8,
-        2.0,
-        f"{share:.0%} of the sequences agree: {said}, which have the least padding",
-    )
-
-
-def _restarted(profile: Profile) -> Found | None:
-    """The first token agrees exactly, and the next are furthest off."""
-    first, _, count = profile.level(0, 1)
-    early, error, _ = profile.level(1, 8)
-    late, late_error, _ = profile.level(32, 10**9)
-    if not np.isfinite(late_error):
-        late, late_error, _ = profile.level(16, 10**9)
-    drop = Estimate(early - late, float(np.hypot(error, late_error)))
-    fades = drop.value > 0.35 and drop.z > 3 and profile.mean > WEIGHTS
-    if count < 4 or first > -2.5 or not (fades or profile.mean > 0.15):
-        return None
-    return Found(
-        drop.value,
-        drop.error,
-        0.35,
-        max(drop.value, 0.5) + 1,
-        "the first token of the completions agrees and the next ones do not, by more than rounding makes"
-        + (", and the difference fades" if fades else "")
-        + ": the completion's positions do not continue those of the prompt",
-    )
-
-
-class KVCache(Cause):
-    """The first token agrees, or is nearer than the others, which are off by a little, as by rounding."""
-
-    id = "kv_cache"
-    stage = "policies"
-    title = "the sampler caches keys and values in a lower precision, or decodes with another kernel"
-    advice = (
-        "keep the cache in the model's precision (vLLM: kv_cache_dtype='auto'), or correct for it with an importance "
-        "weight for the engine, such as tis or icepop"
-    )
-
-    def found(self, evidence: Evidence) -> Found | None:
-        profile = Profile.of(evidence)
-        if evidence.gap < evidence.floor or profile.mean > 3 * WEIGHTS:
-            return None
-        first, error, count = profile.level(0, 1)
-        early, early_error, _ = profile.level(1, 8)
-        drop = Estimate(early - first, float(np.hypot(error, early_error)))
-        if count < 6 or drop.value < 0.7 or drop.z < 3 or _restarted(profile):
-            return None
-        if drop.value < 2.5 and profile.mean > 2 * WEIGHTS:
-            return None
-        if drop.value < 1.5 and evidence.by_token_id.value > 0.45:
-            return None
-        return Found(
-            -drop.value,
-            drop.error,
-            -0.7,
-            drop.value,
-            f"|d| / (1 - p) is {np.exp(drop.value):.1f} times smaller at the first token, which is read from the "
-            "prompt at once, than at those that follow",
-        )
-
-
-class ChatTemplate(Cause):
-    """The first token is much further off than the others."""
-
-    id = "chat_template"
-    stage = "policies"
-    title = "trainer and sampler read different prompts, as from two chat templates"
-    advice = "send the engine token ids, the same that the trainer scores, rather than messages or text"
-
-    def found(self, evidence: Evidence) -> Found | None:
-        if evidence.gap < evidence.floor:
-            return None
-        profile = Profile.of(evidence)
-        first, error, count = profile.level(0, 1)
-        if not count or not np.isfinite(error):
-            first, error, count = profile.level(0, 4)
-        z = first / error
-        if count >= 4 and first > 1.6 and z > SIGNIFICANT:
-            return Found(
-                first,
-                error,
-                1.6,
-                first,
-                f"|d| / (1 - p) is {np.exp(first):.0f} times larger at the first token than typically",
-            )
-        repeatable = len(evidence.same_context[0]) >= 6  # else it may be dropout; without entropy, a temperature
-        other = _noise(evidence) and profile.mean > FAR and not _older(evidence)
-        if other and repeatable and first > -1 and evidence.entropy is not None:
-            return Found(
-                profile.mean,
-                float(profile.size.std() / np.sqrt(len(profile))),
-                FAR,
-                0.3,
-                f"|d| / (1 - p) is {profile.mean:.2g} on average, more than rounding makes, and differs from context "
-                "to context, as where the two sides read different prompts",
-            )
-        return None
-
-
-def _decay(profile: Profile) -> Estimate:
-    """Mean log-size of the first eight tokens less that of the later half."""
-    last = int(np.quantile(profile.position, 0.9)) if len(profile) else 0
-    early, error, _ = profile.level(0, 8)
-    late, late_error, _ = profile.level(max(16, last // 2), 10**9)
-    if not np.isfinite(error) or not np.isfinite(late_error):
-        return Estimate(0.0, np.inf)
-    return Estimate(early - late, float(np.hypot(error, late_error)))
-
-
-class TruncatedPrompt(Cause):
-    """d is large at the beginning and fades, in other ways for other contexts."""
-
-    id = "truncated_prompt"
-    stage = "policies"
-    title = "one side read a shorter prompt, or another history"
-    advice = (
-        "set the same longest prompt on both sides (TRL: vllm_max_model_length; vLLM: max_model_len) "
-        "and carry the history's token ids from turn to turn (offcorr.tokens)"
-    )
-
-    def found(self, evidence: Evidence) -> Found | None:
-        if evidence.gap < evidence.floor:
-            return None
-        profile = Profile.of(evidence)
-        share, longer = profile.whole
-        if longer < 0.2 and profile.mean > FAR:
-            return Found(
-                longer,
-                float(np.sqrt(longer * (1 - longer) / len(profile.prompt))),
-                0.2,
-                2.0,
-                f"{share:.0%} of the sequences agree, and their prompts are shorter than those of the others "
-                f"({1 - longer:.0%} of the pairs)",
-            )
-        decay = _decay(profile)
-        if decay.value < 0.4 or decay.z < 4 or profile.mean < WEIGHTS or evidence.by_token_id.value > 0.5:
-            return None
-        return Found(
-            decay.value,
-            decay.error,
-            0.4,
-            decay.value,
-            f"|d| / (1 - p) is {profile.mean:.2g} on average and {np.exp(decay.value):.1f} times larger in the first "
-            "eight tokens than later",
-        )
-
-
-class StalePrefixCache(Cause):
-    """d is largest at the beginning and fades, in the same way for each token id."""
-
-    id = "stale_prefix_cache"
-    stage = "policies"
-    title = "the sampler read the prompt with older weights, from its prefix cache"
-    advice = "reset the prefix cache after every weight update (vLLM: reset_prefix_cache())"
-    not_told_from = ("weights that are a little older, or an fp8 cache: compare with a run without prefix caching",)
-
-    def found(self, evidence: Evidence) -> Found | None:
-        if evidence.gap < evidence.floor:
-            return None
-        profile = Profile.of(evidence)
-        share, longer = profile.whole
-        if longer < 0.2 and profile.mean < FAR:
-            return Found(
-                longer,
-                float(np.sqrt(longer * (1 - longer) / len(profile.prompt))),
-                0.2,
-                1.5,
-                f"{share:.0%} of the sequences agree, and their prompts are shorter than those of the others "
-                f"({1 - longer:.0%} of the pairs): too short for a block of the cache",
-            )
-        decay = _decay(profile)
-        if decay.value < 0.45 or decay.z < 3.5:
-            return None
-        drift = evidence.by_token_id
-        if profile.mean > WEIGHTS and not drift.value > 0.5:
-            return None
-        return Found(
-            decay.value,
-            decay.error,
-            0.45,
-            decay.value,
-            f"|d| / (1 - p) is {profile.mean:.2g} on average and {np.exp(decay.value):.1f} times larger in the first "
-            "eight tokens than later",
+            f"{np.exp(abs(typical)):.0f} from one token to the next and stays there; the change is mostly between "
+            f"index {np.quantile(place, 0.1):.0f} and {np.quantile(place, 0.9):.0f} of the completion",
         )
 
 
@@ -354,11 +160,16 @@ class StaleWeights(Cause):
         "method for stale data (`offcorr methods` lists them, such as minpro and topr)"
     )
     not_told_from = (
-        "an adapter that never reached the sampler: give --checkpoint the base model, or log rollout_version",
+        Alternative(
+            "an adapter that never reached the sampler",
+            "give --model and, as --checkpoint, the base model",
+            fields=VERSIONS,
+            settled=versioned,
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        return None if _unsynced(evidence) else _other_weights(evidence)
+        return None if same_version(evidence) else _other_weights(evidence)
 
 
 class AdapterNotSynced(Cause):
@@ -368,31 +179,18 @@ class AdapterNotSynced(Cause):
     stage = "policies"
     title = "an update, such as a LoRA adapter, does not reach the sampler"
     advice = "merge or reload the adapter at every sync, and score one known sequence with the engine after it"
-    not_told_from = ("weights that are older than rollout_version says: give --checkpoint the base model",)
+    not_told_from = (
+        Alternative(
+            "weights that are older than rollout_version says",
+            "give --model and, as --checkpoint, the base model and earlier checkpoints",
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
-        return _other_weights(evidence) if _unsynced(evidence) else None
+        return _other_weights(evidence) if same_version(evidence) else None
 
 
-def _older(evidence: Evidence) -> bool:
-    """Whether versions are logged, and most say that the sampler's weights are older."""
-    ages = [one for record in evidence.records if (one := age(record)) is not None]
-    return bool(ages) and float(np.median(ages)) > 0
-
-
-def _unsynced(evidence: Evidence) -> bool:
-    """Whether versions are logged, and all say that sampler and trainer have the same weights."""
-    ages = [age(record) for record in evidence.records]
-    return bool(ages) and all(one == 0 for one in ages)
-
-
-def age(record: object) -> float | None:
-    """Optimizer steps between the sampler's weights and the trainer's; None: not logged."""
-    rollout, trainer = getattr(record, "rollout_version", None), getattr(record, "trainer_version", None)
-    return None if rollout is None or trainer is None else float(np.mean(trainer) - np.mean(rollout))
-
-
-def _noise(evidence: Evidence) -> bool:
+def noise(evidence: Evidence) -> bool:
     """Whether d has nothing in common between the sequences, by token id."""
     drift = evidence.by_token_id
     return bool(drift.value + 1.5 * drift.error < SHARED)
@@ -400,17 +198,21 @@ def _noise(evidence: Evidence) -> bool:
 
 def _other_weights(evidence: Evidence) -> Found | None:
     profile = Profile.of(evidence)
-    if evidence.gap < evidence.floor or profile.mean < WEIGHTS or (_noise(evidence) and not _older(evidence)):
+    if evidence.gap < evidence.floor or profile.mean < WEIGHTS or (noise(evidence) and not older(evidence)):
         return None
     drift = evidence.by_token_id
-    said = f"; by token id the halves of the data correlate by {drift.value:.2f}" if np.isfinite(drift.value) else ""
+    shared = drift.value >= SHARED
+    said = (
+        f"; the mean d of each token id in one half of the sequences correlates by {drift.value:.2f} with that in the "
+        "other half, so d is no noise"
+    )
     return Found(
         profile.mean,
         float(profile.size.std() / np.sqrt(len(profile))),
         WEIGHTS,
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
-        f"|d| / (1 - p) is {profile.mean:.2g} on average, more than rounding makes, and the same over the positions"
-        f"{said}",
+        f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to 0.02 that "
+        f"rounding makes, and does not depend on the position in the completion{said if shared else ''}",
     )
 
 
@@ -424,31 +226,37 @@ class PrecisionOf(Cause):
         "keep it and correct for it (an importance weight for the engine, such as tis or icepop), or raise the "
         "engine's precision (vLLM: dtype=), at least that of the output head"
     )
-    not_told_from = ("weights that are a little older: log rollout_version and trainer_version, or give --model",)
+    not_told_from = (
+        Alternative("weights that are a little older", "give --model", fields=VERSIONS, settled=same_version),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         profile = Profile.of(evidence)
-        largest = FAR if _noise(evidence) and not _older(evidence) else WEIGHTS
+        largest = FAR if noise(evidence) and not older(evidence) else WEIGHTS
         if evidence.gap < evidence.floor or profile.mean >= largest or len(profile) < 8:
             return None
+        size = "no more than rounding makes"
+        if profile.mean >= WEIGHTS:
+            size = "as coarse rounding makes it (older weights would give a token id a similar d everywhere)"
         return Found(
             profile.mean,
             float(profile.size.std() / np.sqrt(len(profile))),
             evidence.floor,
             0.15 + 0.1 * float(np.log(largest / max(profile.mean, 1e-9))),
-            f"|d| / (1 - p) is {profile.mean:.2g} on average, as rounding makes it, the same over the positions",
+            f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, {size}, and does not depend on "
+            "the position in the completion",
         )
 
 
 class PolicyUpdates(Cause):
-    """The current log-probs differ from those before the updates on this batch."""
+    """The current log-probs differ from those under the weights that sampled."""
 
     id = "policy_updates"
     stage = "updates"
-    title = "the trainer's policy moved by its own updates on this batch"
+    title = "the trainer updated its weights after the tokens were sampled, as off-policy training does"
     advice = (
-        "nothing is wrong: this is what clipping and corrections are for. Fewer updates per batch (num_iterations, "
-        "steps_per_generation) or a smaller learning rate make it smaller"
+        "nothing is wrong here, since this is what clipping and corrections are for. Fewer updates per batch "
+        "(num_iterations, steps_per_generation), a smaller lag or a smaller learning rate make the difference smaller"
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -464,7 +272,8 @@ class PolicyUpdates(Cause):
             moved / np.sqrt(len(evidence)),
             10 * SAME,
             1.0 + float(np.log(moved / (10 * SAME))) / 2,
-            f"logp differs from old_logp by {moved:.2g} nats on average, old_logp from the sampler's by "
+            f"the trainer's current log-probs (logp) differ from those of the weights that it takes for the sampler's "
+            f"(old_logp) by {moved:.2g} nats on average, and the latter from the sampler's own (rollout_logp) by "
             f"{evidence.gap:.2g}",
             evidence,
             share,

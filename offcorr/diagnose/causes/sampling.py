@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,8 +40,8 @@ class Unnormalised(Cause):
             identity.error,
             1.0,
             3.0,
-            f"d is {'above' if more == 'less' else 'below'} 0 at every token: the sampler's probabilities sum to "
-            f"{more} than 1 (mean ratio {identity.value:.3f})",
+            f"d is {'above' if more == 'less' else 'below'} 0 at nearly every token: the sampler's probabilities, "
+            f"which are e to its log-probs, sum to {more} than 1 (the mean ratio e^d is {identity.value:.3f})",
         )
 
 
@@ -62,7 +63,11 @@ def _of_context(evidence: Evidence) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Power:
-    """Fit of sampler = power * trainer - f(context), by Huber's regression."""
+    """Fit of sampler = power * trainer - f, where f is a function of the context, by Huber's regression.
+
+    What is known of a context is its entropy h and one token's log-prob t, so the fit has two steps: the power, beside
+    an f of h alone; then what is left, as a smooth function of t and h, the mean of f over the contexts that have both.
+    """
 
     power: Estimate
     explained: float
@@ -72,27 +77,46 @@ class Power:
 def power(evidence: Evidence) -> Power:
     """The power, the share of the spread of d that it explains beside f, and the fitted d.
 
-    f is a polynomial of the entropy; without entropy, a constant: then the power is nearer to 1 than the truth.
+    Without entropy f is a constant: then the power is nearer to 1 than the truth.
     """
     t, d, h = evidence.trainer, evidence.d, evidence.entropy
     h = h if evidence.with_entropy is evidence else None
-    context = np.stack([np.ones_like(t), *([] if h is None else [h, h * h, np.sqrt(np.maximum(h, 0))])], 1)
-    within, without = _robust(context, t)[1], _robust(context, d)[1]
-    slope, residual, weights = _robust(np.concatenate([t[:, None], context], 1), d)
+    context = [np.ones_like(t), *([] if h is None else [h, h * h, np.sqrt(np.maximum(h, 0))])]
+    within, without = (_robust(context, values)[1] for values in (t, d))
+    slope, residual, weights = _robust([t, *context], d)
     error = np.sqrt(np.square(within * residual * weights).sum()) / max((np.square(within) * weights).sum(), 1e-12)
+    estimate = Estimate(1 - float(slope[0]), float(error))
+    if h is not None and _away(estimate):
+        p = np.exp(np.minimum(t, 0))
+        _, residual, weights = _robust([a * b for a in context for b in (np.ones_like(t), t, p, p * p)], residual)
     left, spread = ((np.abs(values) * weights).mean() for values in (residual, without))
-    return Power(Estimate(1 - float(slope[0]), float(error)), 1 - float(left / max(spread, 1e-12)) ** 2, d - residual)
+    return Power(estimate, 1 - float(left / max(spread, 1e-12)) ** 2, d - residual)
 
 
-def _robust(columns: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
+def _away(power: Estimate) -> bool:
+    """Whether a power is not 1."""
+    return abs(power.value - 1) >= max(0.02, SIGNIFICANT * power.error)
+
+
+FITTED = 200_000
+"""Tokens that coefficients are fitted to, at most."""
+
+
+def _robust(columns: Sequence[Floats], values: Floats) -> tuple[Floats, Floats, Floats]:
     """Coefficients, residuals and weights of Huber's regression: residuals above three times their mean count less."""
-    weights = np.ones_like(values)
+    some = slice(None, None, -(-len(values) // FITTED))
+    thinned, target = np.stack([column[some] for column in columns], 1), values[some]
+    weights = np.ones_like(target)
     for _ in range(8):
         root = np.sqrt(weights)
-        fit = np.linalg.lstsq(columns * root[:, None], values * root, rcond=None)[0]
-        residual = values - columns @ fit
-        weights = np.minimum(3 * np.abs(residual).mean() / np.maximum(np.abs(residual), 1e-12), 1)
-    return np.asarray(fit, dtype=np.float64), residual, weights
+        fit = np.linalg.lstsq(thinned * root[:, None], target * root, rcond=None)[0]
+        weights = _huber(target - thinned @ fit)
+    residual = values - sum(column * coefficient for column, coefficient in zip(columns, fit, strict=True))
+    return np.asarray(fit, dtype=np.float64), residual, _huber(residual)
+
+
+def _huber(residual: Floats) -> Floats:
+    return np.minimum(3 * np.abs(residual).mean() / np.maximum(np.abs(residual), 1e-12), 1)
 
 
 class Temperature(Cause):
@@ -132,29 +156,29 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     # Without entropy, noise in the trainer's log-probs looks like a temperature of the sampler above the trainer's.
     likely = sampled_by_trainer or fit.power.value > 1
     needed = 0.5 if evidence.with_entropy is evidence or not likely else 0.25
-    away = abs(fit.power.value - 1)
-    if fit.explained < needed or away < max(0.02, SIGNIFICANT * fit.power.error) or not 0.45 < fit.power.value < 5:
+    if fit.explained < needed or not _away(fit.power) or not 0.35 < fit.power.value < 5:
         return None
     below = float(np.maximum(-evidence.d, 0).mean())
     above = float(np.maximum(evidence.d, 0).mean())
     if below > 20 * above:  # one sign: a truncated distribution
         return None
     carried = 1 / fit.power.value
-    which = "at the trainer's" if sampled_by_trainer else "at its own"
+    which = "the trainer's" if sampled_by_trainer else "that"
     return Found(
         fit.power.value,
         fit.power.error,
         1.0,
         (fit.explained - needed) * 8,
-        f"the sampler's log-probs carry {carried:.2f} times the trainer's temperature, which explains "
-        f"{fit.explained:.0%} of the spread of d; it sampled {which}",
-        _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit.fitted),
+        f"the sampler's log-probs are the trainer's at about {carried:.2f} times its temperature, which explains "
+        f"{fit.explained:.0%} of the spread of d; the tokens were drawn at {which} temperature",
+        _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit),
     )
 
 
-def _rest(evidence: Evidence, fitted: Floats) -> Evidence:
-    """Without the fitted d.  A fit leaves as much as a quarter by itself."""
-    return evidence.explained(fitted).with_floor(0.25 * float(np.abs(fitted).mean()))
+def _rest(evidence: Evidence, fit: Power) -> Evidence:
+    """Without the fitted d.  What contexts of one entropy and log-prob do not share is of second order in power - 1."""
+    share = 0.25 if evidence.with_entropy is not evidence else 0.4 * abs(fit.power.value - 1)
+    return evidence.explained(fit.fitted).with_floor(share * float(np.abs(fit.fitted).mean()))
 
 
 class RepetitionPenalty(Cause):
@@ -183,8 +207,8 @@ class RepetitionPenalty(Cause):
             error,
             8 * error,
             z / 8,
-            f"d is {seen.mean():+.3f} nats on tokens that were seen before and {new.mean():+.3f} on new ones, of which "
-            f"{1 - float((new > 1e-4).mean()):.0%} are below 0",
+            f"d is {seen.mean():+.3f} nats on average at tokens that stand earlier in the prompt or completion, and "
+            f"{new.mean():+.3f} at new ones, where it is at most 0 for {1 - float((new > 1e-4).mean()):.0%} of them",
             left.with_floor(1.1 * left.gap),
         )
 
@@ -199,6 +223,7 @@ class Kept:
     lost: Estimate  # 1 - mean ratio
     alone: int  # truncated tokens whose probability is 1 to the sampler
     certain: float  # among tokens likelier to the trainer than any kept mass, the share of which that holds
+    crowded: float  # share of the tokens without which the others kept would still hold the smallest kept mass
     balance: Estimate | None
     left: Evidence
     least: float  # the smallest kept mass
@@ -222,9 +247,11 @@ def kept(evidence: Evidence) -> Kept | None:
     least = float(np.quantile(d[truncated], 0.01))
     above_all = (evidence.trainer > least + 0.002) & (evidence.trainer < -noise)
     certain = float((evidence.sampler > -1e-6)[above_all].mean()) if above_all.sum() >= 4 else np.nan
+    others = np.exp(np.minimum(d, 0)) - np.exp(evidence.trainer)
+    crowded = float((others > np.exp(least) + 0.01)[truncated].mean())
     tail = float(np.quantile(d[truncated], 0.02) / d[truncated].mean())
     left = evidence.unbalanced().explained(np.minimum(d, 0))
-    return Kept(lost, int(alone.sum()), certain, evidence.balance, left, float(np.exp(least)), tail)
+    return Kept(lost, int(alone.sum()), certain, crowded, evidence.balance, left, float(np.exp(least)), tail)
 
 
 def _kept_among_others(evidence: Evidence, lost: Estimate) -> Kept | None:
@@ -237,7 +264,7 @@ def _kept_among_others(evidence: Evidence, lost: Estimate) -> Kept | None:
         return None
     alone = (evidence.sampler > -1e-6) & (evidence.trainer < -1e-3)
     left = evidence.unbalanced().explained(np.full(len(evidence), np.log1p(-lost.value))).with_floor(0.6 * lost.value)
-    return Kept(lost, int(alone.sum()), 1.0 if alone.any() else 0.0, balance, left, 1 - lost.value, 2.0)
+    return Kept(lost, int(alone.sum()), 1.0 if alone.any() else 0.0, 0.0, balance, left, 1 - lost.value, 2.0)
 
 
 ADVICE = (
@@ -252,14 +279,27 @@ def _truncated(found: Kept, sentence: str, margin: float) -> Found:
         found.lost.error,
         SIGNIFICANT * found.lost.error,
         margin,
-        f"the sampler's probabilities are renormalised over {1 - found.lost.value:.3f} of the trainer's mass on "
-        f"average; {sentence}",
+        f"the sampler's probabilities are those of a part of the vocabulary, scaled to sum to 1; this part has "
+        f"{1 - found.lost.value:.3f} of the trainer's probability on average; {sentence}",
         found.left,
     )
 
 
+CROWDED = 0.012
+"""Share of the tokens that rounding can make superfluous under top_p: it moves probabilities across the border."""
+
+
+def _nucleus(found: Kept) -> bool:
+    """Whether the kept tokens can be the fewest likeliest ones that hold a share of the mass, the same everywhere.
+
+    The kept mass is then at least that share in every context, and less than it without any one of the kept tokens,
+    such as the sampled one; where one token has more than the share, it is alone.
+    """
+    return not found.certain <= 0.98 and found.crowded < CROWDED
+
+
 class TopP(Cause):
-    """One-sided d; where the trainer's likeliest token has more than the kept mass, it is alone."""
+    """One-sided d; no kept token is superfluous for one share of the mass, the same in every context."""
 
     id = "top_p"
     stage = "sampling"
@@ -268,14 +308,17 @@ class TopP(Cause):
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
-        if found is None or _banned(found) or found.certain <= 0.98:
+        if found is None or _banned(found) or not _nucleus(found):
             return None
-        none = "no token is likelier than" if np.isnan(found.certain) else "every token is alone that is likelier than"
-        return _truncated(found, f"{none} the smallest such mass, {found.least:.3f}", 2.0)
+        said = (
+            f"it has at least {found.least:.3f} nearly everywhere, and hardly ever more tokens than this share needs, "
+            "as under top_p"
+        )
+        return _truncated(found, said, 2.0)
 
 
 class MinP(Cause):
-    """One-sided d; a token can be alone, and need not be where it is as likely."""
+    """One-sided d that no share of the mass explains; a token can be alone."""
 
     id = "min_p"
     stage = "sampling"
@@ -284,18 +327,17 @@ class MinP(Cause):
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
-        if found is None or found.alone == 0 or _banned(found) or not found.certain <= 0.98:
+        if found is None or found.alone == 0 or _banned(found) or _nucleus(found):
             return None
-        return _truncated(
-            found,
-            f"{found.alone} tokens are alone, but {1 - found.certain:.0%} of those likelier than the smallest such "
-            f"mass, {found.least:.3f}, are not",
-            2.0,
+        said = (
+            f"it differs from context to context, from {found.least:.3f} on, as under no single top_p, and "
+            f"{found.alone} of the sampled tokens have probability 1 at the sampler, as under no top_k"
         )
+        return _truncated(found, said, 2.0)
 
 
 class TopK(Cause):
-    """One-sided d, and no token is alone."""
+    """One-sided d that no share of the mass explains, and no token is alone."""
 
     id = "top_k"
     stage = "sampling"
@@ -304,9 +346,13 @@ class TopK(Cause):
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
-        if found is None or found.alone or _banned(found) or not found.certain <= 0.98:
+        if found is None or found.alone or _banned(found) or _nucleus(found):
             return None
-        return _truncated(found, "no token is alone, as under top_p and min_p some are", 2.0)
+        said = (
+            f"it differs from context to context, from {found.least:.3f} on, as under no single top_p, and no sampled "
+            "token has probability 1 at the sampler, as some have under min_p"
+        )
+        return _truncated(found, said, 2.0)
 
 
 class LogitMask(Cause):
@@ -324,11 +370,11 @@ class LogitMask(Cause):
         found = kept(evidence)
         if found is None or not _banned(found):
             return None
-        said = "the mass is lost in a few contexts, not in those of a high entropy"
+        said = "the rest is missing in a few contexts, where unlikely tokens would be missing in most"
         if found.balance is not None:
             said = (
-                "the sampled tokens are hardly likelier than those of the trainer's policy would be (surprisal balance "
-                f"{found.balance.value:+.3f} nats), as they are where unlikely tokens are dropped"
+                "the sampled tokens are hardly likelier than draws from the trainer's distributions (surprisal balance "
+                f"{found.balance.value:+.3f} nats), so what is missing is not the unlikely tokens alone"
             )
         return _truncated(found, said, 2.0)
 
@@ -339,122 +385,3 @@ def _banned(found: Kept) -> bool:
     if found.balance is None:
         return long
     return found.balance.value > (-2.0 if long else -1.2) * found.lost.value
-
-
-# -- not in either side's log-probs ----------------------------------------------------------------------------
-
-
-def _unlogged(evidence: Evidence, sign: int) -> Estimate | None:
-    """The surprisal balance where it is off by more than policies that differ this little can make it."""
-    balance = evidence.balance
-    if balance is None or not evidence.balanced or balance.z * sign < (4 if sign < 0 else 3.5):
-        return None
-    # The entropy may be of the weights after the updates on this batch.
-    return balance if abs(balance.value) > 2 * (evidence.gap + evidence.moved) else None
-
-
-class TemperatureSilent(Cause):
-    """The tokens were drawn at a temperature that neither side's log-probs carry."""
-
-    id = "temperature_silent"
-    stage = "unlogged"
-    title = "the sampler applies a temperature, and both sides log log-probs without it"
-    advice = f"set the sampler's temperature= for the trainer, too, and {PROCESSED}"
-    not_told_from = ("a penalty on repeated tokens, or min_p: read the engine's sampling options",)
-
-    def found(self, evidence: Evidence) -> Found | None:
-        for sign in (-1, 1):
-            balance = _unlogged(evidence, sign)
-            if balance is None or (_never_rare(evidence) if sign < 0 else _where_certain(evidence)):
-                continue
-            return _silent(evidence, balance, "less" if sign < 0 else "more")
-        return None
-
-
-class TopPSilent(Cause):
-    """No unlikely token was drawn where the likeliest holds most of the mass."""
-
-    id = "top_p_silent"
-    stage = "unlogged"
-    title = "the sampler truncates (top_p), and both sides log log-probs of the untruncated distribution"
-    advice = f"sample with top_p=1.0, top_k=0, min_p=0.0, and {PROCESSED}"
-
-    def found(self, evidence: Evidence) -> Found | None:
-        balance = _unlogged(evidence, -1)
-        if balance is None or not _never_rare(evidence):
-            return None
-        return _silent(evidence, balance, "less", ", and no unlikely token was drawn where one holds most of the mass")
-
-
-class PenaltySilent(Cause):
-    """The tokens are more surprising than they should be, most of all where the trainer is nearly certain."""
-
-    id = "penalty_silent"
-    stage = "unlogged"
-    title = "the sampler penalises tokens that were seen before, and both sides log log-probs without that penalty"
-    advice = f"sample with repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, and {PROCESSED}"
-
-    def found(self, evidence: Evidence) -> Found | None:
-        balance = _unlogged(evidence, 1)
-        if balance is None or not _where_certain(evidence):
-            return None
-        return _silent(evidence, balance, "more", ", most of all where the trainer is nearly certain")
-
-
-def _silent(evidence: Evidence, balance: Estimate, which: str, more: str = "") -> Found:
-    return Found(
-        balance.value,
-        balance.error,
-        3.5 * balance.error,
-        abs(balance.z) / 8,
-        f"the sampled tokens are {which} surprising than the trainer's entropy says, by {abs(balance.value):.3f} nats, "
-        f"while the log-probs agree ({evidence.gap:.2g}){more}",
-        evidence.unbalanced(),
-        share=1.0,
-    )
-
-
-def _never_rare(evidence: Evidence) -> bool:
-    """Whether no token below a share was drawn in any context whose entropy shows that one token has more than it.
-
-    The least entropy without a token of more than a share s is that of (s, 1 - s).  Draws at the temperature that the
-    other contexts suggest would hold a few such tokens.
-    """
-    known = evidence.with_entropy
-    if known is None or known.entropy is None:
-        return False
-    h, t = known.entropy, known.trainer
-    flat = (h > np.log(2)) & (h < 2.5)
-    if flat.sum() < 16:
-        return False
-    surprise = (-t - h)[flat]
-    power = float(np.clip(1 - surprise.mean() / surprise.var(), 1.03, 2.0))  # to first order in 1 / T - 1
-    grid = np.linspace(1e-6, 0.5, 4000)
-    rare = np.interp(np.minimum(h, np.log(2)), _binary(grid), grid)
-    tempered = rare**power / (rare**power + (1 - rare) ** power)
-    for share in (0.7, 0.8, 0.9, 0.95, 0.98):
-        sure = h < _binary(np.array(share))
-        drawn, expected = int((t[sure] < np.log(share) - 1e-3).sum()), float(tempered[sure].sum())
-        if expected >= 2.5 and (drawn == 0 or drawn < 0.02 * expected):
-            return True
-    return False
-
-
-def _binary(share: Floats) -> Floats:
-    return -(share * np.log(share) + (1 - share) * np.log(1 - share))
-
-
-def _where_certain(evidence: Evidence) -> bool:
-    """Whether the excess of surprise is largest, relative to the entropy, where the trainer is nearly certain.
-
-    A temperature scales all contexts; a penalty overturns those whose likeliest token was seen before.
-    """
-    known = evidence.with_entropy
-    if known is None or known.entropy is None:
-        return False
-    h, surprise = known.entropy, -known.trainer - known.entropy
-    low, high = (h > 0.05) & (h < np.log(2)), h > np.log(2)
-    if min(low.sum(), high.sum()) < 16:
-        return False
-    among = [float(surprise[some].mean() / h[some].mean()) for some in (low, high)]
-    return among[0] > 4 * max(among[1], 0.01)

@@ -33,7 +33,8 @@ class Sentinel(Cause):
             float(np.sqrt(share * (1 - share) / len(evidence))),
             FEWEST / len(evidence),
             float(odd.sum()) / FEWEST,
-            f"{odd.sum()} of {len(evidence)} tokens have {value:g} from the sampler, which is no log-prob of theirs",
+            f"{odd.sum()} of {len(evidence)} tokens have a value from the sampler that cannot be their log-prob, most "
+            f"often {value:g}",
             evidence.keep(~odd),
         )
 
@@ -61,8 +62,8 @@ class Mask(Cause):
             float(np.sqrt(share * (1 - share) / len(evidence))),
             FEWEST / len(evidence),
             count / FEWEST,
-            f"{count} of {len(evidence)} tokens have exactly 0 from the sampler and {depth:.1f} nats on average from "
-            "the trainer",
+            f"{count} of {len(evidence)} tokens, mostly side by side, have a log-prob of exactly 0 from the sampler, "
+            f"and of {depth:.1f} nats on average from the trainer",
             evidence.keep(~_with_neighbours(evidence, zeros)),
         )
 
@@ -95,8 +96,8 @@ class AppendedEOS(Cause):
             float(np.sqrt(share * (1 - share) / max(int(evidence.last.sum()), 1))),
             max(10 * others, FEWEST / len(evidence.records)),
             count / FEWEST,
-            f"{count} completions end with token {ids[times.argmax()]} and |d| of {depth:.1f} nats there, while "
-            f"{others:.2%} of the other tokens are as far off",
+            f"{count} completions have a |d| of {depth:.1f} nats on average at their last token, mostly token id "
+            f"{ids[times.argmax()]}; of all other tokens {others:.2%} are as far off",
             evidence.keep(~ends),
         )
 
@@ -131,7 +132,8 @@ class Shift(Cause):
             float(moved[which].std() / np.sqrt(step.sum()) / own),
             0.6,
             (0.6 - ratio) * 10,
-            f"mean |d| is {own:.2g} nats, and {left:.2g} against the sampler's log-prob of the {which} token",
+            f"mean |d| is {own:.2g} nats, and only {left:.2g} where each token is compared with the sampler's "
+            f"log-prob of the {which} token",
             _moved(evidence, step, back=which == "next"),
         )
 
@@ -158,7 +160,8 @@ class StoredBF16(Cause):
             0.0,
             1.0,
             count / 64,
-            f"all {count} of the {side}'s log-probs are bfloat16 numbers, as one float32 number of 65,536 is",
+            f"all {count} log-probs of the {side} are numbers that bfloat16 can hold, and of float32 numbers only one "
+            "in 65,536 is",
             evidence.explained(evidence.d - left),
         )
 
@@ -194,9 +197,9 @@ class Retokenised(Cause):
             float(np.sqrt(share * (1 - share) / len(evidence.records))),
             2 / len(evidence.records),
             len(firsts) / 2,
-            f"{len(firsts)} of {len(evidence.records)} sequences agree ({before_size:.2g} nats) up to a token that the "
-            f"trainer finds next to impossible, at index {min(firsts)} to {max(firsts)} ({after_size:.2g} nats from "
-            "there on)",
+            f"in {len(firsts)} of {len(evidence.records)} sequences trainer and sampler agree (mean |d| "
+            f"{before_size:.2g} nats) up to a token that the trainer finds next to impossible, at index {min(firsts)} "
+            f"to {max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats)",
             evidence.keep(~after),
         )
 

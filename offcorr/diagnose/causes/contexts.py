@@ -1,0 +1,246 @@
+"""Causes in what one side reads: positions, caches, prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from offcorr.diagnose.causes.base import Alternative, Cause, Found
+from offcorr.diagnose.causes.policies import FAR, WEIGHTS, noise, older
+from offcorr.diagnose.causes.profile import Profile
+from offcorr.diagnose.evidence import Estimate, Evidence
+
+SIGNIFICANT = 5.0
+"""Standard errors."""
+
+
+class Position(Cause):
+    """The size of d depends on how much padding a prompt has, or begins with the second token."""
+
+    id = "position"
+    stage = "policies"
+    title = "positions or padding are counted differently"
+    advice = (
+        "pass attention_mask and position_ids of left-padded rows to the trainer's forward pass, and count positions "
+        "from the first token that is no padding"
+    )
+
+    def found(self, evidence: Evidence) -> Found | None:
+        if evidence.gap < evidence.floor:
+            return None
+        profile = Profile.of(evidence)
+        return _padding(profile) or _restarted(profile)
+
+
+def _padding(profile: Profile) -> Found | None:
+    """The sequences with the longest prompts of their batches agree, and the others do not."""
+    share, longer = profile.whole
+    size, agree = profile.longest_of_batch
+    if not longer > 0.8 and not agree > 0.9:
+        return None
+    longest = max(longer, agree)
+    said = f"whose prompt is the longest of {size} neighbouring rows (true of {agree:.0%} of the rows)"
+    if longer >= agree:
+        said = f"with longer prompts than the others ({_pairs(longer)})"
+    return Found(
+        longest,
+        float(np.sqrt(longest * (1 - longest) / len(profile.prompt))),
+        0.8,
+        2.0,
+        f"trainer and sampler agree in {share:.0%} of the sequences, those {said}, which have the least padding",
+    )
+
+
+def _pairs(share: float) -> str:
+    return f"in {share:.0%} of the pairs of one that agrees and one that does not"
+
+
+def _restarted(profile: Profile) -> Found | None:
+    """The first token agrees exactly, and the next are furthest off."""
+    first, _, count = profile.level(0, 1)
+    early, error, _ = profile.level(1, 8)
+    late, late_error, _ = profile.level(32, 10**9)
+    if not np.isfinite(late_error):
+        late, late_error, _ = profile.level(16, 10**9)
+    drop = Estimate(early - late, float(np.hypot(error, late_error)))
+    fades = drop.value > 0.35 and drop.z > 3 and profile.mean > WEIGHTS
+    if count < 4 or first > -2.5 or not (fades or profile.mean > 0.15):
+        return None
+    return Found(
+        drop.value,
+        drop.error,
+        0.35,
+        max(drop.value, 0.5) + 1,
+        "trainer and sampler agree on the first token of the completions, and differ on the next ones by more than "
+        "rounding makes"
+        + (", less and less along the completion" if fades else "")
+        + ": the positions of the completion do not continue those of the prompt",
+    )
+
+
+class KVCache(Cause):
+    """The first token agrees, or is nearer than the others, which are off by a little, as by rounding."""
+
+    id = "kv_cache"
+    stage = "policies"
+    title = "the sampler caches keys and values in a lower precision, or decodes with another kernel"
+    advice = (
+        "keep the cache in the model's precision (vLLM: kv_cache_dtype='auto'), or correct for it with an importance "
+        "weight for the engine, such as tis or icepop"
+    )
+
+    def found(self, evidence: Evidence) -> Found | None:
+        profile = Profile.of(evidence)
+        if evidence.gap < evidence.floor or profile.mean > 3 * WEIGHTS:
+            return None
+        first, error, count = profile.level(0, 1)
+        early, early_error, _ = profile.level(1, 8)
+        drop = Estimate(early - first, float(np.hypot(error, early_error)))
+        if count < 6 or drop.value < 0.7 or drop.z < 3 or _restarted(profile):
+            return None
+        if drop.value < 2.5 and profile.mean > 2 * WEIGHTS:
+            return None
+        if drop.value < 1.5 and evidence.by_token_id.value > 0.45:
+            return None
+        return Found(
+            -drop.value,
+            drop.error,
+            -0.7,
+            drop.value,
+            f"the relative difference |d| / (1 - p) is {np.exp(drop.value):.1f} times smaller at the first token of "
+            "the completions than at the next seven: the first comes out of the pass over the prompt, and only those "
+            "after it are decoded one by one from the cache",
+        )
+
+
+class ChatTemplate(Cause):
+    """The first token is much further off than the others."""
+
+    id = "chat_template"
+    stage = "policies"
+    title = "trainer and sampler read different prompts, as from two chat templates"
+    advice = "send the engine token ids, the same that the trainer scores, rather than messages or text"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        if evidence.gap < evidence.floor:
+            return None
+        profile = Profile.of(evidence)
+        first, error, count = profile.level(0, 1)
+        if not count or not np.isfinite(error):
+            first, error, count = profile.level(0, 4)
+        z = first / error
+        if count >= 4 and first > 1.6 and z > SIGNIFICANT:
+            return Found(
+                first,
+                error,
+                1.6,
+                first,
+                f"the relative difference |d| / (1 - p) is {np.exp(first):.0f} times larger at the first token of the "
+                "completions than at a typical one, as where the text just before it differs",
+            )
+        repeatable = len(evidence.same_context[0]) >= 6  # else it may be dropout; without entropy, a temperature
+        other = noise(evidence) and profile.mean > FAR and not older(evidence)
+        if other and repeatable and first > -1 and evidence.entropy is not None:
+            return Found(
+                profile.mean,
+                float(profile.size.std() / np.sqrt(len(profile))),
+                FAR,
+                0.3,
+                f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than rounding makes, "
+                "and a token id has another d in every context, as where the two sides read different prompts",
+            )
+        return None
+
+
+def _decay(profile: Profile) -> Estimate:
+    """Mean log-size of the first eight tokens less that of the later half."""
+    last = int(np.quantile(profile.position, 0.9)) if len(profile) else 0
+    early, error, _ = profile.level(0, 8)
+    late, late_error, _ = profile.level(max(16, last // 2), 10**9)
+    if not np.isfinite(error) or not np.isfinite(late_error):
+        return Estimate(0.0, np.inf)
+    return Estimate(early - late, float(np.hypot(error, late_error)))
+
+
+def _faded(profile: Profile, decay: Estimate) -> str:
+    return (
+        f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, and {np.exp(decay.value):.1f} times "
+        "larger in the first eight tokens of the completions than in their later half"
+    )
+
+
+class TruncatedPrompt(Cause):
+    """d is large at the beginning and fades, in other ways for other contexts."""
+
+    id = "truncated_prompt"
+    stage = "policies"
+    title = "one side read a shorter prompt, or another history"
+    advice = (
+        "set the same longest prompt on both sides (TRL: vllm_max_model_length; vLLM: max_model_len) "
+        "and carry the history's token ids from turn to turn (offcorr.tokens)"
+    )
+
+    def found(self, evidence: Evidence) -> Found | None:
+        if evidence.gap < evidence.floor:
+            return None
+        profile = Profile.of(evidence)
+        share, longer = profile.whole
+        if longer < 0.2 and profile.mean > FAR:
+            return Found(
+                longer,
+                float(np.sqrt(longer * (1 - longer) / len(profile.prompt))),
+                0.2,
+                2.0,
+                f"trainer and sampler agree in {share:.0%} of the sequences, those with shorter prompts than the "
+                f"others ({_pairs(1 - longer)})",
+            )
+        decay = _decay(profile)
+        if decay.value < 0.4 or decay.z < 4 or profile.mean < WEIGHTS or evidence.by_token_id.value > 0.5:
+            return None
+        return Found(
+            decay.value,
+            decay.error,
+            0.4,
+            decay.value,
+            f"{_faded(profile, decay)}, while no d is shared by the tokens of one id",
+        )
+
+
+class StalePrefixCache(Cause):
+    """d is largest at the beginning and fades, in the same way for each token id."""
+
+    id = "stale_prefix_cache"
+    stage = "policies"
+    title = "the sampler read the prompt with older weights, from its prefix cache"
+    advice = "reset the prefix cache after every weight update (vLLM: reset_prefix_cache())"
+    not_told_from = (
+        Alternative("weights that are a little older, or an fp8 cache", "compare with a run without prefix caching"),
+    )
+
+    def found(self, evidence: Evidence) -> Found | None:
+        if evidence.gap < evidence.floor:
+            return None
+        profile = Profile.of(evidence)
+        share, longer = profile.whole
+        if longer < 0.2 and profile.mean < FAR:
+            return Found(
+                longer,
+                float(np.sqrt(longer * (1 - longer) / len(profile.prompt))),
+                0.2,
+                1.5,
+                f"trainer and sampler agree in {share:.0%} of the sequences, those with shorter prompts than the "
+                f"others ({_pairs(1 - longer)}), which may be too short to fill a block of the prefix cache",
+            )
+        decay = _decay(profile)
+        if decay.value < 0.45 or decay.z < 3.5:
+            return None
+        drift = evidence.by_token_id
+        shared = drift.value > 0.5
+        if profile.mean > WEIGHTS and not shared:
+            return None
+        return Found(
+            decay.value,
+            decay.error,
+            0.45,
+            decay.value,
+            _faded(profile, decay) + ("; the mean d of a token id is alike in all sequences" if shared else ""),
+        )

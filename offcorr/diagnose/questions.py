@@ -1,0 +1,71 @@
+"""Questions that a dump leaves open, and what would answer each: a field that the dump lacks, or another way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from offcorr.diagnose.causes import CAUSES
+from offcorr.diagnose.causes.policies import VERSIONS
+from offcorr.diagnose.evidence import Evidence
+
+FEWEST = 6
+"""Tokens of repeated contexts that the test for dropout needs."""
+
+
+def lacking(evidence: Evidence, fields: Iterable[str]) -> list[str]:
+    """Those of the fields that some sequence has not."""
+    return [name for name in fields if any(getattr(record, name) is None for record in evidence.records)]
+
+
+def open_questions(evidence: Evidence, named: Sequence[str]) -> list[str]:
+    """One sentence per question, with a way to answer it.
+
+    Args:
+        named: the ids of the causes that were found.
+
+    >>> from offcorr.diagnose import Record
+    >>> row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [-1.0], "logp": [-1.0], "entropy": [0.5]}
+    >>> open_questions(Evidence.of([Record.of(row)]), ["precision"])[-1]
+    'whether the cause is precision or weights that are a little older. To find out, log rollout_version and \
+trainer_version, or give --model'
+    """
+    said = []
+    if evidence.entropy is None:
+        said.append(
+            "whether the tokens were drawn at another temperature, or from fewer tokens (top_p, top_k), than both "
+            "sides' log-probs say. To find out, log entropy: the trainer's, of each token's distribution"
+        )
+    if "dropout" not in named and len(evidence.same_context[0]) < FEWEST:
+        said.append(f"whether the trainer's dropout is on. To find out, {_repeated_contexts(evidence)}")
+    for cause in CAUSES.values():
+        for other in cause.not_told_from if cause.id in named else ():
+            if not other.settled(evidence):
+                fields = lacking(evidence, other.fields)
+                how = f"log {' and '.join(fields)}, or {other.how}" if fields else other.how
+                said.append(f"whether the cause is {cause.id} or {other.words}. To find out, {how}")
+    return said
+
+
+def _repeated_contexts(evidence: Evidence) -> str:
+    if _samples_repeat(evidence):
+        return "dump more sequences: too few samples of one prompt begin with the same tokens"
+    return "dump several samples of each prompt, which share their first tokens"
+
+
+def _samples_repeat(evidence: Evidence) -> bool:
+    prompts = {record.prompt_ids.tobytes() for record in evidence.records}
+    return len(prompts) < len(evidence.records)
+
+
+def wanted(evidence: Evidence) -> list[str]:
+    """Parts of a dump that would tell more causes apart, and that this one lacks."""
+    said = []
+    if evidence.entropy is None or not np.isfinite(evidence.entropy).all():
+        said.append("the trainer's entropy")
+    if not _samples_repeat(evidence):
+        said.append("several samples per prompt")
+    if fields := lacking(evidence, VERSIONS):
+        said.append(" and ".join(fields))
+    return said

@@ -1,0 +1,61 @@
+"""Open questions name only fields that the dump lacks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offcorr.diagnose import Evidence, Record, diagnose
+from offcorr.diagnose.causes import CAUSES
+from offcorr.diagnose.questions import open_questions, wanted
+from tests.diagnose import simulated
+from tests.diagnose.simulated import world
+
+FIELDS = ("entropy", "rollout_version", "trainer_version")
+LOGGED = {
+    "nothing": (),
+    "entropy": ("entropy",),
+    "versions": ("rollout_version", "trainer_version"),
+    "one version": ("rollout_version",),
+    "all": FIELDS,
+}
+
+
+def evidence(fields, repeated=True):
+    """Eight sequences with the named fields, whose sampler is three updates behind where versions are logged."""
+    row = {"completion_ids": [2] * 9, "rollout_logp": -np.ones(9), "old_logp": -np.ones(9)}
+    values = {"entropy": np.ones(9), "rollout_version": 4, "trainer_version": 7}
+    row |= {name: values[name] for name in fields}
+    return Evidence.of([Record.of(row | {"prompt_ids": [1] if repeated else [1, at]}) for at in range(8)])
+
+
+@pytest.mark.parametrize("logged", LOGGED)
+@pytest.mark.parametrize("repeated", [True, False])
+def test_only_what_is_absent_is_asked_for(logged, repeated):
+    made = evidence(LOGGED[logged], repeated)
+    for said in ("; ".join(open_questions(made, [*CAUSES])), "; ".join(wanted(made))):
+        asked = [name for name in FIELDS if f"{name}," in said + "," or f"log {name}" in said or f"{name} and" in said]
+        assert not {*asked} & {*LOGGED[logged]}, said
+        assert ("entropy" in said) == ("entropy" not in LOGGED[logged])
+        assert "several samples" not in said or not repeated
+
+
+def test_versions_that_are_logged_answer_the_question():
+    assert not diagnose(_with_versions("precision", 0)).cannot_tell
+    assert not diagnose(_with_versions("stale_weights", 5)).cannot_tell
+    (said,) = diagnose(_with_versions("precision", 5)).cannot_tell  # the sampler's weights are older
+    assert said == "whether the cause is precision or weights that are a little older. To find out, give --model"
+    (said,) = diagnose(world("precision").records()).cannot_tell
+    assert said.endswith("To find out, log rollout_version and trainer_version, or give --model")
+
+
+def _with_versions(cause, age):
+    made = world(cause)
+    made.edits = [simulated.versions(age)]
+    return made.records()
+
+
+def test_a_partly_logged_version_is_asked_for():
+    records = _with_versions("precision", 0)
+    half = [one if at % 2 else world("precision").records()[at] for at, one in enumerate(records)]
+    assert "log rollout_version and trainer_version" in "; ".join(open_questions(Evidence.of(half), ["precision"]))
