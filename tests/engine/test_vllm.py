@@ -20,9 +20,10 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from offcorr.data import Demonstrations, Prefixes, Replay, Traces
 from offcorr.rollout import Engine, EngineError, Sampling, VLLMServer, decode, save_for_engine, score
 from offcorr.rollout.served import ServedWeights
-from offcorr.training import Precision, Replica
+from offcorr.training import ORIGINS, Precision, Replica
 from offcorr.trl import GRPOConfig, GRPOTrainer
 from tests.rollout.rollout_models import EOS, fresh_model, tokenizer
 
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 
 PROMPTS = ["a3b1=", "c2=", "b7a3c9=", "a1b2c3a4="]
 ARGUMENTS = {"max_new_tokens": 32, "eos_token_ids": [EOS]}
+KEYS = ("completion_ids", "env_mask", "logprobs", "old_logp")
 
 
 def model_of(seed=0, **changes):
@@ -214,7 +216,11 @@ class Recording(VLLMServer):
 
     def __post_init__(self):
         super().__post_init__()
-        self.calls = []
+        self.calls, self.sampled = [], []
+
+    def sample(self, prompt_ids, trainer, prefixes=None):
+        self.sampled.append(super().sample(prompt_ids, trainer, prefixes))
+        return self.sampled[-1]
 
     def __call__(self, prompts, trainer):
         returned = super().__call__(prompts, trainer)
@@ -407,3 +413,22 @@ def test_trls_own_vllm_paths_with_our_trainer(mode, vllm_python, folders, tmp_pa
     assert staleness[3] > staleness[1] > 1e-5
     assert found["anchor"] == "Recomputed"
     assert not any("sampling/importance_sampling_ratio" in name for entry in logs for name in entry)
+
+
+def test_replay_demonstrations_and_prefixes_around_the_server(fp32, tmp_path):
+    """The server continues a prefix with the trainer's log-probs, and every origin trains."""
+    traces = Traces([{"prompt": p, "completion": "abcdef", "logp": [-1.0] * 7} for p in PROMPTS[:2]], tokenizer())
+    inner = Recording(url=fp32, sync_every=4)
+    shown = Demonstrations(Prefixes(inner, traces, share=0.5), traces)
+    trainer = trainer_of(Replay(shown, share=0.5), tmp_path, log_metrics="full")
+    trainer.train()
+    given = 0
+    for out in inner.sampled:
+        for ids, mask, reported, own in zip(*(out[name] for name in KEYS), strict=True):
+            known = [i for i, one in enumerate(mask) if one]
+            given += len(mask) - len(known)
+            assert tokenizer().decode(ids[: known[0]]) == "abcdef"[: known[0]]
+            assert gap([[reported[i] for i in known]], [[own[i] for i in known]]).max() < 1e-4
+    assert given > 20
+    logged = {name for entry in trainer.state.log_history for name in entry}
+    assert {f"offcorr/origin/{origin}/share" for origin in ORIGINS} <= logged
