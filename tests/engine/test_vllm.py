@@ -417,7 +417,7 @@ def test_trls_own_vllm_paths_with_our_trainer(mode, vllm_python, folders, tmp_pa
 
 def test_replay_demonstrations_and_prefixes_around_the_server(fp32, tmp_path):
     """The server continues a prefix with the trainer's log-probs, and every origin trains."""
-    traces = Traces([{"prompt": p, "completion": "abcdef", "logp": [-1.0] * 7} for p in PROMPTS[:2]], tokenizer())
+    traces = Traces([{"prompt": p, "completion": "abc123", "logp": [-1.0] * 7} for p in PROMPTS[:2]], tokenizer())
     inner = Recording(url=fp32, sync_every=4)
     shown = Demonstrations(Prefixes(inner, traces, share=0.5), traces)
     trainer = trainer_of(Replay(shown, share=0.5), tmp_path, log_metrics="full")
@@ -427,7 +427,7 @@ def test_replay_demonstrations_and_prefixes_around_the_server(fp32, tmp_path):
         for ids, mask, reported, own in zip(*(out[name] for name in KEYS), strict=True):
             known = [i for i, one in enumerate(mask) if one]
             given += len(mask) - len(known)
-            assert tokenizer().decode(ids[: known[0]]) == "abcdef"[: known[0]]
+            assert tokenizer().decode(ids[: known[0]]) == "abc123"[: known[0]]
             assert gap([[reported[i] for i in known]], [[own[i] for i in known]]).max() < 1e-4
     assert given > 20
     logged = {name for entry in trainer.state.log_history for name in entry}
