@@ -1398,6 +1398,8 @@ MUTATIONS = [
         "padded = padded.rows(rows)",
         "pass",
         f"{ORIGINS} self_test",
+    ),
+    Mutation(
         "data: a trace in the first row of its group",
         "offcorr/data/demonstrations.py",
         "((group + 1) * size - numbers[group] + i,",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from offcorr.lab.processes import shared_out
+from tests.lab.signals import heard
 
 ROOT = Path(__file__).resolve().parents[2]
 prepared: list[str] = []
@@ -71,7 +72,13 @@ def test_ctrl_c_ends_a_command_and_its_processes_with_one_line(words, waits, sai
     command = [sys.executable, "-m", "offcorr", "bench", *words, "--processes", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heard,
     )
     assert process.stderr is not None
     process.stderr.readline()
