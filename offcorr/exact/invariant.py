@@ -19,8 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import Library
+from torch import Tensor, library
 
 from offcorr.exact.attention import attention
 from offcorr.kernels import dispatch
@@ -74,8 +73,8 @@ def batch_invariant() -> Iterator[None]:
                 replaced._destroy()
 
 
-def _replace() -> Library:
-    library = Library("aten", "IMPL")
+def _replace() -> library.Library:
+    replaced = library.Library("aten", "IMPL")
     tables = {"CPU": on_cpu()}
     if dispatch.chosen() == "triton":  # under its interpreter; a CPU has no backward of the fused RMSNorm
         tables = {"CPU": {name: function for name, function in on_gpu().items() if name != "_fused_rms_norm"}}
@@ -84,11 +83,11 @@ def _replace() -> Library:
         tables["CUDA"] = on_gpu()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel")
-        library.impl("scaled_dot_product_attention", attention, "CompositeImplicitAutograd")
+        replaced.impl("scaled_dot_product_attention", attention, "CompositeImplicitAutograd")
         for key, table in tables.items():
             for name, function in table.items():
-                library.impl(name, function, key)
-    return library
+                replaced.impl(name, function, key)
+    return replaced
 
 
 # -- CPU -----------------------------------------------------------------------------------------------------
