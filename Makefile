@@ -126,7 +126,7 @@ demo-vllm: .venv .venv-vllm  ## the same with a real engine: a vLLM server on th
 ALL_TESTS := $(PYTEST) -q -n $(WORKERS) --dist loadfile --nothing-missing --durations=10
 CORE_TESTS := $(filter-out %/test_packaging.py %/test_docs.py,$(wildcard tests/test_*.py)) tests/methods tests/stages tests/training tests/lab tests/extras
 
-test: test-doc test-fast  ## what continuous integration runs: at most ten minutes on two cores
+test: test-doc test-fast  ## what continuous integration runs: about twenty minutes on two cores
 
 test-core: .venv  ## the core alone (stages, methods, metrics, training), fewer random draws: under a minute
 	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 20 $(CORE_TESTS)
