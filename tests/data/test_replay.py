@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offcorr.data import Replay
+from offcorr.data.store import Store
 from offcorr.diagnose import diagnose, read
 from offcorr.rollout import OffPolicy
 from tests.data.replaying import SETTINGS, SIZE, Seen, groups_of, parameters
@@ -93,6 +94,17 @@ def test_fewest_uses_first_and_none_twice_in_a_generation(trained):
     assert [entry.uses for entry in replay.store.entries.values()] == [1] * 8
     contents = [content for _, content in groups_of(trainer.generations[1])]
     assert len({*contents}) == 8
+
+
+def test_fewest_uses_come_first_where_a_part_is_drawn():
+    """After any number of draws of 3 of 8 groups, no group was used more than once more often than another."""
+    store = Store(8, None, None)
+    for group in range(8):
+        store.add(group, version=0)
+    for draw in range(12):
+        assert len({*store.choose(3, [0, draw])}) == 3
+        uses = [entry.uses for entry in store.entries.values()]
+        assert sum(uses) == 3 * (draw + 1) and max(uses) - min(uses) <= 1
 
 
 def test_advantages_of_the_time_of_sampling(trained):
