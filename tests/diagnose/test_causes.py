@@ -94,6 +94,25 @@ def test_versions_decide_between_an_age_and_a_sync_that_failed():
     assert diagnose(failed.records()).verdict == "adapter_not_synced"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "age", "verdict"),
+    [
+        (np.linspace(0.02, 0.6, 8), None, "adapter_not_synced"),  # nothing ever reaches the sampler
+        (np.minimum(np.linspace(0.2, 1.6, 8), 0.6), None, "stale_weights"),  # a lag that is reached, and kept
+        (np.full(8, 0.3), None, "stale_weights"),
+        (np.linspace(0.02, 0.6, 8), 5, "stale_weights"),  # the logs say how old the sampler's weights are
+    ],
+)
+def test_a_difference_that_grows_with_every_step_is_an_update_that_never_arrives(sizes, age, verdict):
+    made = world("stale_weights")
+    made.trainer = simulated.noise(1.0, shared=True, where=lambda world: np.repeat(sizes, 4)[:, None])
+    made.edits = [lambda columns, world: columns.update(step=np.repeat(np.arange(8), 4))]
+    made.edits += [] if age is None else [simulated.versions(age)]
+    found = diagnose(made.records()).causes[0]
+    assert found.cause == verdict
+    assert ("does not level off" in found.evidence) == (verdict == "adapter_not_synced")
+
+
 def test_a_dump_is_sampled_in_whole_groups(monkeypatch):
     from offcorr.diagnose import diagnosis
 

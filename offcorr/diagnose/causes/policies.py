@@ -43,6 +43,33 @@ def same_version(evidence: Evidence) -> bool:
     return bool(evidence.records) and all(age(record) == 0 for record in evidence.records)
 
 
+def growth(evidence: Evidence) -> tuple[float, float] | None:
+    """Mean |d| / (1 - p) at the dump's first and last optimizer steps, if it grows from little and does not level off.
+
+    Weights of a constant lag leave about the same d at every step, once the lag is reached.
+    """
+    step = np.array([np.nan if record.step is None else record.step for record in evidence.records])
+    gaps = Profile.of(evidence).gaps
+    known = ~np.isnan(step + gaps)
+    steps, index = np.unique(step[known], return_inverse=True)
+    if len(steps) < 6:
+        return None
+    sizes = np.bincount(index, gaps[known]) / np.bincount(index)
+    early, middle, late = (float(third.mean()) for third in np.array_split(sizes, 3))
+    ranks = sizes.argsort().argsort()
+    if early > 0.7 * middle or middle > 0.9 * late or np.corrcoef(ranks, np.arange(len(ranks)))[0, 1] < 0.7:
+        return None
+    return early, late
+
+
+def never_updated(evidence: Evidence) -> bool:
+    """Whether the logs say, or d over the optimizer steps shows, that updates do not reach the sampler.
+
+    Versions that say that the sampler's weights are older explain a d that grows.
+    """
+    return same_version(evidence) or (not versioned(evidence) and growth(evidence) is not None)
+
+
 class Dropout(Cause):
     """The trainer scores one token after one context differently each time."""
 
@@ -169,11 +196,11 @@ class StaleWeights(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        return None if same_version(evidence) else _other_weights(evidence)
+        return None if never_updated(evidence) else _other_weights(evidence)
 
 
 class AdapterNotSynced(Cause):
-    """As stale weights, while the logged versions say that sampler and trainer have the same."""
+    """As stale weights, while the logged versions say that sampler and trainer have the same, or d keeps growing."""
 
     id = "adapter_not_synced"
     stage = "policies"
@@ -187,7 +214,13 @@ class AdapterNotSynced(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        return _other_weights(evidence) if same_version(evidence) else None
+        if not never_updated(evidence):
+            return None
+        found, grown = _other_weights(evidence), growth(evidence)
+        if found is None or grown is None:
+            return found
+        said = f"; it grows over the optimizer steps, from {grown[0]:.2g} to {grown[1]:.2g}, and does not level off"
+        return found._replace(sentence=found.sentence + said)
 
 
 def noise(evidence: Evidence) -> bool:
