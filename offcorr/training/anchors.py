@@ -43,12 +43,14 @@ class Anchor(ABC):
         contains_rollout: ``rollout_logp`` is (part of) its log-probs, so that the staleness ratio contains the mismatch
             between trainer and engine.
         needs_forward: its log-probs are known only with or after the forward pass of the batch.
+        reads_recomputed: ``place`` reads ``recomputed``; where no anchor does, a loop need not compute it.
         policy: in words, the policy that supplies ``old_logp``, and by what means.
     """
 
     policy: ClassVar[str] = "a policy of one's own"
     contains_rollout: ClassVar[bool] = False
     needs_forward: ClassVar[bool] = False
+    reads_recomputed: ClassVar[bool] = False
 
     resets: int = 0
     """Number of times it has reset itself."""
@@ -66,7 +68,8 @@ class Anchor(ABC):
         """The batch with this anchor's ``old_logp``.
 
         Args:
-            recomputed: log-probs that the loop computed before its first update on these samples, for ``Recomputed``.
+            recomputed: log-probs that the loop computed before its first update on these samples; None where the
+                anchor does not say that it ``reads_recomputed``.
         """
         return dataclasses.replace(batch, old_logp=self.old_logp(batch, score))
 
@@ -121,6 +124,7 @@ class Recomputed(Anchor):
     """
 
     policy = "the weights before the first update on the samples, by one more forward pass"
+    reads_recomputed = True
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model = model
@@ -404,13 +408,15 @@ def make_anchor(name: str, model: nn.Module | None = None, **options: Any) -> An
     return build(model, **options) if holds_weights else build(**options)
 
 
-def default_anchor(batch: Batch, correction: Correction | None) -> Anchor:
-    """``Supplied`` for a batch that comes with ``old_logp``; else ``Rollout`` if the batch comes with ``rollout_logp``
-    and the correction has no stage that compares with the engine; else ``Recomputed``.
+def default_anchor(correction: Correction | None, *, old_logp: bool, rollout_logp: bool) -> Anchor:
+    """The anchor of a batch that comes with, or without, ``old_logp`` and ``rollout_logp``.
+
+    ``Supplied`` with ``old_logp``; else ``Rollout`` with ``rollout_logp``, if the correction has no stage that compares
+    with the engine; else ``Recomputed``.
     """
-    if batch.old_logp is not None:
+    if old_logp:
         return Supplied()
-    if correction is not None and batch.rollout_logp is not None and "engine" not in correction.compares:
+    if correction is not None and rollout_logp and "engine" not in correction.compares:
         return Rollout()
     return Recomputed()
 

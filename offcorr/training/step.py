@@ -306,11 +306,26 @@ class Step:
         Args:
             batch: ``old_logp`` as the sampler supplied it, or None.
             score: runs the batch through a module, for anchors that hold weights.
-            recomputed: log-probs that the loop computed before its first update on these samples, if it did.
+            recomputed: log-probs that the loop computed before its first update on these samples, if it did
+                (``reads_recomputed`` says whether it has to).
         """
         check_batch(batch)
-        self._placed = self.anchor or default_anchor(batch, self._correction)
+        self._placed = self._anchor_of(batch.old_logp is not None, batch.rollout_logp is not None)
         return self._placed.place(batch, score, recomputed)
+
+    def reads_recomputed(self, *, old_logp: bool, rollout_logp: bool) -> bool:
+        """Whether ``place`` reads ``recomputed`` of batches that come with, or without, these log-probs.
+
+        Where it does not, a loop saves a forward pass over the samples.
+
+        >>> import offcorr
+        >>> Step(offcorr.get("ppo")).reads_recomputed(old_logp=True, rollout_logp=True)
+        False
+        """
+        return self._anchor_of(old_logp, rollout_logp).reads_recomputed
+
+    def _anchor_of(self, old_logp: bool, rollout_logp: bool) -> Anchor:
+        return self.anchor or default_anchor(self._correction, old_logp=old_logp, rollout_logp=rollout_logp)
 
     def loss(
         self,

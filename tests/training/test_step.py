@@ -200,7 +200,9 @@ def test_the_default_anchor():
         (engine, None, Recomputed),
         (bare, ppo, Recomputed),
     ):
-        assert type(default_anchor(batch, loss)) is kind
+        given = {"old_logp": batch.old_logp is not None, "rollout_logp": batch.rollout_logp is not None}
+        assert type(default_anchor(loss, **given)) is kind
+        assert Step(loss).reads_recomputed(**given) == (kind is Recomputed)
     recomputed = torch.zeros(ROWS, WIDTH)
     assert Step(tis).place(engine, recomputed=recomputed).old_logp is recomputed
     assert Step(tis).place(engine).old_logp is None

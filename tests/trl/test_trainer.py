@@ -13,6 +13,7 @@ import warnings
 import pytest
 import torch
 import trl
+from peft import LoraConfig
 
 import offcorr
 from offcorr.rollout import OffPolicy
@@ -182,6 +183,32 @@ def test_default_anchor(make_trainer, replay):
     assert anchor(loss_type="minpro") == "rollout"
     assert anchor(loss_type="tis") == "recomputed"
     assert anchor(loss_type="minpro", rollout_func=None) == "recomputed"
+
+
+ADAPTER = dict(peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("more", [{}, {"beta": 0.1}, ADAPTER | {"beta": 0.1}], ids=["plain", "kl", "adapter"])
+@pytest.mark.parametrize(
+    ("loss_type", "keys", "scored"),
+    [("tis", ["old_logp"], False), ("minpro", [], False), ("tis", [], True)],
+    ids=["snapshot", "rollout", "recomputed"],
+)
+def test_samples_are_scored_again_only_for_an_anchor_that_looks(make_trainer, replay, loss_type, keys, scored, more):
+    """What is left out changes nothing: the weights after training are the same to the last bit."""
+
+    class Scoring(Recording):
+        def _scores_in_vain(self, output):
+            return False
+
+    after = []
+    for cls in (Recording, Scoring):
+        settings = dict(loss_type=loss_type, num_iterations=2, max_steps=3) | more
+        trainer = make_trainer(cls, rollout_func=replay(*keys), **settings)
+        trainer.train()
+        assert all(("old_per_token_logps" in inputs) == (scored or cls is Scoring) for inputs, _ in trainer.batches)
+        after.append([weight.detach() for weight in trainer.model.parameters()])
+    assert all(map(torch.equal, *after))
 
 
 def test_rollout_anchor_logs_the_gap_as_staleness(make_trainer, replay, series):
