@@ -101,6 +101,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._check_sources(args, kwargs.get("rollout_func"))
         self._kept_forwards: list[tuple] | None = None
         self._sampled: dict[str, list] = {}
+        self._reports_logp = False
+        """The last result of ``rollout_func`` had the sampler's log-probs."""
         self._leaves_unscored = False
         """TRL's next forward pass would compute ``old_per_token_logps``, which nothing reads."""
         self._recorded_rewards: list[Any] | None = None
@@ -338,7 +340,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return self._kept_forwards[0]
         if self._leaves_unscored:
             self._leaves_unscored = False
-            return (None,) * (3 if "compute_aux_loss" in forward_arguments() else 2)
+            return None, None, None
         choice = getattr(self.args, "logprob_head", "auto")
         if choice == "auto" and not self._corrects:
             choice = "trl"  # TRL's own loss to the last bit
@@ -383,6 +385,23 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._sampler.finished(inputs, output, self._rewards_per_function[first : first + ours], self)
         return output
 
+    def _generate(self, *args: Any, **kwargs: Any) -> tuple:
+        result = super()._generate(*args, **kwargs)
+        self._leaves_unscored = self._scores_in_vain()
+        return result
+
+    def _scores_in_vain(self) -> bool:
+        """Whether TRL is about to score the samples with the weights as they are, and nothing looks at the result.
+
+        TRL does so where samples are used for more than one optimizer step.  Dumped rollouts have these log-probs.
+        """
+        generation = self.args.steps_per_generation * self.num_iterations
+        aligned = self.args.gradient_accumulation_steps % generation == 0
+        if aligned or not self._corrects or self.dumps is not None:
+            return False
+        reported = self._reports_logp if self.rollout_func is not None else self.use_vllm
+        return not self.correction_step.reads_recomputed(old_logp="old_logp" in self._sampled, rollout_logp=reported)
+
     def _calculate_rewards(self, *columns: Any) -> Tensor:
         """[global B, functions]: TRL's, but for the completions whose rewards were recorded."""
         self._rewards_per_function = score_unrecorded(
@@ -413,23 +432,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             if output.get("completion_ids") is not None:  # else TRL names it as missing
                 self._check_sampled(output)
             self._recorded_rewards = output.get("recorded_rewards")
-            self._leaves_unscored = self._scores_in_vain(output)
+            self._reports_logp = output.get("logprobs") is not None
             return {name: values for name, values in output.items() if name != "recorded_rewards"}
 
         return remembering
-
-    def _scores_in_vain(self, output: Mapping[str, Any]) -> bool:
-        """Whether TRL is about to score the samples with the weights as they are, and nothing looks at the result.
-
-        TRL does so where samples are used for more than one optimizer step.  Dumped rollouts have these log-probs.
-        """
-        generation = self.args.steps_per_generation * self.num_iterations
-        aligned = self.args.gradient_accumulation_steps % generation == 0
-        if aligned or not self._corrects or self.dumps is not None or self.tools:
-            return False
-        return not self.correction_step.reads_recomputed(
-            old_logp=output.get("old_logp") is not None, rollout_logp=output.get("logprobs") is not None
-        )
 
     def _check_sampled(self, output: Mapping[str, Any]) -> None:
         """One number for each token: TRL would pad a short row, and every log-prob after the gap would be off."""

@@ -198,7 +198,7 @@ def test_samples_are_scored_again_only_for_an_anchor_that_looks(make_trainer, re
     """What is left out changes nothing: the weights after training are the same to the last bit."""
 
     class Scoring(Recording):
-        def _scores_in_vain(self, output):
+        def _scores_in_vain(self):
             return False
 
     after = []
