@@ -374,7 +374,7 @@ def _batch(loss_fn: Correction, replicas: Replicas, places: Tensor, logp: Tensor
     groups = rewards.view(-1, replicas.setting.samples)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)  # as TRL has them
     fields: dict[str, Any] = {}
-    if engine is not old or "rollout_logp" in loss_fn.needs:  # else the metrics would take time for nothing
+    if engine is not old or "rollout_logp" in loss_fn.needs:
         fields["rollout_logp"] = engine.take(places)
     if loss_fn.needs & {"entropy", "sum_sq_probs"}:
         states, chances = places // replicas.setting.vocabulary, logp.exp()
@@ -405,10 +405,11 @@ def _applied(loss_fn: Correction, batch: Batch, replicas: int) -> Tensor:
     if alone(loss_fn):
         rows = len(batch.logp) // replicas
         shared = 1 if aggregation.unit == "none" else rows
-        parts = [loss_fn(batch.rows(slice(start, start + rows))) for start in range(0, len(batch.logp), rows)]
-        return torch.cat([part.coefficient for part in parts]) * -constant * shared
+        starts = range(0, len(batch.logp), rows)
+        parts = [loss_fn.coefficient(batch.rows(slice(start, start + rows))) for start in starts]
+        return torch.cat(parts) * -constant * shared
     denominator = {"tokens": float(length), "sequences": 1.0, "none": None}[aggregation.unit]
-    return loss_fn(batch, denominator=denominator).coefficient * -constant
+    return loss_fn.coefficient(batch, denominator) * -constant
 
 
 class _Adam:
