@@ -24,7 +24,10 @@ from offcorr.lab import results
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("docs/lab.md", "docs/which.md")
 BLOCK = re.compile(r"(<!-- lab (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
-ARENAS = ("arena", "arena_more", "arena_mu_grpo", "arena_int4", "arena_lag_4", "arena_lag_0")
+ARENAS = (
+    *("arena", "arena_more", "arena_lam", "arena_mu_grpo", "arena_ess"),
+    *("arena_int4", "arena_lag_4", "arena_lag_0"),
+)
 RESULTS = ("exact", "loop", "loop_long", "loop_variants", *ARENAS)
 OWN = "near_overlap"
 LEVEL = 2.0
@@ -164,13 +167,19 @@ def _arena_row(row: Mapping[str, Any], best: Mapping[str, Any]) -> Row:
 SITUATIONS: dict[str, tuple[tuple[str, ...], tuple[tuple[int, str], ...]]] = {
     "on-policy": (("on-policy",), ((0, "fp32"),)),
     "4 updates behind": (("lag-4",), ((4, "int8"),)),
-    "16 to 32 behind, 32 tokens": (
-        ("tied-32-lag-16", "tied-32-lag-32", "keys", "free", "sgd"),
+    "16 to 32 behind, 10 to 32 tokens": (
+        (
+            *("tied-10-lag-16", "tied-32-lag-16", "tied-32-lag-32", "tabular-32-lag-32"),
+            *("keys", "free", "band", "sgd", "four-prompts"),
+        ),
         ((16, "int8"),),
     ),
-    "24 to 32 behind, 48 tokens": (("tabular-48-lag-24", "two-symbols"), ()),
-    "48 to 64 behind, 20 to 30 tokens": (("tied-20-lag-48",), ((64, "int8"),)),
-    "64 behind, 64 tokens": (("tied-64-lag-64",), ()),
+    "24 to 32 behind, 48 to 64 tokens": (("tabular-48-lag-24", "two-symbols", "tied-64-lag-32"), ()),
+    "48 to 64 behind, 10 to 30 tokens": (
+        ("tied-20-lag-48", "tabular-10-lag-64", "free-20-lag-64"),
+        ((64, "int8"),),
+    ),
+    "64 behind, 64 to 96 tokens": (("tied-64-lag-64", "tabular-64-lag-64", "tied-96-lag-64"), ()),
     "a coarse engine besides": (("quantised-32-lag-32",), ((16, "int4"),)),
 }
 """Situation -> settings of the loop, samplers of the arena.  The arena's sequences have about 26 tokens."""
