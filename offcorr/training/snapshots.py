@@ -65,7 +65,7 @@ class SnapshotRing:
             raise MissingVersion(
                 f"weights of version {version} are not held; held: {self.versions}. A ring keeps "
                 f"the last {self.lag + 1} versions it was given; a run resumed from a checkpoint "
-                "without its saved ring has none from before"
+                "without its saved ring, or saved with a smaller lag, has none from before"
             ) from None
 
     def __contains__(self, version: int) -> bool:

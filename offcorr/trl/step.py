@@ -24,6 +24,7 @@ from offcorr.training.monitor import Monitor
 from offcorr.training.schedules import Annealed
 from offcorr.training.step import MONITORED, Step
 from offcorr.trl.config import PREFIX, monitor_options
+from offcorr.trl.resume import asked_for, cut_generation, differences, save_asked
 
 logger = logging.getLogger("offcorr")
 
@@ -190,6 +191,7 @@ class StepCallback(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = weakref.proxy(trainer)
+        self._asked = asked_for(trainer)
         self.checkpoint: str | None = None
         """The folder that the run resumes from; to be set before it begins."""
 
@@ -200,6 +202,9 @@ class StepCallback(TrainerCallback):
             self._trainer.dumps.begin(resumed=self.checkpoint is not None)
         if self.checkpoint is None:
             return
+        for sentence in (differences(self._asked, Path(self.checkpoint)), cut_generation(self._trainer)):
+            if sentence:
+                warn_on_main(self._trainer, sentence)
         path = Path(self.checkpoint, STATE_FILE)
         saved = torch.load(path, "cpu", weights_only=True) if path.exists() else {}
         for missing in step.load_state_dict(saved):
@@ -219,7 +224,9 @@ class StepCallback(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs) -> None:
         saved = self._trainer.correction_step.state_dict()
-        if saved and args.should_save:
-            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            folder.mkdir(parents=True, exist_ok=True)
+        if not args.should_save:
+            return
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        save_asked(self._asked, folder)
+        if saved:
             torch.save(saved, folder / STATE_FILE)

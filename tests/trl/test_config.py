@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import trl
 from transformers import HfArgumentParser
 from trl import TrlParser
 
 import offcorr
 from offcorr.trl import GRPOConfig
-from offcorr.trl.config import TRL_LOSSES, choose_correction
+from offcorr.trl.config import TRL_LOSSES, CorrectionOptions, choose_correction
 
 CONFIGS = [GRPOConfig]
 PACKED_ROWS = find_spec("trl.experimental.async_grpo.packing") is not None
@@ -23,6 +26,18 @@ if PACKED_ROWS:
 
 KWARGS = {"eps_high": 0.28, "weight": {"name": "truncate", "cap": 2.0}}
 BASE = ["--bf16", "false", "--use_cpu", "true", "--report_to", "none"]
+
+
+def test_the_page_has_every_option():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "using_trl.md").read_text()
+    table = page.partition("## The options")[2].partition("## PEFT")[0]
+    added = {field.name for field in dataclasses.fields(GRPOConfig)} - {
+        f.name for f in dataclasses.fields(trl.GRPOConfig)
+    }
+    rows = re.findall(r"^\| (`.*?) \|", table, flags=re.M)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == added | {"loss_type"}
+    starred = {name for row in rows if row.endswith("*") for name in re.findall(r"`(\w+)`", row)}
+    assert starred == added - {field.name for field in dataclasses.fields(CorrectionOptions)}
 
 
 def test_command_line(tmp_path):

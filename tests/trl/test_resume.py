@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -60,3 +61,32 @@ def test_resume_without_the_ring_says_so(make_trainer, uninterrupted, tmp_path):
     )
     with pytest.raises(KeyError, match="weights of version 1 are not held"):
         resumed.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_resumed_run_says_what_it_does_otherwise(make_trainer, uninterrupted, replay, tmp_path):
+    checkpoint = str(tmp_path / "whole" / "checkpoint-4")
+    changed = SETTINGS | {"loss_type": "ppo", "anchor": "rollout", "max_steps": 5}
+    resumed = make_trainer(rollout_func=replay("old_logp"), output_dir=str(tmp_path / "again"), **changed)
+    with pytest.warns(UserWarning, match="not the one that saved it") as caught:
+        resumed.train(resume_from_checkpoint=checkpoint)
+    (said,) = (str(w.message) for w in caught if "not the one that saved it" in str(w.message))
+    assert "loss was Correction(ratio=MinPrefix" in said and "and is Correction(ratio=Token" in said
+    assert "anchor was None, and is 'rollout'" in said
+    assert "rollout_func was OffPolicy(lag=3, precision='int8'" in said and "replay.<locals>" in said
+    assert "ess_lr" not in said
+
+
+def test_a_checkpoint_within_a_generation_is_named_at_resume(make_trainer, tmp_path):
+    settings = SETTINGS | {"save_steps": 3, "max_steps": 4}
+    make_trainer(output_dir=str(tmp_path / "whole"), **settings).train()
+    resumed = make_trainer(output_dir=str(tmp_path / "again"), **settings)
+    with pytest.warns(UserWarning, match="in the middle of a generation.* multiple of 2 for checkpoints"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+
+
+def test_the_same_run_resumes_without_a_word(make_trainer, uninterrupted, tmp_path):
+    sampler = OffPolicy(lag=3, precision="int8")
+    resumed = make_trainer(rollout_func=sampler, output_dir=str(tmp_path / "again"), **SETTINGS)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(not the one that saved it|middle of a generation)")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
