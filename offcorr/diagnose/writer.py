@@ -105,9 +105,15 @@ class StepDumps:
         """Start a run.
 
         Raises:
-            FileExistsError: the folder holds steps of another run.
+            FileExistsError: the folder holds steps of another run, or files of another kind.
         """
         self._pending = []
+        others = sorted(path.name for path in self.folder.glob("*") if not path.match("step_*.rank_*"))
+        if others:
+            raise FileExistsError(
+                f"{self.folder} holds {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}, expected a new or "
+                "empty folder for the dump"
+            )
         there = sorted(self.folder.glob(f"step_*.rank_{self.rank}.*"))
         if there and not resumed:
             raise FileExistsError(

@@ -320,7 +320,7 @@ def _refuse_ignored(sampler: str, trainer: Any) -> None:
     for name, value, remedy in (
         ("use_vllm", args.use_vllm, "TRL's own vLLM path samples by itself: drop rollout_func or use_vllm"),
         ("min_p", args.min_p, "leave it unset"),
-        ("repetition_penalty", args.repetition_penalty != 1.0, "leave it at 1.0"),
+        ("repetition_penalty", args.repetition_penalty if args.repetition_penalty != 1.0 else None, "leave it at 1.0"),
         ("generation_kwargs", args.generation_kwargs, "leave it unset"),
         ("tools", getattr(trainer, "tools", None), "TRL runs tools with its own generation only"),
     ):

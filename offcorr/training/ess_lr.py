@@ -104,8 +104,8 @@ class ESSLearningRate:
         check_batch(batch)
         if batch.rollout_logp is None and batch.old_logp is None:
             raise ValueError(
-                "rollout_logp and old_logp are None, so there is no policy to compare logp with: pass rollout_logp, "
-                "what the engine reported"
+                "the ESS learning rate has no policy to compare logp with, since rollout_logp and old_logp are None: "
+                "pass rollout_logp, what the engine reported, or leave ess_lr out"
             )
         tokens = batch.tokens
         log_weight = tokens.log_ratio("total").raw.double().sum(1)

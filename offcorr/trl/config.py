@@ -48,6 +48,10 @@ TRL_LOSS_OPTIONS = {
     "vespo_k_neg": "k_neg",
     "vespo_lambda_neg": "lam_neg",
     "off_policy_mask_threshold": 'reject={"name": "opsm", "delta": ...}',
+    "vllm_importance_sampling_mode": 'weight={"name": "truncate", "cap": ...} or {"name": "mask", ...}',
+    "vllm_importance_sampling_clip_max": 'the cap of weight={"name": "truncate", "cap": ...}',
+    "vllm_importance_sampling_clip_min": 'the low of weight={"name": "mask", "low": ...}',
+    "vllm_importance_sampling_cap": 'the cap of weight={"name": "truncate", "cap": ...}',
 }
 """The options of TRL's own losses, which a correction ignores, and the option with the same effect here."""
 

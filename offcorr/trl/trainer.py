@@ -113,6 +113,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._corrects:
             self._check_sources(self.args, self.rollout_func)
             self._check_settings()
+            self._check_ess_lr()
             self._take_over_vllm_correction()
         if self.rollout_func is not None:
             _refuse_class(self.rollout_func)
@@ -501,6 +502,20 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise ValueError(
                 "aggregate='sum' divides by nothing, and TRL's other terms (beta, the entropy bonus, the auxiliary "
                 "loss) are means: take another aggregation, or set them to 0"
+            )
+
+    def _check_ess_lr(self) -> None:
+        """The effective sample size compares with the sampler's log-probs, or those that TRL takes before an update."""
+        own = type(self).__mro__[: type(self).__mro__.index(GRPOTrainer)]
+        generates = self.rollout_func is None and not any(name in vars(cls) for cls in own for name in GENERATION)
+        generation = self.args.steps_per_generation * self.num_iterations
+        if getattr(self.args, "ess_lr", None) is None or self.use_vllm or not generates:
+            return
+        if self.args.gradient_accumulation_steps % generation == 0:
+            raise ValueError(
+                f"ess_lr={self.args.ess_lr!r} compares with the sampler's log-probs, which nothing reports here, and "
+                "with one optimizer step per generation every ratio is 1: sample by vLLM or a rollout_func that "
+                "returns logprobs or old_logp, for instance offcorr.rollout.OffPolicy, or leave ess_lr out"
             )
 
     def _check_sources(self, args: Any, rollout_func: Any) -> None:

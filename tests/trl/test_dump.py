@@ -195,3 +195,11 @@ if find_spec("trl.experimental.async_grpo.packing") is not None:
             np.testing.assert_allclose(record.rollout_logp[record.mask], record.old_logp[record.mask], atol=1e-4)
             assert record.reward is not None and record.rollout_version <= record.trainer_version
         assert len({tuple(r.prompt_ids) for r in records if r.group_id == records[0].group_id}) == 1
+
+
+def test_a_folder_with_other_files_is_no_place_for_a_dump(make_trainer, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.md").write_text("dump here")
+    trainer = make_trainer(dump_rollouts=str(tmp_path / "notes"))
+    with pytest.raises(FileExistsError, match=r"holds todo\.md, expected a new or empty folder"):
+        trainer.train()

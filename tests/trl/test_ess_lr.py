@@ -234,3 +234,9 @@ def test_it_says_what_it_wants(make_trainer):
     nothing_to_compare = make_trainer(loss_type="dapo", ess_lr="sqrt")
     with pytest.raises(ValueError, match="rollout_logp and old_logp are None"):
         nothing_to_compare.train()
+
+
+def test_a_learning_rate_with_nothing_to_compare_is_refused_before_training(make_trainer):
+    with pytest.raises(ValueError, match=r"ess_lr='sqrt' compares with the sampler's log-probs"):
+        make_trainer(loss_type="minpro", ess_lr="sqrt")
+    make_trainer(loss_type="minpro", ess_lr="sqrt", num_iterations=2)
