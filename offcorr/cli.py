@@ -159,7 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(" ".join(("offcorr", given[0], getattr(options, "world", ""))).rstrip() + ": stopped", file=sys.stderr)
         return 130
     except Refusal as refusal:
-        print(f"offcorr {given[0]}: {refusal}", file=sys.stderr)
+        said = str(refusal).replace("offcorr.available() lists", "`offcorr methods` lists")
+        print(f"offcorr {given[0]}: {said}", file=sys.stderr)
         return 2
     return code
 
@@ -343,9 +344,7 @@ def _methods(options: argparse.Namespace) -> int:
         try:
             pages = [about(name, _width() or 100) for name in options.names]
         except (ValueError, TypeError) as error:
-            raise Refusal(
-                str(error).replace("offcorr.available() lists them", "`offcorr methods` lists them")
-            ) from None
+            raise Refusal(str(error)) from None
         print("\n\n".join(pages))
         return 0
     if options.markdown:

@@ -90,6 +90,16 @@ class Arguments(GRPOConfig):
         """What can be refused before data or models are loaded."""
         if self.output_dir is None:
             self.output_dir = "runs/" + re.sub(r"[^\w.=-]+", "-", self.loss_type)
+        there = next(
+            path
+            for path in (Path(self.output_dir).absolute(), *Path(self.output_dir).absolute().parents)
+            if path.exists()
+        )
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            reason = "in which nothing may be written" if there.is_dir() else "which is a file"
+            raise ValueError(f"output_dir is {self.output_dir!r}, below {there}, {reason}: name another folder")
+        if 0 < self.max_steps < self.logging_steps:
+            self.logging_steps = self.max_steps  # a short run logs its last step, too
         super().__post_init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer warns again
@@ -152,8 +162,10 @@ def parse(arguments: type[Any]) -> Any:
             if twice := {key for key in keys if keys.count(key) > 1}:
                 raise ValueError(f"{file} has the key {min(twice)!r} twice")
         args, unknown = parser.parse_args_and_config(return_remaining_strings=True)
-    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        parser.error(str(error))
+    except yaml.YAMLError as error:
+        parser.error(f"{file} is no YAML: {error}")
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(str(error).replace("offcorr.available() lists", "`offcorr methods` lists"))
     if unknown:
         name = unknown[0].partition("=")[0].removeprefix("--")
         known = [action.dest for action in parser._actions]
@@ -255,7 +267,13 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     args = parse(arguments)
     path = toy.model_path(seed=args.seed) if args.model == "toy" else args.model
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except OSError as error:
+        raise SystemExit(
+            f"model is {args.model!r}, which is no folder here with a model and its tokenizer, and the hub did not "
+            f"give one: {str(error).splitlines()[0]}"
+        ) from None
     task = load_task(args, tokenizer)
 
     history = History(Path(args.output_dir))

@@ -242,7 +242,8 @@ def trained(tmp_path: Path, *flags: str) -> str:
 
 def test_training_from_a_folder_without_recipes(tmp_path):
     """What it runs is found beside or inside the package, not in the current folder."""
-    assert "ctpo at lag 16" in trained(tmp_path, "--config", "ctpo")
+    said = trained(tmp_path, "--config", "ctpo")
+    assert "ctpo at lag 16" in said and "tokens dropped" in said  # of the one update, though logging_steps is 4
 
 
 @pytest.mark.slow
@@ -278,7 +279,7 @@ MISTAKES = {
     "learning_rat: 1e-4": "'learning_rat' (did you mean 'learning_rate'?)",
     "lag: sixteen": "--lag: invalid int value: 'sixteen'",
     "lag: 2\nlag: 4": "has the key 'lag' twice",
-    "lag: 4\n  precision: int8": "mapping values are not allowed here",
+    "lag: 4\n  precision: int8": "run.yaml is no YAML: mapping values are not allowed here",
 }
 
 
@@ -304,6 +305,26 @@ def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(mist
     assert cli.main(["train", *words, "--output_dir", "out"]) == 2
     said = capsys.readouterr().err
     assert MISTAKES[mistake] in said and said.startswith("usage:") and len(said) < 600
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
+    assert cli.main(["train", "--output_dir", "notes.txt/run"]) == 2
+    assert "output_dir is 'notes.txt/run', below" in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert cli.main(["train", "--output_dir", "run"]) == 2
+    assert "in which nothing may be written: name another folder" in capsys.readouterr().err
+
+
+def test_a_model_that_is_nowhere_is_one_sentence(tmp_path):
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    done = run("train", "--model", "no/such-model", "--output_dir", "out", "--use_cpu", cwd=tmp_path)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "model is 'no/such-model', which is no folder here" in done.stderr
 
 
 def test_an_error_of_the_recipe_is_the_exit_code(tmp_path):

@@ -275,5 +275,6 @@ def _layout(row: Row, path: Path) -> Layout:
         if layout.recognises(names):
             return layout
     raise DumpError(
-        f"{path}, row {row.number} has the names {', '.join(map(str, row.fields)) or 'of nothing'}; {EXPECTED}"
+        f"{path}, row {row.number} has {', '.join(map(str, row.fields)) or 'no columns'}, which are no dump's columns. "
+        f"A row of a dump has prompt_ids, completion_ids, rollout_logp, and old_logp or logp; {EXPECTED}"
     )

@@ -67,7 +67,7 @@ def headline(report: Report) -> str:
 
 
 def to_do(report: Report) -> list[str]:
-    """Sentences about what was checked and what to do next, where no cause was found.
+    """Sentences about what was checked and what to do next, where no cause was found, or another gap is larger.
 
     >>> from offcorr.diagnose import Record, diagnose
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
@@ -75,7 +75,7 @@ def to_do(report: Report) -> list[str]:
     'To do: nothing. A correction for the engine is not needed for data like these.'
     """
     if report.causes:
-        return []
+        return list(_staleness(report))
     checked = f"Checked: {len(CAUSES)} causes."
     if report.verdict == "clean":
         floor = (
@@ -88,6 +88,17 @@ def to_do(report: Report) -> list[str]:
         f"To do: dump more sequences (a few hundred){_with(wanted(report.evidence))}; or give --model, the trainer's "
         "model, which scores some sequences again under one hypothesis after the other.",
     ]
+
+
+def _staleness(report: Report) -> Iterable[str]:
+    """That the trainer's updates since then are the larger gap, where another cause is the verdict."""
+    for place, finding in enumerate(report.causes[1:], 2):
+        if CAUSES[finding.cause].stage == "updates" and finding.share > 0.5:
+            yield (
+                f"The larger gap is another: cause {place}, {finding.statistic:.2g} nats by the trainer's own updates, "
+                f"beside {report.numbers['abs_mean']:.2g} nats between trainer and sampler. That is staleness, for "
+                "which there are corrections; the verdict is about the rest."
+            )
 
 
 def _with(parts: list[str]) -> str:

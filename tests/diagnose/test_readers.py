@@ -466,7 +466,11 @@ def test_one_bad_file_of_several_is_told_and_passed_over(tmp_path):
             b'{\n "a": 1\n}\n',
             "x.json has no usable record: none of its 3 rows is one. .*row 1: no JSON object",
         ),
-        ("x.jsonl", b'{"a": 1, "b": 2}\n', "x.jsonl, row 1 has the names a, b; expected .* prime-rl's token export"),
+        (
+            "x.jsonl",
+            b'{"a": 1, "b": 2}\n',
+            "x.jsonl, row 1 has a, b, which are no dump's columns.* expected .* prime-rl's token export",
+        ),
         ("x.jsonl", b'{"prompt_ids": [1], "logp": [1]}\n', "completion_ids, rollout_logp missing; present: prompt_ids"),
         ("x.jsonl.gz", gzip.compress(b"", mtime=0), "x.jsonl.gz has no usable record: it has no row"),
     ],

@@ -90,3 +90,12 @@ def test_every_cause_says_what_decides():
         for one in cause.not_told_from:
             assert one.words and one.how, (cause.id, one)
             assert {*one.fields} <= {*NAMES}, (cause.id, one)
+
+
+def test_staleness_that_is_the_larger_gap_is_said_first():
+    """Trainer and sampler differ by rounding, and the trainer's own updates by far more."""
+    report = diagnose(world("policy_updates", "precision").records())
+    said = " ".join(text(report).split())
+    assert report.verdict == "precision"
+    assert "The larger gap is another: cause 2" in said.partition("1. ")[0]
+    assert "The larger gap" not in text(diagnose(world("precision").records()))
