@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("docs/lab.md", "docs/which.md")
 BLOCK = re.compile(r"(<!-- lab (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 ARENAS = (
-    *("arena", "arena_more", "arena_lam", "arena_mu_grpo", "arena_ess"),
+    *("arena", "arena_more", "arena_lam", "arena_mu_grpo"),
     *("arena_int4", "arena_lag_4", "arena_lag_0"),
 )
 RESULTS = ("exact", "loop", "loop_long", "loop_variants", *ARENAS)
@@ -332,7 +332,13 @@ def sources() -> list[Row]:
         {
             "file": f"[`{name}`](../benchmarks/results/lab_{name}.json)",
             "command": f"`{data['command']}`",
-            "machine": f"{data['machine']['cores']} CPU cores, torch {data['versions']['torch']}",
+            "machine": ", ".join(
+                (
+                    f"{data['machine']['cores']} CPU cores",
+                    *filter(None, [data["machine"].get("processor")]),
+                    f"torch {data['versions']['torch']}",
+                )
+            ),
         }
         for name in RESULTS
         for data in [result(name)]
