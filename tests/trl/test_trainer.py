@@ -259,7 +259,7 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
         (
             ["old_logp"],
             dict(loss_type="tis"),
-            "loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (Supplied(), anchor "
+            "loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (anchor "
             "'snapshot', by default); engine log-probs: yes; sampled by rollout_func",
             "Supplied()",
         ),
