@@ -107,8 +107,9 @@ class Monitor:
     ...     monitor.observe(offcorr.Batch(logp=logp, old_logp=logp, rollout_logp=rollout_logp,
     ...                                   advantages=torch.ones(8), mask=torch.ones(8, 64).bool()))
     ...     for alarm in monitor.end(step):
-    ...         print(alarm.step, alarm.series, alarm.severity)
-    32 engine warning
+    ...         print(alarm.step, alarm.series, alarm.severity, alarm.cause)
+    32 engine warning precision
+    36 engine warning stale_weights
     """
 
     def __init__(

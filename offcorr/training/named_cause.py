@@ -1,4 +1,4 @@
-"""The cause of an alarm: what a diagnosis found, read together with what the monitor and the trainer know besides."""
+"""The cause of an alarm, from a diagnosis and from what the monitor and the trainer's configuration know besides."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ NO_PRECISION = 16.0
 """Growth of k3 since the alarm (a factor of 4 in |d|) above which a lower precision is no explanation."""
 
 LOST_UPDATES = (
-    "check that every update reaches the sampler: score one known sequence on both sides after a weight sync; with LoRA, "
-    "merge or reload the adapter at every sync"
+    "check that every update reaches the sampler: score one known sequence on both sides after a weight sync; with "
+    "LoRA, merge or reload the adapter at every sync"
 )
 
 

@@ -36,8 +36,15 @@ def alarms(seed, steps, **settings):
 
 @pytest.mark.parametrize("sharpest", [2.0, 12.0])
 def test_a_policy_that_becomes_sharper_is_no_alarm(sharpest):
-    """3,000 steps of nine runs that begin nearly uniform, as the spread of -logp - entropy grows twenty-fold."""
+    """Five runs of 300 steps that begin nearly uniform, while the spread of -logp - entropy grows twenty-fold."""
     assert [alarms(seed, 300, sharpest=sharpest) for seed in range(5)] == [[]] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharpest", "ramp"), [(2.0, 100), (8.0, 300), (20.0, 600), (4.0, 1)])
+def test_no_false_alarm_in_ten_thousand_steps(sharpest, ramp):
+    """Ten runs of 1,000 steps in each setting."""
+    assert [alarms(seed, 1000, sharpest=sharpest, ramp=ramp) for seed in range(10)] == [[]] * 10
 
 
 def test_another_temperature_is_an_alarm():
