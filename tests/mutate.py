@@ -676,6 +676,27 @@ MUTATIONS = [
         f"{WATCHED}::test_mask_the_sequences_above_the_limit",
     ),
     Mutation(
+        "surprise charted in nats, whose spread grows as a policy learns",
+        "offcorr/training/series.py",
+        "errors = metrics[SURPRISE] / _error(metrics)",
+        "errors = metrics[SURPRISE] / SMALLEST_ERROR",
+        "tests/training/test_surprise.py::test_a_policy_that_becomes_sharper_is_no_alarm",
+    ),
+    Mutation(
+        "an alarm without a cause stops the training",
+        "offcorr/training/monitor.py",
+        "if series.held_back:",
+        "if False:",
+        "tests/training/test_monitor_causes.py::test_an_alarm_without_a_cause_does_not_contradict_itself",
+    ),
+    Mutation(
+        "a gap that keeps growing is a precision",
+        "offcorr/training/named_cause.py",
+        'if named.cause == "precision" and _grows(series, report)',
+        "if False",
+        "tests/training/test_monitor_causes.py::test_a_gap_that_keeps_growing_is_no_precision",
+    ),
+    Mutation(
         "a series under alarm for ever",
         "offcorr/training/series.py",
         "self.calm >= persistence and self.active",

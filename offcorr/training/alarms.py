@@ -15,12 +15,21 @@ __all__ = ["ACTIONS", "Alarm", "MismatchError"]
 ACTIONS = ("log", "warn", "dump", "mask", "stop")
 """The actions that an alarm can take."""
 
-FOUND = {
+HARD = ("mask", "stop")
+"""The actions that change the training; not taken where the diagnosis finds nothing."""
+
+MOVED = {
     "engine": "the engine's log-probs have moved away from the trainer's",
     "staleness": "the policy has moved away from the one that sampled",
     "surprise": "the tokens no longer follow the trainer's distribution",
 }
-"""For each series the finding in words."""
+"""For each series the finding in words, where it has left its own baseline."""
+
+FAR = MOVED | {
+    "engine": "the engine's log-probs are far from the trainer's",
+    "staleness": "the policy is far from the one that sampled",
+}
+"""The same, where a metric is beyond a fixed limit, perhaps from the first step on."""
 
 ADVICE = {
     "engine": "score the same tokens with the same weights on both sides; look at the weight sync, the sampling "
@@ -43,12 +52,15 @@ class Alarm:
         step: the optimizer step.
         series: "engine", "staleness" or "surprise" (mean of -logp - entropy).
         severity: "warning" or "critical".
-        cause: an id of ``offcorr.diagnose.CAUSES``; "unknown" or "clean" where none was found.
+        cause: an id of ``offcorr.diagnose.CAUSES``; "unknown" or "clean" where none was found.  "clean": the last
+            sequences show no difference at all, so that nothing is masked or stopped.
         confidence: of the cause, from 0 to 1.
         evidence: sentences with the numbers.
         advice: what to change.
         actions: those that were taken.
         dump: the file of the batch's records, if one was written.
+        moved: the series has left its own baseline; False: a metric is beyond a fixed limit.
+        revises: the cause that was named before, where an alarm that is on gets another; else "".
     """
 
     step: int
@@ -60,16 +72,30 @@ class Alarm:
     advice: str
     actions: tuple[str, ...]
     dump: Path | None = None
+    moved: bool = True
+    revises: str = ""
 
     def __str__(self) -> str:
-        cause = (
-            "no cause found" if self.cause == "unknown" else f"cause: {self.cause} (confidence {self.confidence:.2f})"
-        )
+        found = (MOVED if self.moved else FAR)[self.series]
         written = "" if self.dump is None else f" The batch was written to {self.dump}."
         return (
-            f"step {self.step}: {FOUND[self.series]} ({self.severity}): {'; '.join(self.evidence)}. {cause}: "
+            f"step {self.step}: {found} ({self.severity}): {'; '.join(self.evidence)}. {self._cause}: "
             f"{self.advice.rstrip('.')}.{written}"
         )
+
+    @property
+    def _cause(self) -> str:
+        if self.cause == "unknown":
+            return "no cause found"
+        if self.cause == "clean":
+            passed = [action for action in self.actions if action in HARD]
+            left = "" if passed else ", and nothing is masked or stopped"
+            return f"the last sequences show no cause (offcorr diagnose calls them clean){left}. What to look at"
+        before = ""
+        if self.revises:
+            named = "no cause was" if self.revises in ("clean", "unknown") else f"{self.revises!r} was"
+            before = f"; {named} named at first"
+        return f"cause: {self.cause} (confidence {self.confidence:.2f}{before})"
 
 
 def checked_actions(name: str, given: str | Iterable[str]) -> tuple[str, ...]:

@@ -96,9 +96,10 @@ class Anchor(ABC):
         return f"{type(self).__name__}()"
 
     def __str__(self) -> str:
-        """The repr, and the name that configurations use, if it has one."""
+        """The name that configurations use, with its options; the repr, if it has no name."""
         name = next((name for name, kind in ANCHORS.items() if kind is type(self)), None)
-        return repr(self) if name is None else f"{self!r}, anchor {name!r}"
+        options = repr(self).removeprefix(type(self).__name__)
+        return repr(self) if name is None else f"anchor {name!r}{'' if options == '()' else f' {options}'}"
 
 
 class Supplied(Anchor):

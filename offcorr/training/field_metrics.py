@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from offcorr.batch import Batch
 from offcorr.metrics import Accumulator, Max, Mean, Metrics
@@ -28,6 +29,32 @@ class Alias(NamedTuple):
     framework: str
     source: str | Callable[[Mapping[str, float]], float]
     formula: str = ""
+
+
+class StandardError(Accumulator):
+    """Standard error of a mean of uncorrelated terms: (their squares, their smallest variances, their number)."""
+
+    size = 3
+
+    @staticmethod
+    def of(values: Tensor, where: Tensor, start: int = 0) -> Tensor:
+        """The sums over ``where``; ``values`` [2, ...] holds the squares and the smallest variances of the terms."""
+        squares, least = (Mean.of(part, where, start) for part in values)
+        return torch.stack([squares[..., 0], least[..., 0], squares[..., 1]], -1)
+
+    @staticmethod
+    def values(numbers: list[float]) -> tuple[float, ...] | None:
+        """The square root of the larger sum, over the number of terms."""
+        squares, least, n = numbers
+        return (math.sqrt(max(squares, least)) / n,) if n else None
+
+
+def least_variance(entropy: Tensor) -> Tensor:
+    """Variance of -logp that a distribution of this entropy (nats) is taken to have at least: that of two outcomes.
+
+    Most of the variance comes from rare tokens, which may be absent from a sample.
+    """
+    return torch.where(entropy < 1, entropy * (1 - entropy.clamp(min=1e-6).log()), 1)
 
 
 def _std(v: Mapping[str, float]) -> float:
@@ -75,7 +102,10 @@ def field_metrics(batch: Batch, *, contains_rollout: bool) -> Metrics:
     if batch.entropy is not None:
         data["entropy"] = Mean(Mean.of(batch.entropy, mask))  # nats
         surprise = -batch.logp.detach() - batch.entropy
-        data[FIELD + "surprise"] = Mean(Mean.of(surprise, mask & surprise.isfinite()))  # read by the monitor alone
+        # Read by the monitor alone.  Given their contexts the terms are uncorrelated, with the mean 0.
+        finite, spread = mask & surprise.isfinite(), torch.stack([surprise.square(), least_variance(batch.entropy)])
+        data[FIELD + "surprise"] = Mean(Mean.of(surprise, finite))
+        data[FIELD + "surprise_error"] = StandardError(StandardError.of(spread, finite))
     if batch.rollout_version is not None and batch.trainer_version is not None:
         lag = (batch.trainer_version - batch.rollout_version).double()  # optimizer steps
         data[STALENESS + "lag"] = Mean(Mean.of(lag, mask))

@@ -19,11 +19,12 @@ from offcorr.metrics import Gather, Mean, Metrics, measure
 from offcorr.shapes import Mismatch
 from offcorr.stages import pointwise
 from offcorr.stages.checks import check_value, one_of, outside
-from offcorr.training.alarms import ADVICE, Alarm, MismatchError, checked_actions, write_dump
+from offcorr.training.alarms import HARD, Alarm, MismatchError, checked_actions, write_dump
 from offcorr.training.cusum import Cusum
 from offcorr.training.field_metrics import field_metrics
+from offcorr.training.named_cause import NO_CAUSE, OF_AGE, NamedCause, named_cause
 from offcorr.training.origins import WATCHED, watched, watched_rows
-from offcorr.training.semantics import Semantics, batch_semantics
+from offcorr.training.semantics import MENDS, TRUNCATED, Semantics, batch_semantics
 from offcorr.training.series import CONDITIONS, LIMITS, Limit, Series, Severity
 
 __all__ = ["Monitor"]
@@ -37,15 +38,16 @@ SELF_TESTS = ("stop", "warn", "off")
 
 PREFIX = "offcorr/monitor/"
 
-SMALLEST_LOG_K3, SMALLEST_SURPRISE = 0.7, 0.02
+SMALLEST_LOG_K3, SMALLEST_SURPRISE = 0.7, 1.0
 """Smallest standard deviations that are assumed: of log k3, a factor of 2, since learning alone changes it by as much
-from one phase of a run to the next; of surprise, in nats."""
-
-OF_AGE = ("stale_weights", "adapter_not_synced", "policy_updates")
-"""The causes of staleness itself."""
+from one phase of a run to the next; of surprise, in its own standard errors."""
 
 SEQUENCES = 64
 """Number of sequences that are kept for the diagnosis."""
+
+STEPS_KEPT, SEQUENCES_OF_STEP = 8, 8
+"""Number of optimizer steps of which the first micro-batch is kept, and of its sequences that are looked at: whether d
+grows from step to step is seen in these."""
 
 OVERRIDE = (
     'To train all the same, set Monitor(self_test="warn"), or "off"; in a trainer\'s configuration '
@@ -56,11 +58,13 @@ OVERRIDE = (
 class Monitor:
     """Watches three series, engine mismatch, staleness and surprise, and raises an alarm where one leaves its range.
 
-    The first ``warmup`` steps give mean and standard deviation of log k3 (of the mean of -logp - entropy for
-    surprise).  From then on a CUSUM chart of each series (``Cusum``) and the fixed ``LIMITS`` are looked at in every
-    step, a step being one ``end`` (a trainer's logging step).  The chart, or a limit, has to be exceeded in
-    ``persistence`` steps in a row.  The cause is named by ``offcorr.diagnose.diagnose`` on the last batches.  One alarm
-    is raised until the series is back in its range for ``persistence`` steps.
+    The first ``warmup`` steps give mean and standard deviation of log k3 (for surprise: of the mean of -logp - entropy
+    in standard errors, which each step has of its own).  From then on a CUSUM chart of each series (``Cusum``) and the
+    fixed ``LIMITS`` are looked at in every step, a step being one ``end`` (a trainer's logging step).  The chart, or a
+    limit, has to be exceeded in ``persistence`` steps in a row.  The cause is named by ``offcorr.diagnose.diagnose`` on
+    the last batches.  One alarm is raised until the series is back in its range for ``persistence`` steps.  While it is
+    on, the cause is looked at again where k3 has grown by a factor of four or 20 steps have passed, and said again if
+    it is another.
 
     Of a batch with ``origin`` only the sequences are looked at that were sampled for this generation ("fresh" and
     "prefix"), by the self-test as well: replayed ones and demonstrations are off-policy by intent.
@@ -77,6 +81,8 @@ class Monitor:
             - "mask": until the alarm ends, give sequences the weight 0 in the loss (``masked``) whose mean k3 is above
               the lowest of ``limits`` for k3, and above e^(mean + 3 sd) of the baseline;
             - "stop": raise ``MismatchError``; the trainers save a checkpoint and end the training.
+
+            Where the last sequences show no cause at all, nothing is masked or stopped.
         self_test: on the first batch, as ``logprob_semantics`` finds it.  "stop": raise ``MismatchError`` before the
             first update where the log-probs are not the sampler's probabilities; "warn": warn; "off": do nothing.
         warmup, drift, threshold, persistence: as in ``Cusum``.
@@ -101,8 +107,9 @@ class Monitor:
     ...     monitor.observe(offcorr.Batch(logp=logp, old_logp=logp, rollout_logp=rollout_logp,
     ...                                   advantages=torch.ones(8), mask=torch.ones(8, 64).bool()))
     ...     for alarm in monitor.end(step):
-    ...         print(alarm.step, alarm.series, alarm.severity)
-    32 engine warning
+    ...         print(alarm.step, alarm.series, alarm.severity, alarm.cause)
+    32 engine warning precision
+    36 engine warning stale_weights
     """
 
     def __init__(
@@ -152,7 +159,11 @@ class Monitor:
         """False: a ``Step`` measures the batches."""
         self.alarms: list[Alarm]
         """All alarms of the run on this process."""
-        self._gather: Gather = gather or (lambda vector: vector[None])
+        self.gather: Gather = gather or (lambda vector: vector[None])
+        """As in ``Step``, which sets its own."""
+        self.sampling: dict[str, float] = {}
+        """Settings of the sampler that change its distribution, such as top_p, where a trainer's configuration has
+        them."""
         self._name_cause = name_cause
         self.restart()
 
@@ -171,6 +182,7 @@ class Monitor:
         }
         self._measured = Metrics()
         self._batches: deque[tuple[Batch, Ids, int | None]] = deque()
+        self._earlier: deque[tuple[Batch, Ids, int | None]] = deque(maxlen=STEPS_KEPT)
         self.alarms = []
         self.tested = self.stopped = False
 
@@ -212,7 +224,10 @@ class Monitor:
         Args:
             ids: called with the batch when its records are needed.
         """
-        self._batches.append((batch.replaced(logp=batch.logp.detach()), ids or _without_ids, step))
+        kept = (batch.replaced(logp=batch.logp.detach()), ids or _without_ids, step)
+        if step is not None and (not self._earlier or self._earlier[-1][2] != step):
+            self._earlier.append(kept)
+        self._batches.append(kept)
         while sum(kept.sequences for kept, *_ in self._batches) - self._batches[0][0].sequences >= SEQUENCES:
             self._batches.popleft()
 
@@ -257,13 +272,20 @@ class Monitor:
         if refusal := self.refusal(found):
             raise MismatchError(refusal)
         if found is not None and found.wrong and self.self_test != "off" and self.on_main:
-            warnings.warn(f"in the first batch {found.sentence}: {found.mend}", stacklevel=outside())
+            warnings.warn(f"in the first batch {found.sentence}: {self.mend(found)}", stacklevel=outside())
 
     def refusal(self, found: Semantics | None) -> str:
         """The reason not to begin the training; "" where there is none, or ``self_test`` is not "stop"."""
         if found is None or self.self_test != "stop" or not found.fatal:
             return ""
-        return f"the training was not begun: in the first batch {found.sentence}: {found.mend}. {OVERRIDE}"
+        return f"the training was not begun: in the first batch {found.sentence}: {self.mend(found)}. {OVERRIDE}"
+
+    def mend(self, found: Semantics) -> str:
+        """The change to make after the first batch, with the settings that the configuration is known to have."""
+        if not self.sampling or found.kind not in TRUNCATED:
+            return found.mend
+        settings = ", ".join(f"{name}={value:g}" for name, value in self.sampling.items())
+        return f"the configuration sets {settings}; {MENDS['kept_mass']}"
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -280,46 +302,81 @@ class Monitor:
         """
         if metrics is None:
             measured, self._measured = self._measured, Metrics()
-            metrics = measured.all_reduce(self._gather).compute()
+            metrics = measured.all_reduce(self.gather).compute()
         conditions = [metrics.get(name, 0.0) for name in CONDITIONS]
         if self.learning_rate is not None:
             conditions[CONDITIONS.index("learning_rate")] = self.learning_rate
         judged = [(one, one.add(metrics, conditions, self.persistence)) for one in self._series.values()]
-        found = [(series, severity) for series, severity in judged if severity is not None]
-        records = self._records(step) if found and self.on_main else []
-        new = [self._act(step, series, severity, records) for series, severity in found]
+        new = [self._alarm(step, series, severity) for series, severity in judged if severity is not None]
+        for series, severity in judged:
+            if severity is None and series.looks_again():
+                new += self._revised(step, series)
         self.alarms += new
         if self.raises and any("stop" in alarm.actions for alarm in new):
             raise MismatchError("; ".join(str(alarm) for alarm in new))
         return new
 
     def numbers(self) -> dict[str, float]:
-        """The numbers to log: for every series under alarm the CUSUM statistic, and the number of alarms so far."""
-        found = {f"{PREFIX}{series.name}": series.score for series in self._series.values() if series.active}
+        """The numbers to log: for every series under alarm how far it is out of its range (``Series.excess``), and the
+        number of alarms so far.
+        """
+        found = {f"{PREFIX}{series.name}": series.excess for series in self._series.values() if series.active}
         if found:
             found[PREFIX + "alarms"] = float(sum(series.alarms for series in self._series.values()))
         return found
 
-    def _act(self, step: int, series: Series, severity: Severity, records: list[Record]) -> Alarm:
-        actions = self.actions[severity]
+    def _alarm(self, step: int, series: Series, severity: Severity) -> Alarm:
+        """A new alarm, or one that has become critical, after its actions."""
+        records = self._records(step) if self._diagnoses(severity) else []
+        named, clean = self._named(series, records, self.actions[severity])
+        series.looked(step, first=not series.cause)
+        series.cause, series.held_back = named.cause, clean
+        evidence = (*series.evidence, *named.evidence)
+        alarm = Alarm(step, series.name, severity, named.cause, named.confidence, evidence, named.advice, ())
+        return self._act(replace(alarm, moved=series.moved), series, records, self.actions[severity])
+
+    def _revised(self, step: int, series: Series) -> list[Alarm]:
+        """The alarm that is on, with its cause as it looks by now, if that is another; empty otherwise."""
+        assert series.active is not None
+        given = self.actions[series.active]
+        since = max(series.first_step - self.persistence, step - STEPS_KEPT)
+        records = self._records(step, since) if self._diagnoses(series.active) else []
+        named, clean = self._named(series, records, given)
+        series.looked(step, first=False)
+        acts = series.held_back and not clean  # on every rank alike, whatever each has found
+        # Weights that drift apart have other names as they do, and first that of a lower precision.
+        alike = ("precision", *OF_AGE) if series.cause in OF_AGE else (series.cause,)
+        if not acts and named.cause in (*alike, *NO_CAUSE):
+            return []
+        grown = f"k3 {series.size:.2g}, {series.growth:.3g} times that" if series.size else "the same series"
+        alarm = Alarm(
+            step,
+            series.name,
+            series.active,
+            named.cause,
+            named.confidence,
+            (f"{grown} at the alarm of step {series.first_step}", *named.evidence),
+            named.advice,
+            (),
+            moved=series.moved,
+            revises=series.cause,
+        )
+        series.cause, series.held_back = named.cause, series.held_back and clean
+        # What changes the training is in force since the alarm, unless that was held back.
+        actions = given if acts else tuple(action for action in given if action not in HARD) or ("warn",)
+        return [self._act(alarm, series, records, actions)]
+
+    def _act(self, alarm: Alarm, series: Series, records: list[Record], actions: tuple[str, ...]) -> Alarm:
+        """Take the actions, less those that are held back; returns the alarm with what was done, and says it."""
+        if series.held_back:
+            actions = tuple(action for action in actions if action not in HARD) or ("warn",)
         dump = None
         if "dump" in actions and self.on_main:
-            dump = write_dump(records, self.folder / f"step_{step:06d}_{series.name}.jsonl")
+            dump = write_dump(records, self.folder / f"step_{alarm.step:06d}_{series.name}.jsonl")
         if "mask" in actions:
             series.mask()
         self.stopped |= "stop" in actions
-        report = self._diagnosed(series, records)
-        cause, confidence, advice, evidence = "unknown", 0.0, ADVICE[series.name], series.evidence
-        if isinstance(report, Exception):
-            evidence = (*evidence, f"the diagnosis failed ({type(report).__name__}: {report})")
-        elif report is not None:
-            cause, confidence = report.verdict, report.confidence
-            for finding in report.causes:
-                if finding.cause == cause:
-                    evidence = (*evidence, finding.evidence)
-                    # Whether the sampler or the trainer moved, staleness alone does not tell.
-                    advice = advice if series.name == "staleness" and cause in OF_AGE else finding.advice
-        alarm = Alarm(step, series.name, severity, cause, confidence, evidence, advice, actions, dump)
+        alarm = replace(alarm, actions=actions, dump=dump)
         if self.on_main:
             if set(actions) == {"log"}:
                 logger.warning("offcorr: %s", alarm)
@@ -327,9 +384,33 @@ class Monitor:
                 warnings.warn(str(alarm), stacklevel=outside())
         return alarm
 
-    def _records(self, step: int) -> list[Record]:
-        kept = [records_of(batch, **ids(batch), step=own or step) for batch, ids, own in self._batches]
-        return [record for records in kept for record in records if record.origin in (None, *WATCHED)]
+    def _diagnoses(self, severity: Severity) -> bool:
+        """Whether this rank looks for the cause: the main one does, and all where what they do depends on it."""
+        return self.on_main or any(action in HARD for action in self.actions[severity])
+
+    def _named(self, series: Series, records: list[Record], actions: tuple[str, ...]) -> tuple[NamedCause, bool]:
+        """The cause by this rank's records, and whether no rank finds any: asked where actions depend on it."""
+        report = self._diagnosed(series, records)
+        named = named_cause(series, report, self.sampling)
+        clean = named.cause == "clean"
+        if any(action in HARD for action in actions):
+            device = self._batches[-1][0].logp.device if self._batches else None
+            own = 1.0 if clean else 0.0 if report is None else -1.0  # a rank without records says neither
+            ranks = self.gather(torch.tensor([own], device=device))
+            clean = bool((ranks.min() >= 0) & (ranks.max() > 0))
+        return named, clean
+
+    def _records(self, step: int, since: int | None = None) -> list[Record]:
+        """Those of the last sequences, and of some of the steps after ``since``."""
+        last = {id(batch) for batch, *_ in self._batches}
+        found: list[Record] = []
+        for batch, ids, own in self._earlier:
+            if since is not None and own is not None and own > since and id(batch) not in last:
+                found += records_of(batch, **ids(batch), step=own)[:SEQUENCES_OF_STEP]
+        for batch, ids, own in self._batches:
+            if since is None or own is None or own > since:
+                found += records_of(batch, **ids(batch), step=own or step)
+        return [record for record in found if record.origin in (None, *WATCHED)]
 
     def _diagnosed(self, series: Series, records: list[Record]) -> Report | Exception | None:
         """The report on the records, None without any; or the error, as a diagnosis must not end a training."""

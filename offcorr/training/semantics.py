@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offcorr.batch import Batch, above_zero
+from offcorr.training.field_metrics import least_variance
 from offcorr.training.origins import watched_rows
 
 Kind = Literal[
@@ -24,6 +25,7 @@ Kind = Literal[
     "unnormalised",
     "unlogged",
     "shifted",
+    "placeholders",
     "differs",
     "unknown",
 ]
@@ -37,11 +39,19 @@ LARGE = 0.1
 SIGNIFICANT = 5.0
 """Standard errors that an effect is away from 0 before it is reported; a run makes one such test."""
 
-FATAL_MASS, FATAL_SURPRISE = 0.02, 0.03
-"""Lost probability, and mean of -logp - entropy (nats), from which a training should not begin."""
+FATAL_MASS, FATAL_SURPRISE, FATAL_RATIO = 0.02, 0.03, 0.2
+"""Lost probability, mean of -logp - entropy (nats), and distance of the mean ratio from 1 where nothing explains it,
+from which a training should not begin."""
 
-LARGEST_MASS, LARGEST_SURPRISE = 0.6, 1.0
-"""The same, up to which a setting of the sampler explains them."""
+PLACEHOLDERS = 0.05
+"""Share of the tokens from which placeholders among the log-probs are the finding."""
+
+UNLIKELY, IMPOSSIBLE = -1.5, -50.0
+"""The trainer's log-prob below which an engine's exact 0 is a placeholder; an engine's log-prob that is one, where the
+trainer's is not half as far."""
+
+TRUNCATED: tuple[Kind, ...] = ("kept_mass", "unnormalised", "unlogged", "differs")
+"""The kinds that a truncated or penalised distribution can be called."""
 
 PROCESSED = "let the engine report what it samples from (vLLM: logprobs_mode='processed_logprobs')"
 
@@ -51,12 +61,15 @@ MENDS: dict[Kind, str] = {
     "probabilities": "pass the logarithms of the probabilities",
     "temperature": f"set the same temperature= for the sampler and the trainer, and {PROCESSED}",
     "raw": PROCESSED,
-    "kept_mass": "sample without truncation (top_p=1.0, top_k=0, min_p=0.0), or renormalise the trainer's log-probs "
-    "over the tokens that the engine kept, with offcorr.linear_logprob(..., support=)",
+    "kept_mass": "sample without truncation (top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0); only in a loop of "
+    "your own the trainer's log-probs can be renormalised instead, over the tokens that the engine kept, with "
+    "offcorr.linear_logprob(..., support=)",
     "unnormalised": f"divide the logits by the temperature before log_softmax, not the log-probs after it: {PROCESSED}",
     "unlogged": "set the sampler's temperature= for the trainer, too, sample with top_p=1.0, top_k=0, min_p=0.0, and "
     + PROCESSED,
     "shifted": "the log-prob at index t must be that of the token at index t: move one of the two by one token",
+    "placeholders": "pass the engine's log-prob of every sampled token, and NaN or None where it has none; greedy "
+    "sampling (top_k=1), whose processed log-probs are all 0, is no distribution to correct for",
     "differs": "score the same tokens with the same weights on both sides: look for a weight sync that missed "
     "parameters, another chat template, placeholders among the log-probs. Or the engine is quantised or computes in a "
     "lower precision: then this is its true mismatch, which an engine weight corrects (tis, icepop)",
@@ -86,6 +99,7 @@ class Semantics:
             - "unnormalised": the engine's probabilities do not sum to 1, as where a log-prob was divided by T;
             - "unlogged": the two agree, but the tokens were drawn from another distribution;
             - "shifted": the engine's log-probs belong to the next or the previous token;
+            - "placeholders": many of the engine's log-probs are 0, or another constant, in place of numbers;
             - "differs": they differ in none of these ways;
             - "unknown": the data cannot tell.
         tokens: number of tokens that both sides scored.
@@ -121,19 +135,19 @@ class Semantics:
     def fatal(self) -> bool:
         """Whether no weight can correct this: the log-probs are not the sampler's probabilities, by enough to matter.
 
-        Below .02 of lost probability or .03 nat of surprise nothing is fatal, and above .6 or 1 nat it is no sampler's
-        setting but another text, such as a script's; what "differs" may be a true mismatch, a temperature beside later
-        weights their training, and one that was found without entropy mere noise.
+        Below .02 of lost probability or .03 nat of surprise nothing is fatal.  What "differs" may be a true mismatch,
+        as long as the mean ratio is near 1, which it is for any two policies; a temperature beside later weights may
+        be their training, and one that was found without entropy mere noise.
         """
         if self.kind == "kept_mass":
-            return FATAL_MASS <= 1 - self.ratio.value <= LARGEST_MASS
+            return FATAL_MASS <= 1 - self.ratio.value
         if self.kind == "unlogged":
-            return self.surprise is not None and FATAL_SURPRISE <= abs(self.surprise.value) <= LARGEST_SURPRISE
+            return self.surprise is not None and FATAL_SURPRISE <= abs(self.surprise.value)
         if self.kind in ("temperature", "raw"):
             return self.same_weights and self.temperature is not None
-        if self.kind == "unnormalised":
-            return 1 - self.ratio.value <= LARGEST_MASS
-        return self.kind in ("probabilities", "shifted")
+        if self.kind == "differs":
+            return abs(self.ratio.value - 1) > max(FATAL_RATIO, SIGNIFICANT * self.ratio.error)
+        return self.kind in ("probabilities", "shifted", "placeholders", "unnormalised")
 
 
 @torch.no_grad()
@@ -210,7 +224,11 @@ def logprob_semantics(
     if (torch.minimum(t, e) < CERTAIN).sum() < UNCERTAIN:
         return result("unknown", "too few uncertain tokens to compare the engine's log-probs with the trainer's")
     if (e == e[0]).all():
-        return result("differs", f"the engine reported the log-prob {e[0]:.3g} for every token")
+        return result("placeholders", f"the engine reported the log-prob {e[0]:.3g} for every token")
+    stands_in = ((e == 0) & (t < UNLIKELY)) | ((e <= IMPOSSIBLE) & (t > e / 2))
+    if (share := stands_in.double().mean().item()) > PLACEHOLDERS:
+        constant = e[stands_in].mode().values.item()
+        return result("placeholders", f"the engine reported a placeholder, {constant:g}, for {share:.0%} of the tokens")
     if neighbour := _shift(ours, theirs, seen):
         return result("shifted", f"the engine's log-probs are those of the {neighbour} token")
 
@@ -320,7 +338,7 @@ def _surprise(t: Tensor, h: Tensor) -> Estimate:
     distribution of two outcomes: the rare tokens that it comes from may be absent from the sample.
     """
     value = _mean(-t - h)
-    least = (torch.where(h < 1, h * (1 - h.clamp(min=1e-6).log()), 1)).mean() / len(h)
+    least = least_variance(h).mean() / len(h)
     return Estimate(value.value, max(value.error, least.sqrt().item()))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from offcorr.training.cusum import RISES, Cusum
@@ -13,7 +13,7 @@ __all__ = ["LIMITS", "Limit"]
 
 Severity = Literal["warning", "critical"]
 
-SURPRISE = FIELD + "surprise"
+SURPRISE, SURPRISE_ERROR = FIELD + "surprise", FIELD + "surprise_error"
 
 SMALLEST_K3 = 1e-7
 """k3 below which a mismatch counts as none: a mean |d| of about 4e-4 nats."""
@@ -21,11 +21,21 @@ SMALLEST_K3 = 1e-7
 LARGEST_K3 = 1e300
 """k3 in place of infinity and NaN."""
 
+SMALLEST_ERROR = 0.02
+"""Smallest standard error of the mean of -logp - entropy that is assumed, in nats."""
+
 SAMPLERS_WEIGHTS = 0.01
 """Mean |d| of staleness (nats) up to which ``logp`` stands for the log-probs of the weights that sampled."""
 
 CONDITIONS = (STALENESS + "lag", "learning_rate")
 """Numbers with which a mismatch grows in a healthy run: where one rises during the warm-up, it starts again."""
+
+GROWN, STEPS = 4.0, 20
+"""While an alarm is on, its cause is looked at again where k3 is ``GROWN`` times that at the last look, or after
+``STEPS`` steps."""
+
+LARGEST_EXCESS = 1000.0
+"""Largest ``excess``, in place of infinity and NaN."""
 
 
 class Limit(NamedTuple):
@@ -41,6 +51,12 @@ class Limit(NamedTuple):
     high: float
     severity: Severity
     said: str
+
+    def excess(self, number: float) -> float:
+        """The factor by which the bound is exceeded; above 1 where it is crossed."""
+        if math.isnan(number) or number <= 0:
+            return LARGEST_EXCESS
+        return min(max(number / self.high, self.low / number), LARGEST_EXCESS)
 
 
 LIMITS = (
@@ -74,11 +90,34 @@ class Series:
         self.alarms = 0
         self.mask_above: float | None = None
         self.evidence: tuple[str, ...] = ()
+        self.moved = False
+        """The evidence has a chart's verdict: the series has left its own baseline."""
+        self.cause = ""
+        """The cause that was said last, of the alarm that is on."""
+        self.held_back = False
+        """The alarm took no action, as the diagnosis found nothing."""
+        self.size: float | None = None
+        """k3 of the last step; None where it was not measured, and of surprise."""
+        self.first_size = self.looked_size = 0.0
+        """k3 at the alarm, and when its cause was last looked at."""
+        self.first_step = 0
+        """The optimizer step of the alarm."""
+        self.looked_steps = 0
+        """Number of steps since the cause was last looked at."""
+        self._crossed: list[float] = []
 
     @property
-    def score(self) -> float:
-        """The larger CUSUM statistic."""
-        return max(chart.score for chart in self.charts.values())
+    def excess(self) -> float:
+        """The CUSUM statistic over its threshold, or a metric over its limit, whichever is more; above 1 the series is
+        out of its range.
+        """
+        charted = (chart.score / chart.threshold if chart.threshold else chart.score for chart in self.charts.values())
+        return max(*charted, *self._crossed, 0.0)
+
+    @property
+    def growth(self) -> float:
+        """k3 over that at the alarm; 1 where either is not known."""
+        return self.size / self.first_size if self.size and self.first_size else 1.0
 
     def add(self, metrics: Mapping[str, float], conditions: Sequence[float], persistence: int) -> Severity | None:
         """The severity of a new alarm, or of one that has become critical; None where there is none."""
@@ -87,32 +126,42 @@ class Series:
             return None
         found: dict[str, str] = {}
         severity: Severity | None = None
-        above = False
+        above = moved = False
         for side, value in values.items():
             chart = self.charts[side]
             if chart.add(value, conditions):
-                severity = "warning"
-                found[side] = self._said(chart, value) + self._risen(chart, conditions)
+                severity, moved = "warning", True
+                found[side] = self._said(chart, value, metrics) + self._risen(chart, conditions)
             above |= chart.above > 0
-        for i, limit in enumerate(self.limits):
-            number = metrics.get(limit.metric)
-            crossed = number is not None and not limit.low <= number <= limit.high
-            self.exceeded[i] = self.exceeded[i] + 1 if crossed else 0
-            above |= crossed
-            if number is not None and self.exceeded[i] >= persistence:
+        self._crossed = []
+        for i, limit, number in self._over(metrics):
+            above = True
+            self._crossed.append(limit.excess(number))
+            if self.exceeded[i] >= persistence:
                 bound = f"below {limit.low:g}" if number < limit.low else f"above {limit.high:g}"
                 found[limit.metric] = f"{limit.said} {number:.3g}, {bound} in {self.exceeded[i]} steps in a row"
                 severity = limit.severity if severity != "critical" else severity
+        self.size = math.exp(values["above"]) if self.name != "surprise" else None
         self.calm = 0 if above else self.calm + 1
+        self.looked_steps += 1
         if self.calm >= persistence and self.active:
-            self.active = self.mask_above = None
-            for chart in self.charts.values():
-                chart.reset()
+            self._end()
         if severity is None or self.active in (severity, "critical"):
             return None
-        self.active, self.evidence = severity, tuple(found.values())
+        self.active, self.evidence, self.moved = severity, tuple(found.values()), moved
         self.alarms += 1
         return severity
+
+    def looks_again(self) -> bool:
+        """Whether the cause of the alarm that is on is to be looked at again."""
+        grown = self.size is not None and self.size >= GROWN * self.looked_size > 0
+        return self.active is not None and (grown or self.looked_steps >= STEPS)
+
+    def looked(self, step: int, *, first: bool) -> None:
+        """The cause was looked at now; ``first``: at an alarm."""
+        self.looked_size, self.looked_steps = self.size or 0.0, 0
+        if first:
+            self.first_size, self.first_step = self.looked_size, step
 
     def mask(self) -> None:
         """Mask from now on: above the lowest limit of k3, or what the baseline rarely reaches, if that is more."""
@@ -121,7 +170,25 @@ class Series:
         usual = [math.exp(min(chart.mean + 3 * chart.sd, 700.0))] if chart.ready else []
         self.mask_above = max([min(fixed, default=0.0), *usual])
 
+    def _end(self) -> None:
+        """The alarm is over."""
+        self.active = self.mask_above = None
+        self.cause, self.held_back = "", False
+        for chart in self.charts.values():
+            chart.reset()
+
+    def _over(self, metrics: Mapping[str, float]) -> Iterator[tuple[int, Limit, float]]:
+        """The limits that are crossed: index, limit and metric; counts the steps in a row."""
+        for i, limit in enumerate(self.limits):
+            number = metrics.get(limit.metric)
+            if number is None or limit.low <= number <= limit.high:
+                self.exceeded[i] = 0
+            else:
+                self.exceeded[i] += 1
+                yield i, limit, number
+
     def _values(self, metrics: Mapping[str, float]) -> dict[str, float] | None:
+        """The values to chart: log k3, or the mean of -logp - entropy in its own standard errors."""
         if self.name != "surprise":
             k3 = metrics.get(f"offcorr/{self.name}/k3")
             return (
@@ -129,15 +196,17 @@ class Series:
             )
         if SURPRISE not in metrics or metrics.get(STALENESS + "abs_mean", 0.0) > SAMPLERS_WEIGHTS:
             return None
-        return {"above": metrics[SURPRISE], "below": -metrics[SURPRISE]}
+        errors = metrics[SURPRISE] / _error(metrics)
+        return {"above": errors, "below": -errors}
 
-    def _said(self, chart: Cusum, value: float) -> str:
+    def _said(self, chart: Cusum, value: float, metrics: Mapping[str, float]) -> str:
         """The chart's verdict in words."""
         chart_said = f"CUSUM {chart.score:.1f}, above {chart.threshold:g}, in {chart.above} steps in a row"
         if self.name == "surprise":
-            sign = -1 if chart is self.charts["below"] else 1
-            usual = f"{sign * chart.mean:.2g} +- {chart.sd:.2g}"
-            return f"mean of -logp - entropy {sign * value:.3g}, {usual} in the first steps ({chart_said})"
+            return (
+                f"mean of -logp - entropy {metrics[SURPRISE]:.3g} +- {_error(metrics):.2g} nats, "
+                f"{abs(value - chart.mean):.1f} standard errors from that of the first steps ({chart_said})"
+            )
         times = math.exp(value - chart.mean)
         return f"k3 {math.exp(value):.2g}, {times:.3g} times that of the first steps ({chart_said})"
 
@@ -160,4 +229,21 @@ class Series:
             chart.load_state_dict(state["charts"][side])
 
 
-_STATE = ("exceeded", "active", "calm", "alarms", "mask_above")
+def _error(metrics: Mapping[str, float]) -> float:
+    """Standard error of the mean of -logp - entropy, at least ``SMALLEST_ERROR``."""
+    return max(metrics.get(SURPRISE_ERROR, 0.0), SMALLEST_ERROR)
+
+
+_STATE = (
+    "exceeded",
+    "active",
+    "calm",
+    "alarms",
+    "mask_above",
+    "cause",
+    "held_back",
+    "first_size",
+    "looked_size",
+    "first_step",
+    "looked_steps",
+)

@@ -99,6 +99,8 @@ class Step:
         self.monitor = monitor
         if monitor is not None:
             monitor.measures = False
+            if gather is not None:
+                monitor.gather = gather
         self._kept: dict[str, Tensor] = {}
         self.statistics: Statistics | None = None
         self.denominator: float | Tensor | None = None
@@ -147,8 +149,8 @@ class Step:
         >>> import offcorr
         >>> step = Step(offcorr.get("tis"))
         >>> print(step.describe(step.place(offcorr.testing.example())))
-        loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (Supplied(), anchor 'snapshot',
-        by default); engine log-probs: yes
+        loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (anchor 'snapshot', by
+        default); engine log-probs: yes
         """
         engine = f"engine log-probs: {'no' if batch.rollout_logp is None else 'yes'}"
         policy = None if batch.old_logp is None or self._placed is None else self._placed.policy

@@ -15,12 +15,15 @@ from transformers import TrainerCallback
 
 import offcorr
 from offcorr.batch import ABOVE_ZERO
+from offcorr.metrics import Max, Mean, Metrics
 from offcorr.stages.checks import outside, warn_once
 from offcorr.training import schedules
 from offcorr.training.alarms import MismatchError
 from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
+from offcorr.training.field_metrics import STALENESS
 from offcorr.training.monitor import Monitor
+from offcorr.training.origins import watched
 from offcorr.training.schedules import Annealed
 from offcorr.training.step import MONITORED, Step
 from offcorr.trl.config import PREFIX, monitor_options
@@ -111,6 +114,18 @@ def share_done(trainer: Any) -> float:
     return schedules.share_done(trainer.state.global_step, trainer.state.max_steps)
 
 
+def lag_metrics(trainer: Any, inputs: dict[str, Any], batch: offcorr.Batch) -> Metrics:
+    """The lag of a micro-batch without versions, counted from the weights of its generation; empty with versions.
+
+    That is the lag of TRL's own generation, and the least that a ``rollout_func`` without versions can have.
+    """
+    if batch.rollout_version is not None:
+        return Metrics()
+    lag = (trainer.state.global_step - inputs["generated_at"])[:, None].expand_as(batch.logp).double()
+    mask = watched(batch).mask.bool()
+    return Metrics({STALENESS + "lag": Mean(Mean.of(lag, mask)), STALENESS + "lag_max": Max(Max.of(lag, mask))})
+
+
 def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
     """Hand the metrics of ``args.log_metrics`` to TRL, to be logged; what TRL measured itself stands.
 
@@ -170,7 +185,8 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     if not refusal and found.kind == "probabilities":
         warn_once(ABOVE_ZERO.format("rollout_logp"))  # on a CPU the batch has said so
     elif not refusal:
-        warnings.warn(f"in the first batch {found.sentence}: {found.mend}", stacklevel=outside())
+        mend = found.mend if step.monitor is None else step.monitor.mend(found)
+        warnings.warn(f"in the first batch {found.sentence}: {mend}", stacklevel=outside())
     return refusal
 
 

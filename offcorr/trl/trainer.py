@@ -32,9 +32,11 @@ from offcorr.trl.dump import dump_padded, make_dumps, padded_ids
 from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
 from offcorr.trl.recorded import check_recorded, score_unrecorded
+from offcorr.trl.sampling import distorting, distortion_warning
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
     StepCallback,
+    lag_metrics,
     log_metrics,
     make_step,
     report_first_batch,
@@ -121,6 +123,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self.rollout_func.attach(self)
             self._sampler = self.rollout_func
             self.rollout_func = self._remember_sampled(self.rollout_func)
+        self._check_sampling()
         self.dumps = make_dumps(self)
         self._callback = StepCallback(self)
         self.add_callback(self._callback)
@@ -158,6 +161,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 loss = super()._compute_loss(model, inputs)
             batch = self._batch(inputs, Forward(*kept[0]))
             step.observe(batch, ids=padded_ids(inputs), **last)
+            step.add(lag_metrics(self, inputs, batch))
             dump_padded(self, inputs, batch)
             self._tell_trained(inputs, batch)
             return loss
@@ -168,6 +172,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         with self._one_forward():
             batch = self._batch(inputs, self._forward(model, inputs))
             loss = step.loss(batch, ids=padded_ids(inputs), **last).loss
+            step.add(lag_metrics(self, inputs, batch))
             dump_padded(self, inputs, batch)
             self._tell_trained(inputs, batch)
             if self._has_other_terms:
@@ -535,6 +540,14 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"anchor={anchor!r} needs {key} of every completion, and there is no rollout_func to return it: pass "
                 "one, for instance offcorr.rollout.OffPolicy(), or take another anchor"
             )
+
+    def _check_sampling(self) -> None:
+        """Warn of settings with which the sampler draws from another distribution than the trainer scores."""
+        settings = distorting(self.args, self._sampler)
+        if self.correction_step.monitor is not None:
+            self.correction_step.monitor.sampling = settings
+        if settings:
+            warn_on_main(self, distortion_warning(settings, reported=self._sampler is not None or self.use_vllm))
 
     def _take_over_vllm_correction(self) -> None:
         if self.use_vllm and self.vllm_importance_sampling_correction:

@@ -140,8 +140,10 @@ def test_one_noisy_step_is_no_event():
 
 
 def test_a_warning_that_becomes_critical_is_said_again():
-    gaps = [0.003] * 25 + [0.03] * 5 + [0.5] * 5
-    assert alarms_of(quiet(), gaps) == [(28, "engine", "warning"), (33, "engine", "critical")]
+    monitor = quiet()
+    alarms_of(monitor, [0.003] * 25 + [0.03] * 5 + [0.5] * 5)
+    new = [(alarm.step, alarm.series, alarm.severity) for alarm in monitor.alarms if not alarm.revises]
+    assert new == [(28, "engine", "warning"), (33, "engine", "critical")]
 
 
 def test_staleness_is_a_series_of_its_own():
@@ -465,7 +467,7 @@ def test_step_measures_once_and_the_log_has_the_numbers():
     assert with_step.alarms[0].step == 28 and not with_step._measured.data
     assert logged[:27] == plain[:27]
     assert logged[27].keys() - plain[27].keys() == {PREFIX + "engine", PREFIX + "alarms"}
-    assert logged[27][PREFIX + "engine"] > 8 and logged[27][PREFIX + "alarms"] == 1
+    assert logged[27][PREFIX + "engine"] > 1 and logged[27][PREFIX + "alarms"] == 1
 
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
@@ -489,7 +491,7 @@ def test_nothing_more_is_read_from_the_device(monkeypatch):
 
 def test_a_resumed_monitor_is_the_one_that_was_never_interrupted(tmp_path):
     gaps = [0.01] * 26 + [0.05] * 6
-    whole = quiet()
+    whole, states = quiet(), []
     alarms_of(whole, gaps)
     for cut in (5, 22, 27, 30):
         first = quiet()
@@ -498,7 +500,10 @@ def test_a_resumed_monitor_is_the_one_that_was_never_interrupted(tmp_path):
         second = quiet()
         second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         alarms_of(second, gaps[cut:], first=cut + 1)
-        assert second.state_dict() == whole.state_dict()
+        for state in (second.state_dict(), whole.state_dict()):
+            state["engine"].pop("cause")  # that of the batches at hand, which no checkpoint has
+            states.append(state)
+        assert states.pop() == states.pop()
         assert [a.step for a in first.alarms + second.alarms] == [a.step for a in whole.alarms] == [29]
 
 

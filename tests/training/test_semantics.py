@@ -166,7 +166,7 @@ def test_shifted_by_one(by, neighbour):
 def test_one_number_for_every_token():
     logp, rollout_logp, mask, _ = sampled()
     result = logprob_semantics(logp, torch.zeros_like(rollout_logp), mask)
-    assert result.kind == "differs" and "the log-prob 0 for every token" in result.sentence
+    assert result.kind == "placeholders" and "the log-prob 0 for every token" in result.sentence
 
 
 @pytest.mark.parametrize("with_entropy", [True, False])
@@ -318,18 +318,32 @@ def test_a_kept_mass_over_a_nearly_uniform_policy_is_not_a_missing_normalisation
     assert halved.kind == "unnormalised"
 
 
-def test_what_no_sampler_s_setting_explains_does_not_stop_a_run():
-    """A script's text beside made-up log-probs is a warning; a truncation and a silent temperature stop the run."""
+def test_what_is_further_off_is_not_judged_more_mildly():
+    """A truncation and a silent temperature stop the run; so does what no setting of a sampler explains."""
     generator = torch.Generator().manual_seed(0)
     logp = -torch.rand(16, 64, generator=generator) * 2 - 8.0
     made_up = -torch.rand(16, 64, generator=generator)
     scripted = logprob_semantics(logp, made_up, torch.ones_like(logp).bool())
-    assert scripted.wrong
-    assert not scripted.fatal
+    assert scripted.wrong and scripted.fatal
     unlikely = logprob_semantics(logp, logp, torch.ones_like(logp).bool(), entropy=torch.full_like(logp, 1.0))
-    assert unlikely.kind == "unlogged"
-    assert not unlikely.fatal
-    assert found(top_p=0.9).fatal
+    assert unlikely.kind == "unlogged" and unlikely.fatal
+    assert found(top_p=0.9).fatal and found(top_k=2).fatal and 1 - found(top_k=2).ratio.value > 0.6
+    assert found(temperature=2.0, reported="divided").fatal
+    noisy = found(noise=0.8)
+    assert noisy.wrong and not noisy.fatal  # an engine weight corrects it
     silent = logprob_semantics(logp, logp, torch.ones_like(logp).bool(), entropy=-logp - 0.2)
     assert silent.kind == "unlogged"
     assert silent.fatal
+
+
+@pytest.mark.parametrize(("placeholder", "said"), [(0.0, "0, for 10%"), (-9999.0, "-9999, for 10%")])
+def test_many_placeholders_are_refused_and_a_few_are_not(placeholder, said):
+    """In a tenth of the tokens; the mend names no correction."""
+    logp, rollout_logp, mask, entropy = sampled()
+    rare = (logp < -1.6).nonzero()
+    for share, refused in ((0.1, True), (0.02, False)):
+        given, some = rollout_logp.clone(), rare[: round(share * logp.numel())]
+        given[some[:, 0], some[:, 1]] = placeholder
+        result = logprob_semantics(logp, given, mask, entropy=entropy)
+        assert (result.kind == "placeholders") == refused and result.fatal == (refused or result.kind != "agrees")
+        assert not refused or (said in result.sentence and "tis" not in result.mend and "NaN" in result.mend)

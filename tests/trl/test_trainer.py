@@ -259,21 +259,21 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
         (
             ["old_logp"],
             dict(loss_type="tis"),
-            "loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (Supplied(), anchor "
+            "loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (anchor "
             "'snapshot', by default); engine log-probs: yes; sampled by rollout_func",
             "Supplied()",
         ),
         (
             [],
             dict(loss_type="minpro", anchor="rollout"),
-            "loss 'minpro'; old_logp: the engine, as it reported (Rollout(), anchor 'rollout'); engine log-probs: "
+            "loss 'minpro'; old_logp: the engine, as it reported (anchor 'rollout'); engine log-probs: "
             "yes; sampled by rollout_func",
             "Rollout()",
         ),
         (
             None,
             dict(loss_type="minpro"),
-            "loss 'minpro'; old_logp: none, so that every staleness ratio is 1 (Recomputed(), anchor 'recomputed', by "
+            "loss 'minpro'; old_logp: none, so that every staleness ratio is 1 (anchor 'recomputed', by "
             "default); engine log-probs: no; sampled by TRL's own generation",
             "Recomputed()",
         ),
@@ -281,7 +281,7 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
             None,
             dict(loss_type="minpro", num_iterations=2),
             "loss 'minpro'; old_logp: the weights before the first update on the samples, by one more forward pass "
-            "(Recomputed(), anchor 'recomputed', by default); engine log-probs: no; sampled by TRL's own generation",
+            "(anchor 'recomputed', by default); engine log-probs: no; sampled by TRL's own generation",
             "Recomputed()",
         ),
         (

@@ -1,0 +1,112 @@
+"""The cause of an alarm, from a diagnosis and from what the monitor and the trainer's configuration know besides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from offcorr.diagnose import CAUSES, Report
+from offcorr.diagnose.causes import confidence
+from offcorr.diagnose.causes.policies import growth, older
+from offcorr.training.alarms import ADVICE
+from offcorr.training.series import Series
+
+OF_AGE = ("stale_weights", "adapter_not_synced", "policy_updates")
+"""The causes of staleness itself."""
+
+NO_CAUSE = ("clean", "unknown")
+"""The verdicts that name none."""
+
+TRANSFORMED = (
+    "unnormalised",
+    "top_p",
+    "min_p",
+    "top_k",
+    "top_p_silent",
+    "logit_mask",
+    "repetition_penalty",
+    "penalty_silent",
+    "unknown",
+)
+"""Causes that the data of a truncated or penalised distribution can look like."""
+
+NO_PRECISION = 16.0
+"""Growth of k3 since the alarm (a factor of 4 in |d|) above which a lower precision is no explanation."""
+
+LOST_UPDATES = (
+    "check that every update reaches the sampler: score one known sequence on both sides after a weight sync; with "
+    "LoRA, merge or reload the adapter at every sync"
+)
+
+
+@dataclass(frozen=True)
+class NamedCause:
+    """A cause for an alarm.
+
+    Args:
+        cause: an id of ``offcorr.diagnose.CAUSES``, "unknown" or "clean".
+        confidence: from 0 to 1.
+        evidence: sentences beside the series' own.
+        advice: what to change.
+    """
+
+    cause: str
+    confidence: float
+    evidence: tuple[str, ...]
+    advice: str
+
+
+def named_cause(series: Series, report: Report | Exception | None, sampling: Mapping[str, float]) -> NamedCause:
+    """The cause of a series' alarm.
+
+    Args:
+        report: of the last batches; the error where the diagnosis failed, None without records.
+        sampling: settings of the sampler that change its distribution, such as top_p, as the configuration has them.
+    """
+    if isinstance(report, Exception):
+        failed = f"the diagnosis failed ({type(report).__name__}: {report})"
+        return NamedCause("unknown", 0.0, (failed,), ADVICE[series.name])
+    if report is None:
+        return NamedCause("unknown", 0.0, (), ADVICE[series.name])
+    named = NamedCause(report.verdict, report.confidence, (), ADVICE[series.name])
+    for finding in report.causes:
+        if finding.cause == named.cause:
+            # Whether the sampler or the trainer moved, staleness alone does not tell.
+            general = series.name == "staleness" and named.cause in OF_AGE
+            named = replace(named, evidence=(finding.evidence,), advice=named.advice if general else finding.advice)
+    if sampling and named.cause in TRANSFORMED:
+        return _configured(named, sampling)
+    return _grown(series, report) if named.cause == "precision" and _grows(series, report) else named
+
+
+def _configured(named: NamedCause, sampling: Mapping[str, float]) -> NamedCause:
+    """The setting that the configuration has, in place of what the data alone look like."""
+    if named.cause in sampling:
+        return named
+    cause = next(iter(sampling))
+    settings = ", ".join(f"{name}={value:g}" for name, value in sampling.items())
+    alike = "" if named.cause == "unknown" else f", and the data alone look like {named.cause!r}"
+    return NamedCause(
+        cause,
+        max(named.confidence, 0.5),
+        (*named.evidence, f"the configuration sets {settings}{alike}"),
+        CAUSES[cause].advice,
+    )
+
+
+def _grows(series: Series, report: Report) -> bool:
+    """Whether d keeps growing, as it does where updates do not reach the sampler."""
+    evidence = getattr(report, "evidence", None)
+    return series.growth >= NO_PRECISION or (evidence is not None and growth(evidence) is not None)
+
+
+def _grown(series: Series, report: Report) -> NamedCause:
+    evidence = getattr(report, "evidence", None)
+    cause = "stale_weights" if evidence is not None and older(evidence) else "adapter_not_synced"
+    return NamedCause(
+        cause,
+        confidence(0.1 * math.log(max(series.growth, 1.0))),
+        ("d is as small as rounding makes it, but it grows from step to step, and rounding does not",),
+        ADVICE["staleness"] if series.name == "staleness" else LOST_UPDATES,
+    )

@@ -1,0 +1,129 @@
+"""The cause of an alarm: none, one that changes while the alarm is on, and one that the configuration tells."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import offcorr
+from offcorr.training import Monitor, Step
+from offcorr.training.monitor import PREFIX
+from tests.training.test_monitor import FAULTY, batch_of, quiet
+
+pytestmark = pytest.mark.filterwarnings("ignore:step")
+
+
+def run(monitor, gaps):
+    for step, gap in enumerate(gaps, 1):
+        monitor.observe(batch_of(gap, seed=step), step=step)
+        monitor.end(step)
+    return monitor.alarms
+
+
+def named(*verdicts):
+    """Name these causes, one after the other, and the last one from then on."""
+    left = list(verdicts)
+
+    def name_cause(records):
+        verdict = left.pop(0) if len(left) > 1 else left[0]
+        return SimpleNamespace(verdict=verdict, confidence=1.0, causes=[])
+
+    return name_cause
+
+
+@pytest.mark.parametrize("action", ["mask", "stop", "dump"])
+def test_an_alarm_without_a_cause_does_not_contradict_itself(action, tmp_path):
+    """Its text says what to look at, and nothing is masked or stopped; a file is written."""
+    monitor = quiet(warning=action, folder=tmp_path, name_cause=named("clean"))
+    (alarm,) = run(monitor, FAULTY)
+    assert "cause: clean" not in str(alarm) and "confidence" not in str(alarm)
+    assert "the last sequences show no cause (offcorr diagnose calls them clean)" in str(alarm)
+    assert "What to look at: score the same tokens" in str(alarm)
+    assert not monitor.stopped and monitor.masked(batch_of(0.5)).weight is None
+    assert alarm.actions == (("dump",) if action == "dump" else ("warn",)) and (alarm.dump is None) == (
+        action != "dump"
+    )
+
+
+@pytest.mark.parametrize(("others", "acts"), [([1.0, 1.0], False), ([1.0, -1.0], True), ([1.0, 0.0], False)])
+def test_what_is_held_back_is_decided_by_all_ranks(others, acts):
+    """Another rank has found a cause, where its flag is -1."""
+    monitor = quiet(warning=["log", "stop"], name_cause=named("clean"))
+    monitor.raises, monitor.gather = False, lambda vector: vector[None] if len(vector) > 1 else torch.tensor([others]).T
+    run(monitor, FAULTY)
+    assert monitor.stopped == acts
+
+
+def test_a_cause_that_is_found_later_acts():
+    monitor = quiet(warning=["log", "stop"], name_cause=named("clean", "stale_weights"))
+    monitor.raises = False
+    first, second = run(monitor, [0.003] * 25 + [0.05] * 25)
+    assert first.actions == ("log",) and second.actions == ("log", "stop") and monitor.stopped
+    assert (first.cause, second.cause, second.revises) == ("clean", "stale_weights", "clean")
+
+
+def test_the_cause_is_looked_at_again_after_20_steps_and_said_if_it_changed():
+    same = run(quiet(name_cause=named("precision")), [0.003] * 25 + [0.03] * 70)
+    assert [alarm.step for alarm in same] == [28]
+    changed = run(quiet(name_cause=named("precision", "precision", "dropout")), [0.003] * 25 + [0.03] * 70)
+    assert [(alarm.step, alarm.cause, alarm.revises) for alarm in changed] == [
+        (28, "precision", ""),
+        (68, "dropout", "precision"),
+    ]
+    assert "cause: dropout (confidence 1.00; 'precision' was named at first)" in str(changed[1])
+
+
+def test_the_cause_is_looked_at_again_when_the_gap_has_grown():
+    found = run(quiet(name_cause=named("precision", "dropout")), [0.003] * 25 + [0.03] * 5 + [0.09] * 3)
+    assert [(alarm.step, alarm.cause) for alarm in found] == [(28, "precision"), (31, "dropout")]
+    assert "times that at the alarm of step 28" in found[1].evidence[0]
+
+
+def drifting(step, direction):
+    """Log-probs of eight sequences of 64 tokens over 16 ids, the trainer's further off with each step after 20."""
+    draw = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 16, (8, 64), generator=draw)
+    rollout = -1.5 - torch.rand(8, 64, generator=draw)
+    old = rollout + (0.0008 + 0.0004 * max(step - 20, 0)) * direction[ids]
+    batch = offcorr.Batch(
+        logp=old, old_logp=old, rollout_logp=rollout, advantages=torch.ones(8), mask=torch.ones(8, 64).bool()
+    )
+    return batch, ids.tolist()
+
+
+def test_a_gap_that_keeps_growing_is_no_precision():
+    """A sampler that gets no weights: at first d is as small as that of a lower precision."""
+    monitor, direction = quiet(), torch.randn(16, generator=torch.Generator().manual_seed(1))
+    for step in range(1, 60):
+        batch, ids = drifting(step, direction)
+        monitor.observe(batch, step=step, prompt_ids=[[1]] * 8, completion_ids=ids)
+        monitor.end(step)
+    causes = [alarm.cause for alarm in monitor.alarms]
+    assert causes[-1] == "adapter_not_synced" and len(causes) == len(set(causes)) <= 2
+
+
+def test_what_the_configuration_says_is_the_cause():
+    monitor = quiet(name_cause=named("unnormalised"))
+    monitor.sampling = {"top_p": 0.5}
+    (alarm,) = run(monitor, FAULTY)
+    assert alarm.cause == "top_p" and "the configuration sets top_p=0.5" in str(alarm)
+    assert "'unnormalised'" in str(alarm) and "top_p=1.0" in alarm.advice
+    monitor = quiet(name_cause=named("stale_weights"))
+    monitor.sampling = {"top_p": 0.5}
+    assert run(monitor, FAULTY)[0].cause == "stale_weights"
+
+
+def test_a_fault_from_the_first_step_on_has_not_moved_anything():
+    """It is beyond a fixed limit, by a number that the log says."""
+    step = Step(offcorr.get("tis"), monitor=Monitor(warning="log", critical="log", self_test="off"))
+    for version in range(1, 6):
+        step.begin(tokens=512)
+        step.loss(step.place(batch_of(0.5, seed=version)))
+        step.end(version)
+        logged = step.metrics()
+    alarm = step.monitor.alarms[0]
+    assert alarm.step == 3 and "the engine's log-probs are far from the trainer's (critical)" in str(alarm)
+    assert "moved" not in str(alarm)
+    assert logged[PREFIX + "engine"] == pytest.approx(logged["offcorr/engine/k3"] / 0.015)

@@ -1,0 +1,113 @@
+"""What a trainer knows of its sampler without being told: the age of the samples, and settings that distort them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from offcorr.rollout import OffPolicy
+from offcorr.training import MismatchError
+
+SETTINGS = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=6, learning_rate=1e-4)
+
+pytestmark = pytest.mark.filterwarnings("ignore:every staleness ratio")
+
+
+def without_versions(sampler):
+    def rollout(prompts, trainer):
+        output = sampler(prompts, trainer)
+        return {name: output[name] for name in ("prompt_ids", "completion_ids", "logprobs")}
+
+    rollout.attach = sampler.attach
+    return rollout
+
+
+@pytest.mark.parametrize("loss_type", ["minpro", "dapo"])
+@pytest.mark.parametrize("sampler", [None, "a rollout_func"])
+def test_the_lag_of_samples_without_versions(make_trainer, series, loss_type, sampler):
+    """Of a generation that is used for three steps: 0, 1 and 2."""
+    rollout = {} if sampler is None else {"rollout_func": without_versions(OffPolicy())}
+    trainer = make_trainer(loss_type=loss_type, steps_per_generation=3, log_metrics="short", **SETTINGS, **rollout)
+    trainer.train()
+    assert series(trainer, "offcorr/staleness/lag") == [0, 1, 2, 0, 1, 2]
+
+
+def test_the_lag_of_several_iterations(make_trainer, series):
+    trainer = make_trainer(loss_type="minpro", num_iterations=2, log_metrics="short", **SETTINGS)
+    trainer.train()
+    assert series(trainer, "offcorr/staleness/lag") == [0, 1] * 3
+
+
+DISTORTED = {
+    "TRL's own, top_p": ({"top_p": 0.9}, None, r"top_p=0\.9: .*no metric here shows it: set top_p=1\.0"),
+    "TRL's own loss": ({"top_k": 5, "loss_type": "dapo"}, None, "top_k=5: "),
+    "TRL's own, two": ({"min_p": 0.1, "repetition_penalty": 1.2}, None, r"min_p=0\.1, repetition_penalty=1\.2: "),
+    "generation_kwargs": ({"generation_kwargs": {"top_p": 0.8}}, None, r"top_p=0\.8: "),
+    "OffPolicy": ({"top_k": 3}, OffPolicy(), "top_k=3: .*no correction mends it: set top_p"),
+    "OffPolicy's own": ({}, OffPolicy(top_p=0.5), r"top_p=0\.5: "),
+}
+
+
+@pytest.mark.parametrize("case", DISTORTED)
+def test_settings_that_distort_are_said_at_construction(make_trainer, case):
+    settings, sampler, message = DISTORTED[case]
+    rollout = {} if sampler is None else {"rollout_func": sampler}
+    with pytest.warns(UserWarning, match=message):
+        make_trainer(**{"loss_type": "minpro", **SETTINGS, **settings, **rollout})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampler"),
+    [({}, None), ({"top_k": 0, "temperature": 0.7}, OffPolicy()), ({"top_p": 0.5}, OffPolicy(top_p=1.0))],
+)
+def test_nothing_is_said_of_settings_that_are_off(make_trainer, settings, sampler):
+    rollout = {} if sampler is None else {"rollout_func": sampler}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*distribution than the trainer scores")
+        make_trainer(**{"loss_type": "minpro", **SETTINGS, **settings, **rollout})
+
+
+@pytest.mark.filterwarnings("ignore:.*distribution than the trainer scores")
+@pytest.mark.parametrize("settings", [{"top_p": 0.5}, {"top_k": 3}, {"top_k": 1}])
+def test_the_stronger_truncation_is_not_judged_more_mildly(make_trainer, settings):
+    settings = {**SETTINGS, "per_device_train_batch_size": 32, "loss_type": "tis", "monitor": "warn", **settings}
+    trainer = make_trainer(rollout_func=OffPolicy(), **settings)
+    with pytest.raises(MismatchError, match="not begun"):
+        trainer.train()
+
+
+def engine(change):
+    """A ``rollout_func`` whose reported log-probs are changed."""
+    sampler = OffPolicy()
+
+    def rollout(prompts, trainer):
+        output = sampler(prompts, trainer)
+        names = ("prompt_ids", "completion_ids")
+        return {name: output[name] for name in names} | {
+            "logprobs": [[change(i, value) for i, value in enumerate(row)] for row in output["logprobs"]]
+        }
+
+    rollout.attach = sampler.attach
+    return rollout
+
+
+@pytest.mark.parametrize("change", [lambda i, value: 0.5 * value, lambda i, value: 0.0 if i % 2 else value])
+def test_log_probs_that_are_none_are_refused(make_trainer, change):
+    """Half of each, and a placeholder for every other one; no correction is recommended."""
+    settings = {**SETTINGS, "per_device_train_batch_size": 32, "loss_type": "tis", "monitor": "warn"}
+    trainer = make_trainer(rollout_func=engine(change), **settings)
+    with pytest.raises(MismatchError, match="not begun") as refused:
+        trainer.train()
+    assert "icepop" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_alarm_agrees_with_the_configuration(make_trainer):
+    """Every cause that is named of a sampler with top_p is top_p."""
+    monitor = {"self_test": "warn", "warning": "log", "critical": "log"}
+    settings = {**SETTINGS, "per_device_train_batch_size": 32, "loss_type": "tis", "monitor": monitor, "top_p": 0.5}
+    trainer = make_trainer(rollout_func=OffPolicy(), **settings)
+    trainer.train()
+    alarms = trainer.correction_step.monitor.alarms
+    assert alarms and {alarm.cause for alarm in alarms} == {"top_p"}
