@@ -123,20 +123,21 @@ class Correction:
                     f"ratio {self.ratio!r} does not depend on logp, so gate {gate!r} would have no gradient; "
                     "use gates.DetachedRatio() or a weight"
                 )
+        if isinstance(self.advantages, tuple | list):
+            raise ValueError(f"advantages is {self.advantages!r}, expected one stage or None")
         for controller in self.controllers.values():
             if controller.couples not in COUPLES:
                 what = f"{type(controller).__name__}.couples is {controller.couples!r}"
                 raise ValueError(f"{what}{one_of(controller.couples, COUPLES)}")
-            for name in [controller.needs] if isinstance(controller.needs, str) else controller.needs:
+        for stage in self.stages.values():
+            for name in [stage.needs] if isinstance(stage.needs, str) else stage.needs:
                 if name not in OPTIONAL:
-                    what = f"{type(controller).__name__}.needs has {name!r}"
+                    what = f"{type(stage).__name__}.needs has {name!r}"
                     raise ValueError(f"{what}, expected a frozenset of names{one_of(name, OPTIONAL)}")
         for name in ("count_rejected", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected True or False")
         check_aggregate(self.aggregate, self.max_length)
-        if isinstance(self.advantages, tuple | list):
-            raise ValueError(f"advantages is {self.advantages!r}, expected one stage or None")
         self._refuse_double_counting()
 
     # -- for adapters ------------------------------------------------------------------------------------------
@@ -509,7 +510,7 @@ def _as_tuple(stages: Any) -> tuple[Any, ...]:
 def _needed_by(stage: Any) -> set[str]:
     """The optional fields of ``Batch`` that a stage requires."""
     needs = {field for name, field in _FIELD_OF_INPUT.items() if name in stage.inputs}
-    needs |= set(getattr(stage, "needs", ()))
+    needs |= set(stage.needs)
     needs |= {"rollout_logp"} if stage.mismatch in ("engine", "total") else set()
     needs |= {"old_logp"} if isinstance(stage, Ratio) and stage.mismatch in ("staleness", None) else set()
     return needs
