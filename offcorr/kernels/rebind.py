@@ -58,7 +58,9 @@ def _rebound(pointwise: Callable[..., Any]) -> Any:
         elif isinstance(value, types.FunctionType) and value is not pointwise:
             scope[name] = _rebound(value)
         elif isinstance(value, int | float):
-            raise ValueError(f"it reads the number {name} of its module, which the kernel would freeze: put it into params")
+            raise ValueError(
+                f"it reads the number {name} of its module, which the kernel would freeze: put it into params"
+            )
     rebound = types.FunctionType(pointwise.__code__, scope, pointwise.__name__, pointwise.__defaults__)
     rebound.__module__, rebound.__qualname__ = pointwise.__module__, pointwise.__qualname__
     rebound.__annotations__ = {}

@@ -47,6 +47,7 @@ class Spec(NamedTuple):
     params: tuple[Any, ...]  # a NamedTuple of ``Number``, which the functions see as ``p``; () if there are none
     limit: float  # nats; infinite for a ratio
     counts_as: str  # "truncated", "vetoed" or "": see ``Weight.counts_as``
+    owner: str  # the stage's class, for errors
 
 
 class GateSpec(NamedTuple):
@@ -57,6 +58,7 @@ class GateSpec(NamedTuple):
     params: tuple[Any, ...]
     log_limit: float  # nats, on the log-ratio
     detached: bool
+    owner: str  # the gate's class, for errors
 
 
 class Stage:
@@ -143,6 +145,7 @@ def spec_of(stage: Any, engine_known: bool) -> Spec:
         definition.checked_params(stage),
         getattr(stage, "limit", math.inf),
         getattr(stage, "counts_as", ""),
+        type(stage).__name__,
     )
 
 
@@ -312,6 +315,7 @@ class Plan(NamedTuple):
                 definition.checked_params(gate),
                 gate.log_limit,
                 gate.detached,
+                type(gate).__name__,
             ),
             correction.aggregate,
             correction.max_length,

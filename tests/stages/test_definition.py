@@ -163,7 +163,7 @@ def test_two_values_are_checked_where_the_source_does_not_tell():
         return helper(log_ratio)
 
     gate = define(gates.Gate, "Hidden", surrogate=staticmethod(hidden))()
-    with pytest.raises(TypeError, match="hidden returned a Tensor, expected a tuple of two values"):
+    with pytest.raises(TypeError, match="Hidden.surrogate returned a Tensor, expected a tuple of two values"):
         offcorr.Correction(gate=gate)(offcorr.testing.example())
 
 
@@ -248,6 +248,16 @@ def test_named_forms_of_a_bound():
         ("minpro?eps_high=1&eps_high=2", {}, "holds 'eps_high=2', expected name=value once"),
         ("minpro?eps_high=0.3", {"eps_high": 0.3}, "eps_high is 0.3, but 'minpro.eps_high=0.3' holds it too"),
         (None, {}, "method is None, expected a name"),
+        (
+            "mine.py:mix",
+            {},
+            r"unknown method 'mine.py:mix': it names a file, which offcorr.resolve\('mine.py:mix'\) reads",
+        ),
+        ("mine.py", {}, "method 'mine.py' is a file, expected mine.py:NAME, where NAME is a function in it"),
+        ("ppo?eps_low=1.5", {}, "Clip: eps_low is 1.5, expected a finite number >= 0 and <= 1"),
+        ("minpro?eps_low=3", {}, "minpro: eps_low is 3, expected a finite number >= 0 and <= 1"),
+        ("glm5?eps_low=2", {}, "eps_low is 2, expected a finite number > 0 and <= 1"),
+        ("sat?eps_low=2", {}, "eps_low is 2, expected a finite number >= 0 and <= 1"),
     ],
 )
 def test_spec_strings_that_are_refused(spec, options, message):
