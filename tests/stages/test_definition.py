@@ -251,7 +251,7 @@ def test_named_forms_of_a_bound():
         (
             "mine.py:mix",
             {},
-            r"unknown method 'mine.py:mix': it names a file, which offcorr.resolve\('mine.py:mix'\) reads",
+            r"unknown method 'mine.py:mix': it names a file, which offcorr.resolve\(",
         ),
         ("mine.py", {}, "method 'mine.py' is a file, expected mine.py:NAME, where NAME is a function in it"),
         ("ppo?eps_low=1.5", {}, "Clip: eps_low is 1.5, expected a finite number >= 0 and <= 1"),
