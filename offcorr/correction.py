@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offcorr import metrics as measures
-from offcorr.batch import Batch, check_batch
+from offcorr.batch import Batch, Tokens, check_batch
 from offcorr.kernels import dispatch
 from offcorr.metrics import CONTROL, Gather, Mean, Metrics
 from offcorr.shapes import Scalar
@@ -20,6 +20,7 @@ from offcorr.stages import pointwise, reference
 from offcorr.stages.advantages import Advantages
 from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, check_denominator, own_total, row_constant
 from offcorr.stages.base import Controller, Number, Plan, Stage, plain
+from offcorr.stages.blame import maker_of_nonfinite
 from offcorr.stages.checks import one_of, warn_once
 from offcorr.stages.gates import Clip, Gate
 from offcorr.stages.ratios import Ratio, Token
@@ -123,20 +124,21 @@ class Correction:
                     f"ratio {self.ratio!r} does not depend on logp, so gate {gate!r} would have no gradient; "
                     "use gates.DetachedRatio() or a weight"
                 )
+        if isinstance(self.advantages, tuple | list):
+            raise ValueError(f"advantages is {self.advantages!r}, expected one stage or None")
         for controller in self.controllers.values():
             if controller.couples not in COUPLES:
                 what = f"{type(controller).__name__}.couples is {controller.couples!r}"
                 raise ValueError(f"{what}{one_of(controller.couples, COUPLES)}")
-            for name in [controller.needs] if isinstance(controller.needs, str) else controller.needs:
+        for stage in self.stages.values():
+            for name in [stage.needs] if isinstance(stage.needs, str) else stage.needs:
                 if name not in OPTIONAL:
-                    what = f"{type(controller).__name__}.needs has {name!r}"
+                    what = f"{type(stage).__name__}.needs has {name!r}"
                     raise ValueError(f"{what}, expected a frozenset of names{one_of(name, OPTIONAL)}")
         for name in ("count_rejected", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected True or False")
         check_aggregate(self.aggregate, self.max_length)
-        if isinstance(self.advantages, tuple | list):
-            raise ValueError(f"advantages is {self.advantages!r}, expected one stage or None")
         self._refuse_double_counting()
 
     # -- for adapters ------------------------------------------------------------------------------------------
@@ -217,7 +219,9 @@ class Correction:
             plan = resolved.plan(batch)
             if kept and not AGGREGATIONS[self.aggregate].divides_by_count:
                 plan = plan._replace(count_rejected=True)  # Z is known, and nothing else depends on what is kept
-            loss, coefficient, data = dispatch.run(plan, batch, denominator) or _reference(plan, batch, denominator)
+            names = self._controllers_by_place
+            fused = dispatch.run(plan, batch, denominator)
+            loss, coefficient, data = fused or _reference(plan, batch, denominator, controllers=names)
         # A loss that is an argument of its own would come out as a view, and adding to it would be an error; but of
         # tensors in a tuple torch.compile makes a result without a gradient.
         compiling = torch.compiler.is_compiling()
@@ -324,6 +328,12 @@ class Correction:
         return next((stage for stage in self.stages.values() if getattr(stage, "span", "") in PRODUCTS), None)
 
     @functools.cached_property
+    def _controllers_by_place(self) -> list[str]:
+        """The class of the controller, or "", for the ratio, the gate, the weights and the rejections."""
+        places = [place for place in self.stages if place != "advantages"]
+        return [type(self.stages[place]).__name__ if place in self.controllers else "" for place in places]
+
+    @functools.cached_property
     def _prepare(self) -> list[Callable[[Batch], Batch]]:
         return [stage.prepare for stage in self.stages.values() if stage.prepare is not None]
 
@@ -423,7 +433,11 @@ def named(correction: Correction, method: str, options: Mapping[str, Any]) -> Co
 
 
 def _reference(
-    plan: Plan, batch: Batch, denominator: float | Tensor | None, measured: bool = True
+    plan: Plan,
+    batch: Batch,
+    denominator: float | Tensor | None,
+    measured: bool = True,
+    controllers: Sequence[str] = (),
 ) -> tuple[Scalar, Tensor, dict[str, Any]]:
     """Loss, coefficient and, where they are ``measured``, metrics by torch: the definition."""
     tokens = batch.tokens
@@ -434,6 +448,10 @@ def _reference(
     loss, coefficient = -scale * gate.surrogate, -scale * gate.derivative
     finite = tokens.trainable & pointwise.finite(loss + coefficient)
     nonfinite = tokens.mask & ~finite
+    if (plan.strict or not batch.logp.is_cuda) and not torch.compiler.is_compiling():  # looking synchronises
+        made = tokens.trainable & ~finite
+        if made.any():
+            _name_the_stage(plan, tokens, made, controllers)
     if plan.strict and nonfinite.any():
         row, place = nonfinite.nonzero()[0].tolist()
         raise ValueError(
@@ -455,6 +473,21 @@ def _reference(
         nonfinite=nonfinite,
     )
     return loss.sum(), batch.repack(coefficient), data
+
+
+def _name_the_stage(plan: Plan, tokens: Tokens, made: Tensor, controllers: Sequence[str]) -> None:
+    """Warns once, or raises if strict, of the stage that ``made`` NaN or infinity of fields that are finite."""
+    row, place = made.nonzero()[0].tolist()
+    maker = maker_of_nonfinite(plan, tokens, row, place, controllers)
+    if plan.strict:
+        raise ValueError(
+            f"{maker}, at sequence {row}, position {place}, the first of {int(made.sum())} valid tokens whose logp, "
+            "old_logp and advantage are finite"
+        )
+    warn_once(
+        f"{maker}, at tokens whose logp, old_logp and advantage are finite; their loss and gradient are set to 0. "
+        "strict=True raises"
+    )
 
 
 def _row_scale(plan: Plan, tokens: Any, kept: Tensor, denominator: float | Tensor | None) -> Tensor:
@@ -509,7 +542,7 @@ def _as_tuple(stages: Any) -> tuple[Any, ...]:
 def _needed_by(stage: Any) -> set[str]:
     """The optional fields of ``Batch`` that a stage requires."""
     needs = {field for name, field in _FIELD_OF_INPUT.items() if name in stage.inputs}
-    needs |= set(getattr(stage, "needs", ()))
+    needs |= set(stage.needs)
     needs |= {"rollout_logp"} if stage.mismatch in ("engine", "total") else set()
     needs |= {"old_logp"} if isinstance(stage, Ratio) and stage.mismatch in ("staleness", None) else set()
     return needs

@@ -451,7 +451,7 @@ def _warn_of_nonfinite(tokens: float) -> None:
     if tokens:
         warnings.warn(
             f"{tokens:.0f} valid tokens gave no finite number to train on (NaN or infinity in logp, old_logp or "
-            "advantages); their loss and gradient were set to 0. strict=True raises",
+            "advantages, or made by a stage); their loss and gradient were set to 0. strict=True raises and says which",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -19,18 +19,17 @@ import torch
 from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
+from offcorr.closeness import check_close, check_equal_numbers
 from offcorr.correction import Correction, Output
 from offcorr.kernels.dispatch import backend, use
 from offcorr.methods.registry import catalogue, from_config, get, illustration, registered
+from offcorr.stage_checks import check_controllers, check_finite, culprit
 from offcorr.stages.checks import warn_once
 from offcorr.stages.reference import gated
 
 __all__ = ["CHECKS", "check", "check_kernel", "example"]
 
 Build = Callable[..., Correction]
-
-RTOL, ATOL = 1e-9, 1e-12
-"""Checks run in float64."""
 
 
 def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
@@ -41,7 +40,9 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
         on_policy: whether its on-policy gradient is REINFORCE's; None: as it was registered, else True.
 
     Raises:
-        AssertionError: names the check that failed and how.
+        AssertionError: names the check that failed, the numbers that differ, what was expected, and the stage, where
+            the check passes without it.
+        TypeError: a stage's function cannot run; the message begins with its class and attribute.
 
     >>> len(check("ppo")) == len(CHECKS)
     True
@@ -57,7 +58,11 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
                 warnings.simplefilter("ignore", RuntimeWarning)  # of the extremes that the checks feed
                 run(loss_fn)
         except AssertionError as error:
-            raise AssertionError(f"{loss_fn.method}: {name}: {error}") from error
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                stage = culprit(run, loss_fn)
+            of_stage = f" Without {stage} the check passes." if stage else ""
+            raise AssertionError(f"{loss_fn.method}: {name}: {error}. Expected: {run.__doc__}{of_stage}") from error
         passed.append(name)
     warn_once.cache_clear()  # so that warnings which were suppressed here are given where they are due
     return passed
@@ -75,10 +80,12 @@ def check_kernel(method: Any, device: torch.device | str = "cpu") -> float:
             is imported.
 
     Raises:
-        AssertionError: the two differ by more than rounding, or the correction does not run in the kernel.
+        AssertionError: the two differ by more than rounding, the correction does not run in the kernel, or a
+            controller keeps state.
         RuntimeError: ``device`` is a CPU, and ``TRITON_INTERPRET=1`` is not set.
     """
     loss_fn, _ = _resolve(method)
+    equal_answers(loss_fn)
     largest = 0.0
     for seed, spread in enumerate((0.01, 0.3, 3.0)):
         wide = example(seed, sequences=3, width=600, spread=spread)
@@ -132,12 +139,22 @@ def example(seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 
 # -- the checks ----------------------------------------------------------------------------------------------
 
 
+def equal_answers(loss_fn: Correction) -> None:
+    """Controllers give the same stage for the same statistics: they keep no state."""
+    check_controllers(loss_fn, example())
+
+
+def finite_on_ordinary_batches(loss_fn: Correction) -> None:
+    """Finite log-probs and advantages give finite numbers at every stage."""
+    check_finite(loss_fn, example())
+
+
 def on_policy_gradient(loss_fn: Correction) -> None:
     """Where the three policies agree, the gradient is REINFORCE's under the same aggregation."""
     batch = example()
     batch = dataclasses.replace(batch, old_logp=batch.logp, rollout_logp=batch.logp)
     reinforce = get("reinforce", aggregate=loss_fn.aggregate, max_length=loss_fn.max_length)
-    _close(loss_fn(batch).coefficient, reinforce(batch).coefficient, "on-policy coefficient")
+    check_close(loss_fn(batch).coefficient, reinforce(batch).coefficient, "on-policy coefficient")
 
 
 def blind_under_the_mask(loss_fn: Correction) -> None:
@@ -166,12 +183,12 @@ def splitting(loss_fn: Correction) -> None:
         for part in parts[1:]:
             statistics = None if statistics is None else statistics.merge(loss_fn.statistics(part))  # type: ignore[arg-type]
         outs = [loss_fn(part, denominator=denominator, statistics=statistics) for part in parts]
-        _close(torch.stack([out.loss for out in outs]).sum(), whole.loss, "sum of micro-batch losses")
-        _close(torch.cat([out.coefficient for out in outs]), whole.coefficient, "micro-batch coefficients")
+        check_close(torch.stack([out.loss for out in outs]).sum(), whole.loss, "sum of micro-batch losses")
+        check_close(torch.cat([out.coefficient for out in outs]), whole.coefficient, "micro-batch coefficients")
         merged = outs[0].metrics
         for out in outs[1:]:
             merged = merged.merge(out.metrics)
-        _close_dicts(merged.compute(), whole.metrics.compute(), "merged metrics")
+        check_equal_numbers(merged.compute(), whole.metrics.compute(), "merged metrics")
 
 
 def row_order(loss_fn: Correction) -> None:
@@ -179,8 +196,8 @@ def row_order(loss_fn: Correction) -> None:
     batch = example()
     order = torch.randperm(batch.sequences, generator=torch.Generator().manual_seed(1))
     out, shuffled = loss_fn(batch), loss_fn(batch.rows(order))
-    _close(shuffled.loss, out.loss, "loss of permuted rows")
-    _close(shuffled.coefficient, out.coefficient[order], "coefficient of permuted rows")
+    check_close(shuffled.loss, out.loss, "loss of permuted rows")
+    check_close(shuffled.coefficient, out.coefficient[order], "coefficient of permuted rows")
 
 
 def masked_tokens_have_no_effect(loss_fn: Correction) -> None:
@@ -193,8 +210,22 @@ def masked_tokens_have_no_effect(loss_fn: Correction) -> None:
     moved: dict[str, Any] = {name: getattr(batch, name).gather(1, kept) for name in columns}
     compact = dataclasses.replace(batch, **moved, turn_ids=turns.gather(1, kept))
     out, wanted = loss_fn(compact), loss_fn(dataclasses.replace(batch, turn_ids=turns))
-    _close(out.loss, wanted.loss, "loss without masked tokens")
-    _close(out.coefficient, wanted.coefficient.gather(1, kept), "coefficient without masked tokens")
+    check_close(out.loss, wanted.loss, "loss without masked tokens")
+    check_close(out.coefficient, wanted.coefficient.gather(1, kept), "coefficient without masked tokens")
+
+
+def padding_has_no_effect(loss_fn: Correction) -> None:
+    """A wider padded batch gives the same: no span counts masked positions."""
+    batch = _per_token_advantages(example(seed=4))
+    out, width = loss_fn(batch), batch.mask.shape[1]
+    for left, right in ((0, 5), (3, 0)):
+        columns = ("logp", "old_logp", "rollout_logp", "entropy", "advantages", "mask")
+        pad = torch.nn.functional.pad
+        wider: dict[str, Any] = {name: pad(getattr(batch, name), (left, right)) for name in columns}
+        wide = loss_fn(dataclasses.replace(batch, **wider))
+        what = f"{left} masked positions before and {right} after each row"
+        check_close(wide.loss, out.loss, f"loss with {what}")
+        check_close(wide.coefficient[:, left : left + width], out.coefficient, f"coefficient with {what}")
 
 
 def packed_equals_padded(loss_fn: Correction) -> None:
@@ -207,9 +238,9 @@ def packed_equals_padded(loss_fn: Correction) -> None:
     rest = {name: getattr(batch, name) for name in ("advantages", "rewards", "group_ids")}
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     packed, padded = loss_fn(Batch.packed(cu_seqlens=cu_seqlens, **per_token, **rest)), loss_fn(batch)
-    _close(packed.loss, padded.loss, "packed loss")
-    _close(packed.coefficient, padded.coefficient[inside], "packed coefficient")
-    _close_dicts(packed.metrics.compute(), padded.metrics.compute(), "packed metrics")
+    check_close(packed.loss, padded.loss, "packed loss")
+    check_close(packed.coefficient, padded.coefficient[inside], "packed coefficient")
+    check_equal_numbers(packed.metrics.compute(), padded.metrics.compute(), "packed metrics")
 
 
 def config_round_trip(loss_fn: Correction) -> None:
@@ -230,14 +261,14 @@ def coefficient_is_the_gradient(loss_fn: Correction) -> None:
         batch = dataclasses.replace(batch, logp=logp)
         out = loss_fn(batch)
         (attached,) = torch.autograd.grad(3 * out.loss, logp)
-        _close(attached, 3 * out.coefficient, "gradient of 3 * loss")
+        check_close(attached, 3 * out.coefficient, "gradient of 3 * loss")
         resolved = loss_fn.resolve(loss_fn.statistics(batch))
         batch = resolved.prepared(batch)
         plan, tokens = resolved.plan(batch), Tokens(batch)
         terms = gated(plan.ratio, plan.gate, tokens)
         (derived,) = torch.autograd.grad(torch.where(tokens.mask, terms.surrogate, 0).sum(), logp)
         stated = torch.where(tokens.mask, terms.derivative, 0)
-        _close(stated, derived, "stated derivative against autograd of the surrogate")
+        check_close(stated, derived, "stated derivative against autograd of the surrogate")
 
 
 def finite_under_extremes(loss_fn: Correction) -> None:
@@ -293,11 +324,14 @@ def low_precision(loss_fn: Correction) -> None:
 CHECKS: dict[str, Callable[[Correction], None]] = {
     run.__name__: run
     for run in (
+        equal_answers,
+        finite_on_ordinary_batches,
         on_policy_gradient,
         blind_under_the_mask,
         splitting,
         row_order,
         masked_tokens_have_no_effect,
+        padding_has_no_effect,
         packed_equals_padded,
         config_round_trip,
         coefficient_is_the_gradient,
@@ -344,18 +378,8 @@ def _per_token_advantages(batch: Batch) -> Batch:
 
 
 def _same(out: Output, expected: Output, what: str) -> None:
-    _close(out.loss, expected.loss, f"loss, {what}")
-    _close(out.coefficient, expected.coefficient, f"coefficient, {what}")
-
-
-def _close(got: Tensor, wanted: Tensor, what: str) -> None:
-    torch.testing.assert_close(got, wanted, rtol=RTOL, atol=ATOL, msg=lambda detail: f"{what}: {detail}")
-
-
-def _close_dicts(got: dict[str, float], wanted: dict[str, float], what: str) -> None:
-    assert got.keys() == wanted.keys(), f"{what}: {sorted(got.keys() ^ wanted.keys())} on one side only"
-    for name, value in wanted.items():
-        assert math.isclose(got[name], value, rel_tol=RTOL, abs_tol=ATOL), f"{what}: {name} {got[name]} != {value}"
+    check_close(out.loss, expected.loss, f"loss, {what}")
+    check_close(out.coefficient, expected.coefficient, f"coefficient, {what}")
 
 
 def _finite(out: Output, what: str) -> None:

@@ -52,6 +52,27 @@ REPLAY, ORIGINS = "tests/data/test_replay.py", "tests/training/test_origins.py"
 TWIN, SPLIT = "support.py twin", "parallel.py"
 
 MUTATIONS = [
+    Mutation(
+        "a number of the module frozen in the kernel",
+        "offcorr/kernels/rebind.py",
+        "elif isinstance(value, int | float):\n            raise ValueError(",
+        "elif isinstance(value, int | float):\n            scope[name] = tl.constexpr(value) or ValueError(",
+        f"{KERNEL}::test_a_number_of_the_module_runs_on_the_reference",
+    ),
+    Mutation(
+        "the check of the padding never widens",
+        "offcorr/testing.py",
+        "for left, right in ((0, 5), (3, 0)):",
+        "for left, right in ((0, 0),):",
+        f"{CONTRACT}::test_a_span_that_depends_on_the_width_of_the_padding_is_found",
+    ),
+    Mutation(
+        "an unannotated field of a stage is ignored",
+        "offcorr/stages/definition.py",
+        "if name in fields and name not in annotated",
+        "if name in fields and name in ()",
+        "tests/stages/test_definition.py",
+    ),
     Mutation("sequence taken as geometric", SPANS, "over_row(_total(x), rows)", "over_row(x.mean(1), rows)", GOLDEN),
     Mutation("geometric over the padded width", SPANS, "_total(x) / rows.count.clamp(min=1)", "x.mean(1)", GOLDEN),
     Mutation(

@@ -23,7 +23,7 @@ LAYERS = [
     ("offcorr.kernels",),
     ("offcorr.correction",),
     ("offcorr.methods",),
-    ("offcorr.testing", "offcorr.diagnose", "offcorr.tokens"),
+    ("offcorr.testing", "offcorr.stage_checks", "offcorr.closeness", "offcorr.diagnose", "offcorr.tokens"),
     ("offcorr.training",),
     ("offcorr.exact", "offcorr.diagnose.rescore", "offcorr.diagnose.command", "offcorr.diagnose.html"),
     ("offcorr",),  # the package itself: the names that users see

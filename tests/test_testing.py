@@ -1,11 +1,14 @@
 """Runs the contract suite on every discovered method, so a new file in offcorr/methods is covered without edits."""
 
+import math
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import offcorr
 from offcorr import gates, ops, ratios, rejections, testing, weights
@@ -121,3 +124,69 @@ def test_a_span_that_lets_masked_tokens_in_is_found():
             testing.check(offcorr.Correction(ratio=ratio))
     finally:
         offcorr.spans.unregister("test_unmasked_maximum")
+
+
+def of_span(name, function):
+    offcorr.spans.register(name)(function)
+    return type("Mine", (ratios.Ratio,), {"span": name, "__module__": __name__})()
+
+
+@pytest.fixture
+def _unregistered():
+    yield
+    offcorr.spans.unregister("test_mine")
+
+
+@pytest.mark.usefixtures("_unregistered")
+def test_a_span_that_depends_on_the_width_of_the_padding_is_found():
+    ratio = of_span("test_mine", lambda x, rows: x.mean(1, keepdim=True).expand_as(x))
+    message = (
+        r"custom: padding_has_no_effect: loss with 0 .* and 5 after each row .* Without ratio Mine the check passes"
+    )
+    with pytest.raises(AssertionError, match=message):
+        testing.check(offcorr.Correction(ratio=ratio, gate=gates.Unclipped()))
+
+
+@pytest.mark.usefixtures("_unregistered")
+def test_a_stage_that_makes_nan_is_found():
+    ratio = of_span("test_mine", lambda x, rows: torch.where(x > 0, x, math.nan))
+    with pytest.raises(AssertionError, match="finite_on_ordinary_batches: span 'test_mine' of Mine gave nan"):
+        testing.check(offcorr.Correction(ratio=ratio, gate=gates.Unclipped()))
+
+
+def test_a_failed_check_says_in_words_what_was_expected():
+    gate = type("MinWithTwo", (gates.Gate,), {"surrogate": staticmethod(min_with_two), "__module__": __name__})()
+    with pytest.raises(AssertionError) as failed:
+        testing.check(offcorr.Correction(gate=gate))
+    message = str(failed.value)
+    assert "numbers differ, the most at [" in message and "Expected: The coefficient is the gradient" in message
+    assert "Without gate MinWithTwo the check passes." in message and "Tensor-likes" not in message
+
+
+SEEN = []
+
+
+@dataclass(frozen=True)
+class Count:
+    tokens: torch.Tensor
+
+    def merge(self, other):
+        return Count(self.tokens + other.tokens)
+
+
+@dataclass(frozen=True)
+class Remembering(offcorr.controllers.Controller):
+    becomes, couples = "gate", "batch"
+
+    def statistics(self, tokens):
+        return Count(tokens.mask.sum())
+
+    def resolve(self, statistics):
+        SEEN.append(1)
+        return gates.Clip(0.01 * len(SEEN), 0.2)
+
+
+@pytest.mark.parametrize("check", [testing.check, testing.check_kernel])
+def test_a_controller_with_state_is_found(check):
+    with pytest.raises(AssertionError, match="Remembering.resolve gave two answers for equal statistics, Clip"):
+        check(offcorr.Correction(gate=Remembering()))

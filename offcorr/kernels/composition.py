@@ -240,11 +240,11 @@ def _on(device: torch.device, number: Any) -> bool:
 
 
 def _without_numbers(spec: Any, device: torch.device) -> Any:
-    """A spec with (type, which of them are on the device) for its params, and the torch function for its span."""
+    """A spec of no class, with (type, which are on the device) for its params, and the torch function for its span."""
     params = (type(spec.params), tuple([_on(device, number) for number in spec.params]))
     if isinstance(spec, GateSpec):
-        return spec._replace(params=params)
-    return spec._replace(params=params, span=SPANS[spec.span])
+        return spec._replace(params=params, owner="")
+    return spec._replace(params=params, span=SPANS[spec.span], owner="")
 
 
 def _may_be_split(span: str) -> bool:

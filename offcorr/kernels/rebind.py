@@ -7,7 +7,7 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from offcorr.stages import ops
@@ -20,11 +20,11 @@ class NotFused(Exception):
 def for_triton(pointwise: Callable[..., Any]) -> Any:
     """``pointwise`` as a Triton function.  Nothing is written twice: source, names and arithmetic are the reference's.
 
-    Functions that it calls by name are rebound like it; numbers in CAPITALS are constants.
+    Functions that it calls by name are rebound like it.
 
     Raises:
-        NotFused: the function has no source file (Triton reads the source), its source is not what runs, or it holds
-            what Triton does not know.
+        NotFused: the function has no source file (Triton reads the source), its source is not what runs, it reads a
+            number of its module (which the kernel would keep when it changes), or it holds what Triton does not know.
     """
     try:
         return _rebound(pointwise)
@@ -47,6 +47,7 @@ def _rebound(pointwise: Callable[..., Any]) -> Any:
     written = _as_written(pointwise)
     scope = pointwise.__globals__ | dict.fromkeys(_annotations(written), tl.tensor)
     scope |= {"ops": triton_ops, "tl": tl}  # the interpreter looks for triton.language
+    _refuse_methods(written, scope)
     names = {node.id for node in ast.walk(written) if isinstance(node, ast.Name)}
     for name in names.intersection(pointwise.__code__.co_names):  # no local ones, no attributes
         value = scope.get(name)
@@ -56,8 +57,10 @@ def _rebound(pointwise: Callable[..., Any]) -> Any:
             scope[name] = triton_ops
         elif isinstance(value, types.FunctionType) and value is not pointwise:
             scope[name] = _rebound(value)
-        elif isinstance(value, int | float) and name.isupper():
-            scope[name] = tl.constexpr(value)
+        elif isinstance(value, int | float):
+            raise ValueError(
+                f"it reads the number {name} of its module, which the kernel would freeze: put it into params"
+            )
     rebound = types.FunctionType(pointwise.__code__, scope, pointwise.__name__, pointwise.__defaults__)
     rebound.__module__, rebound.__qualname__ = pointwise.__module__, pointwise.__qualname__
     rebound.__annotations__ = {}
@@ -66,6 +69,18 @@ def _rebound(pointwise: Callable[..., Any]) -> Any:
         return named_by_source(made)  # looks up every name, which a launch would do too late
     except (RuntimeError, AssertionError) as error:
         raise ValueError(str(error)) from error
+
+
+def _refuse_methods(written: ast.FunctionDef, scope: Mapping[str, Any]) -> None:
+    """Raise ValueError where a method of a value is called, as in ``value.exp()``."""
+    for node in ast.walk(written):
+        called = node.func if isinstance(node, ast.Call) else None
+        if not isinstance(called, ast.Attribute):
+            continue
+        of_module = isinstance(called.value, ast.Name) and isinstance(scope.get(called.value.id), types.ModuleType)
+        if not of_module:
+            known = f": use ops.{called.attr}" if hasattr(ops, called.attr) else ", and only offcorr.ops runs in both"
+            raise ValueError(f"it calls the method {ast.unparse(called)}{known}")
 
 
 def named_by_source(function: Any) -> Any:

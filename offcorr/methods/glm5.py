@@ -50,7 +50,7 @@ class DetachedMask(gates.Gate):
     detached = True
 
     def __post_init__(self) -> None:
-        check_number(self, "eps_low", low=0, above=True)
+        check_number(self, "eps_low", low=0, high=1, above=True)
         check_number(self, "eps_high", low=0, above=True)
 
     @property

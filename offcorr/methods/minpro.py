@@ -42,7 +42,7 @@ def minpro(eps_low: float = 1.0, eps_high: float = 0.28, bounded: bool = False) 
     >>> -3 * offcorr.get("minpro")(batch).coefficient  # the multipliers
     tensor([[1.2800, 1.0000, 1.2800]])
     """
-    check_value("minpro", "eps_low", eps_low, low=0)
+    check_value("minpro", "eps_low", eps_low, low=0, high=1)
     check_value("minpro", "eps_high", eps_high, low=0)
     return Correction(
         ratio=ratios.MinPrefix(bounded=bounded),

@@ -362,6 +362,11 @@ def _load_file(file: Path) -> Any:
 
 def _method(name: str) -> Method:
     _discover()
+    if name.endswith(".py"):
+        wanted = f"{name}:NAME, where NAME is a function in it that returns a Correction, or a Correction"
+        raise ValueError(f"method {name!r} is a file, expected {wanted}")
+    if ".py:" in name:
+        raise ValueError(f"unknown method {name!r}: it names a file, which offcorr.resolve({name!r}) reads")
     if name not in _METHODS:
         raise ValueError(f"unknown method {name!r}{nearest(name, _METHODS, '.')} offcorr.available() lists them")
     return _METHODS[name]

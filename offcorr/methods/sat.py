@@ -90,7 +90,7 @@ class NarrowingClip(gates.Gate):
         return narrowing_clip if self.level == "token" else narrowing_clip_of_means
 
     def __post_init__(self) -> None:
-        check_number(self, "eps_low", low=0)
+        check_number(self, "eps_low", low=0, high=1)
         check_number(self, "eps_high", low=0)
         check_number(self, "tail", low=0)
         check_number(self, "power", low=0, above=True)
@@ -126,7 +126,7 @@ class TailClip(Controller):
     becomes, couples = "gate", "batch"
 
     def __post_init__(self) -> None:
-        check_number(self, "eps_low", low=0)
+        check_number(self, "eps_low", low=0, high=1)
         check_number(self, "eps_high", low=0)
         check_number(self, "quantile", low=0, high=1, above=True)
         check_number(self, "power", low=0, above=True)

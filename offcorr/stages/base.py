@@ -21,7 +21,7 @@ from torch import Tensor
 from offcorr import shapes
 from offcorr.batch import Batch, Tokens
 from offcorr.stages import definition, spans
-from offcorr.stages.checks import nearest
+from offcorr.stages.checks import check_word, nearest
 
 __all__ = ["Controller", "GateSpec", "Number", "Plan", "Pointwise", "Spec", "Stage"]
 
@@ -47,6 +47,7 @@ class Spec(NamedTuple):
     params: tuple[Any, ...]  # a NamedTuple of ``Number``, which the functions see as ``p``; () if there are none
     limit: float  # nats; infinite for a ratio
     counts_as: str  # "truncated", "vetoed" or "": see ``Weight.counts_as``
+    owner: str  # the stage's class, for errors
 
 
 class GateSpec(NamedTuple):
@@ -57,6 +58,7 @@ class GateSpec(NamedTuple):
     params: tuple[Any, ...]
     log_limit: float  # nats, on the log-ratio
     detached: bool
+    owner: str  # the gate's class, for errors
 
 
 class Stage:
@@ -109,6 +111,11 @@ class Stage:
         return None
 
     @property
+    def needs(self) -> frozenset[str]:
+        """The optional fields of ``Batch`` that it looks at in ``prepare`` or in its statistics."""
+        return frozenset()
+
+    @property
     def params(self) -> tuple[Any, ...]:
         """The numbers that the pointwise functions see as ``p``: a NamedTuple of ``Number``."""
         return ()
@@ -129,6 +136,7 @@ class Stage:
 def spec_of(stage: Any, engine_known: bool) -> Spec:
     """A ratio, a weight or a rejection as data, for batches with or without ``rollout_logp``."""
     spans.check(stage.span, type(stage).__name__)
+    check_word(type(stage).__name__, "counts_as", getattr(stage, "counts_as", ""), definition.METRICS_FED)
     return Spec(
         stage.mismatch or ("total" if engine_known else "staleness"),
         stage.measure,
@@ -137,6 +145,7 @@ def spec_of(stage: Any, engine_known: bool) -> Spec:
         definition.checked_params(stage),
         getattr(stage, "limit", math.inf),
         getattr(stage, "counts_as", ""),
+        type(stage).__name__,
     )
 
 
@@ -264,11 +273,6 @@ class Controller(Stage, kind="controller"):
         """The sequences whose statistics it joins: "batch" or "group"."""
         return "batch"
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The optional fields of ``Batch`` that its statistics look at."""
-        return frozenset()
-
     def statistics(self, tokens: Tokens) -> Any:
         """Its statistics of a micro-batch: a frozen dataclass of tensors with a method ``merge(other)``."""
         raise NotImplementedError
@@ -311,6 +315,7 @@ class Plan(NamedTuple):
                 definition.checked_params(gate),
                 gate.log_limit,
                 gate.detached,
+                type(gate).__name__,
             ),
             correction.aggregate,
             correction.max_length,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import difflib
 import inspect
 import textwrap
 import types
 from functools import cache, cached_property
 from numbers import Real
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
-from offcorr.stages.checks import nearest
+from offcorr.shapes import Mismatch
+from offcorr.stages.checks import nearest, one_of
 
 INPUTS = {
     "log_ratio": "log-ratio of the stage's two policies at this token (nats), clamped to +-20",
@@ -41,6 +44,7 @@ def check(cls: Any) -> None:
                 f"{name} defines {method}, which nothing calls: a stage states what it does in "
                 f"{_listed(cls.PARTS) or 'statistics and resolve'}"
             )
+    _check_attributes(cls)
     if hasattr(cls, "resolve"):
         _check_controller(cls)
         return
@@ -70,6 +74,74 @@ def check(cls: Any) -> None:
                 f"{name}.{part} asks for p, but {name} has no params: expected a property params that gives a "
                 "NamedTuple of numbers"
             )
+
+
+METRICS_FED = ("", "truncated", "vetoed")
+"""The values of ``counts_as``."""
+
+_WORDS = {"mismatch": (*get_args(Mismatch), None), "counts_as": METRICS_FED}
+_FLAGS = ("detached", "uses_ratio", "scales_with_advantage")
+_LIMITS = ("limit", "log_limit")
+
+
+def _check_attributes(cls: Any) -> None:
+    """Raise TypeError for a class attribute that would be ignored, or whose value the library does not know."""
+    annotated = vars(cls).get("__annotations__", {})
+    fields = {name: base for base in cls.__mro__[:0:-1] for name in vars(base).get("__dataclass_fields__", {})}
+    for name, value in vars(cls).items():
+        what = f"{cls.__name__}.{name}"
+        if name.startswith("_"):
+            continue
+        if name in fields and name not in annotated and not _computed(value):
+            raise TypeError(
+                f"{what} is {value!r} without an annotation, which changes nothing: {name} is a field of "
+                f"{fields[name].__name__}, and every instance gets the field's default. Expected "
+                f"{name}: {type(value).__name__} = {value!r} under @dataclass(frozen=True)"
+            )
+        if name == "mismatch" and cls.KIND == "gate" and not hasattr(cls, "resolve"):
+            raise TypeError(f"{what} is {value!r}, which nothing reads: a gate compares the policies of its ratio")
+        known = _public_names(cls.__mro__[1:-1])
+        if name not in known:
+            _check_unknown(cls, name, known)
+        elif not _computed(value):
+            if isinstance(inspect.getattr_static(cls.__mro__[1], name, None), classmethod | types.FunctionType):
+                raise TypeError(f"{what} is {value!r}, expected a method")
+            _check_known(what, name, value)
+
+
+def _public_names(classes: Any) -> set[str]:
+    """The names that classes give a value or an annotation."""
+    named = {name for cls in classes for name in (*vars(cls), *vars(cls).get("__annotations__", {}))}
+    return {name for name in named if not name.startswith("_")}
+
+
+def _check_unknown(cls: Any, name: str, known: set[str]) -> None:
+    """Fields are a stage's own; so are functions, classes and constants (``ClassVar``), unless they look misspelt."""
+    value, annotation = vars(cls)[name], vars(cls).get("__annotations__", {}).get(name)
+    if annotation is not None and "ClassVar" not in str(annotation):
+        return
+    looks_misspelt = bool(difflib.get_close_matches(name, known, n=1, cutoff=0.85))
+    if (annotation is not None or _computed(value)) and not looks_misspelt:
+        return
+    field = f"; a number of its own is a field, {name}: {type(value).__name__} = ... under @dataclass(frozen=True)"
+    raise TypeError(f"{cls.__name__}.{name} is {value!r}, which nothing reads{nearest(name, known, field)}")
+
+
+def _check_known(what: str, name: str, value: Any) -> None:
+    value = getattr(value, "default", value)  # of a dataclasses.field
+    if value is dataclasses.MISSING:
+        return
+    if name in _WORDS and value not in _WORDS[name]:
+        raise TypeError(f"{what} is {value!r}{one_of(value, _WORDS[name])}")
+    if name in _FLAGS and not isinstance(value, bool):
+        raise TypeError(f"{what} is {value!r}, expected True or False")
+    if name in _LIMITS and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+        raise TypeError(f"{what} is {value!r}, expected a number of nats above 0")
+
+
+def _computed(value: Any) -> bool:
+    """Whether a class attribute is code rather than a value."""
+    return callable(value) or isinstance(value, property | cached_property | classmethod | types.MemberDescriptorType)
 
 
 def _check_controller(cls: Any) -> None:

@@ -146,7 +146,7 @@ class Clip(Gate):
     surrogate = staticmethod(clip)
 
     def __post_init__(self) -> None:
-        check_number(self, "eps_low", low=0)
+        check_number(self, "eps_low", low=0, high=1)
         check_number(self, "eps_high", low=0)
         check_number(self, "dual_clip", low=1, optional=True)
 

@@ -5,7 +5,7 @@ With the kernel (``kernels/correction.py``) it shares the stages' functions and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from offcorr.batch import LOG_LIMIT, Tokens
 from offcorr.shapes import PerToken, TokenMask
 from offcorr.stages import pointwise, spans
 from offcorr.stages.base import GateSpec, Pointwise, Spec, arguments, spec_of
+from offcorr.stages.calls import called, check_values, of_library
 
 
 class Factors(NamedTuple):
@@ -34,15 +35,25 @@ class Gated(NamedTuple):
     held_back: PerToken  # share of the unclipped gradient that the gate removes
 
 
+MEASURED, OF_RATIO, OF_FACTOR = ("a measure",), ("a log-ratio", "a slope"), ("a factor", "kept")
+"""The values of a measure, of a ratio's rule, and of a weight's or a rejection's, as errors name them."""
+
+
 def carried(spec: Spec, tokens: Tokens) -> PerToken:
     """A stage's measure carried over its span, [B, T]."""
-    measured = torch.where(tokens.mask, call(spec.measure, tokens, spec), 0)
+    measured = torch.where(tokens.mask, call(spec, "measure", MEASURED, tokens), 0)
     span = spans.SPANS[spec.span]
-    value = span(measured, tokens.rows, spec.params) if "p" in arguments(span) else span(measured, tokens.rows)
+    inputs = [measured, tokens.rows, spec.params] if "p" in arguments(span) else [measured, tokens.rows]
+    if of_library(span):
+        return span(*inputs)
+    what = f"span {spec.span!r} of {spec.owner}"
+    value: PerToken = called(what, span, inputs)
     if not isinstance(value, Tensor):
-        raise TypeError(f"span {spec.span!r} returned a {type(value).__name__}, expected a tensor like its measure")
+        raise TypeError(f"{what} returned a {type(value).__name__}, expected a tensor like its measure")
     if value.shape != measured.shape:
-        raise ValueError(f"span {spec.span!r} returned {tuple(value.shape)}, expected {tuple(measured.shape)}")
+        raise ValueError(f"{what} returned {tuple(value.shape)}, expected {tuple(measured.shape)}")
+    if value.dtype != measured.dtype:
+        raise TypeError(f"{what} returned {value.dtype}, expected {measured.dtype}, that of its measure")
     return value
 
 
@@ -52,7 +63,7 @@ def factors(specs: Iterable[Spec], tokens: Tokens) -> Factors:
     weight, truncated, vetoed = torch.ones_like(tokens.old_logp), none, none
     for spec in specs:
         value = carried(spec, tokens).clamp(-spec.limit, spec.limit)
-        factor, inside = call(spec.rule, tokens, spec, pair=True, value=value)
+        factor, inside = call(spec, "rule", OF_FACTOR, tokens, value=value)
         keeps = inside & tokens.mask
         weight = weight * pointwise.dropped_to_zero(factor, keeps)
         kept = kept & keeps
@@ -68,33 +79,35 @@ def gated(ratio: Spec | None, gate: GateSpec, tokens: Tokens) -> Gated:
     value, slope = torch.zeros_like(tokens.old_logp), torch.ones_like(tokens.old_logp)
     if ratio is not None:
         with torch.no_grad():
-            value, ratio_slope = call(ratio.rule, tokens, ratio, pair=True, value=carried(ratio, tokens))
+            value, ratio_slope = call(ratio, "rule", OF_RATIO, tokens, value=carried(ratio, tokens))
             value = value.clamp(-LOG_LIMIT, gate.log_limit)
             slope = slope if gate.detached else ratio_slope
     log_ratio = value
     if torch.is_grad_enabled() and not gate.detached:
         log_ratio = value + slope * (tokens.logp - tokens.logp.detach())
     # For a gate ``value`` is the log-ratio as a constant, and ``logp`` the policy that is trained.
-    surrogate, derivative = call(
-        gate.surrogate, tokens, gate, pair=True, log_ratio=log_ratio, value=value, logp=tokens.logp
-    )
+    given = {"log_ratio": log_ratio, "value": value, "logp": tokens.logp}
+    surrogate, derivative = call(gate, "surrogate", ("a surrogate", "a derivative"), tokens, **given)
     derivative = derivative * slope
     return Gated(surrogate, derivative, pointwise.held_back(derivative, value, slope, tokens.advantages))
 
 
-def call(function: Pointwise, tokens: Tokens, spec: Spec | GateSpec, pair: bool = False, **given: Any) -> Any:
-    """Call a stage's function with the inputs that its arguments name; ``given`` ones come first.
+def call(spec: Spec | GateSpec, part: str, gives: Sequence[str], tokens: Tokens, **given: Any) -> Any:
+    """The values of a stage's function, of the inputs that its arguments name; ``given`` ones come first.
 
     Raises:
-        TypeError: a rule or a surrogate (``pair``) returned something else than two values.
+        TypeError: a user's function raised an error, or returned something else than ``gives`` names, each [B, T].
     """
+    function: Pointwise = getattr(spec, part)
     inputs = []
     for name in arguments(function):
         known = spec.params if name == "p" else given.get(name)
         inputs.append(tokens.input(name, spec.mismatch) if known is None else known)
-    values = function(*inputs)
-    if pair and (type(values) is not tuple or len(values) != 2):
-        raise TypeError(f"{function.__qualname__} returned a {type(values).__name__}, expected a tuple of two values")
+    if of_library(function):
+        return function(*inputs)
+    what = f"{spec.owner}.{part}"
+    values = called(what, function, inputs)
+    check_values(what, values, gives, tokens.old_logp)
     return values
 
 

@@ -706,20 +706,48 @@ def gated(function: Any) -> offcorr.Correction:
     return offcorr.Correction(None, _Own())
 
 
-CAP = 0.5
-
-
 def capped_exp(x):
-    return ops.minimum(vocabulary.exp(x), CAP)
+    return ops.minimum(vocabulary.exp(x), 0.5)
 
 
-def with_constants_and_helpers(logp: torch.Tensor, advantage: Any) -> tuple[Any, "torch.Tensor"]:
+def with_helpers(logp: torch.Tensor, advantage: Any) -> tuple[Any, "torch.Tensor"]:
     gradient: torch.Tensor = capped_exp(logp) * advantage
     return gradient * logp, gradient
 
 
-def test_constants_helpers_and_annotations_are_a_users_own():
-    within_budget(gated(with_constants_and_helpers), padded(rows=2, width=9))
+def test_helpers_and_annotations_are_a_users_own():
+    within_budget(gated(with_helpers), padded(rows=2, width=9))
+
+
+CAP = 2.0
+
+
+def capped(x):
+    return ops.minimum(x, CAP)
+
+
+def with_a_number_of_the_module(logp, advantage):
+    gradient = capped(ops.exp(logp)) * advantage
+    return gradient * logp, gradient
+
+
+def test_a_number_of_the_module_runs_on_the_reference(monkeypatch):
+    """The kernel would keep the number that it was compiled with."""
+    loss_fn, batch = gated(with_a_number_of_the_module), padded(rows=2, width=9)
+    falls_back(loss_fn, batch, "it reads the number CAP of its module, .* put it into params")
+    before, _ = run(loss_fn, batch, "triton")
+    monkeypatch.setitem(globals(), "CAP", 0.01)
+    after, _ = run(loss_fn, batch, "triton")
+    assert not torch.equal(before.coefficient, after.coefficient)
+
+
+def by_a_method(logp, advantage):
+    gradient = logp.exp() * advantage
+    return gradient * logp, gradient
+
+
+def test_a_method_of_a_value_is_named():
+    falls_back(gated(by_a_method), padded(rows=2, width=9), r"by_a_method .*it calls the method logp.exp: use ops.exp")
 
 
 WRITTEN = """

@@ -31,7 +31,7 @@ def extensions(tmp_path_factory):
     """The page's definitions as a reader would have them, in two files: Triton reads the source."""
     folder = tmp_path_factory.mktemp("extensions")
     examples = [e for e in doctest.DocTestParser().get_examples(PAGE) if e.exc_msg is None and not e.want]
-    stages = PAGE.index("## 5.")
+    stages = PAGE.index("## 6.")
     line = PAGE[:stages].count("\n")
     kept = [e.source for e in examples if e.lineno < line and re.match(r"import|from|class|def|@", e.source)]
     (folder / "my_corrections.py").write_text("\n".join(kept))
@@ -41,6 +41,7 @@ def extensions(tmp_path_factory):
     imported(folder / "my_spans.py")
     yield module
     offcorr.unregister("gspo_tis")
+    offcorr.unregister("capped")
     for name in ("running_max", "decayed"):
         spans.unregister(name)
 
@@ -51,11 +52,12 @@ def batch() -> offcorr.Batch:
     return offcorr.Batch(**fields | floats)
 
 
-@pytest.mark.parametrize("stages", ["method", "gate", "ratio", "controller"])
+@pytest.mark.parametrize("stages", ["method", "gate", "weight", "ratio", "controller"])
 def test_an_extension_runs_in_the_kernel(extensions, stages):
     loss_fn = {
         "method": lambda: offcorr.get("gspo_tis"),
         "gate": lambda: offcorr.Correction(gate=extensions.DynamicClip()),
+        "weight": lambda: offcorr.Correction(weight=extensions.Tempered()),
         "ratio": lambda: offcorr.Correction(ratio=extensions.RunningMax()),
         "controller": lambda: offcorr.Correction(gate=extensions.ClipDeviations(width=1.0)),
     }[stages]()

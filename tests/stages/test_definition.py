@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -79,6 +79,65 @@ def test_what_cannot_work_is_refused_when_the_class_is_defined(base_class, attri
         define(base_class, **attributes)
 
 
+SURROGATE = {"surrogate": staticmethod(without_params)}
+RULE = {"rule": staticmethod(lambda value: (ops.exp(value), value == value))}
+
+
+@pytest.mark.parametrize(
+    "base_class, attributes, message",
+    [
+        (ratios.Ratio, {"mismatch": "total"}, "Mine.mismatch is 'total' without an annotation, which changes nothing"),
+        (ratios.Token, {"mismatch": "total"}, "mismatch is a field of Ratio, and every instance gets the field's def"),
+        (gates.Clip, {"eps_low": 0.1}, "Expected eps_low: float = 0.1 under @dataclass"),
+        (
+            gates.Gate,
+            {**SURROGATE, "mismatch": "engine"},
+            "Mine.mismatch is 'engine', which nothing reads: a gate",
+        ),
+        (weights.Weight, {**RULE, "mismatch": "totl"}, "Mine.mismatch is 'totl', did you mean 'total'"),
+        (weights.Weight, {**RULE, "counts_as": "truncatd"}, "Mine.counts_as is 'truncatd', did you mean 'truncated'"),
+        (weights.Weight, {**RULE, "lmit": 2.0}, "Mine.lmit is 2.0, which nothing reads, did you mean 'limit'"),
+        (gates.Gate, {**SURROGATE, "log_limt": 5.0}, "Mine.log_limt is 5.0, which nothing reads, did you mean 'log_li"),
+        (gates.Gate, {**SURROGATE, "scales_with_advantge": False}, "did you mean 'scales_with_advantage'"),
+        (gates.Gate, {**SURROGATE, "use_ratio": property(lambda self: False)}, "did you mean 'uses_ratio'"),
+        (
+            gates.Gate,
+            {**SURROGATE, "detach": True},
+            "Mine.detach is True, which nothing reads, did you mean 'detached'",
+        ),
+        (gates.Gate, {**SURROGATE, "x": 1.0}, "Mine.x is 1.0, which nothing reads; a number of its own is a field, x:"),
+        (gates.Gate, {**SURROGATE, "detached": 1}, "Mine.detached is 1, expected True or False"),
+        (gates.Gate, {**SURROGATE, "log_limit": -3.0}, "Mine.log_limit is -3.0, expected a number of nats above 0"),
+        (gates.Gate, {**SURROGATE, "to_config": {}}, "Mine.to_config is {}, expected a method"),
+    ],
+)
+def test_a_class_attribute_that_would_be_ignored_is_refused(base_class, attributes, message):
+    with pytest.raises(TypeError, match=message):
+        define(base_class, **attributes)
+
+
+def test_a_ratio_has_another_pair_of_policies_by_an_annotated_default():
+    @dataclass(frozen=True)
+    class OfTotal(ratios.Ratio):
+        mismatch: str = "total"
+        TABLE: ClassVar[tuple] = (1, 2)
+
+        @property
+        def helper(self):
+            return self.TABLE
+
+    loss_fn = offcorr.Correction(ratio=OfTotal())
+    assert loss_fn.plan(offcorr.testing.example()).ratio.mismatch == "total"
+    with pytest.raises(ValueError, match="OfTotal: mismatch is 'stale', did you mean 'staleness'"):
+        OfTotal("stale")
+
+
+def test_a_stage_that_needs_an_unknown_field():
+    gate = define(gates.Gate, **SURROGATE, needs=frozenset({"rollout_log"}))()
+    with pytest.raises(ValueError, match="Mine.needs has 'rollout_log', expected a frozenset of names, did you mean"):
+        offcorr.Correction(gate=gate)
+
+
 def test_a_class_with_fields_is_a_frozen_dataclass():
     class NoDataclass(gates.Gate):
         eps: float = 0.2
@@ -104,7 +163,7 @@ def test_two_values_are_checked_where_the_source_does_not_tell():
         return helper(log_ratio)
 
     gate = define(gates.Gate, "Hidden", surrogate=staticmethod(hidden))()
-    with pytest.raises(TypeError, match="hidden returned a Tensor, expected a tuple of two values"):
+    with pytest.raises(TypeError, match="Hidden.surrogate returned a Tensor, expected a tuple of two values"):
         offcorr.Correction(gate=gate)(offcorr.testing.example())
 
 
@@ -189,6 +248,16 @@ def test_named_forms_of_a_bound():
         ("minpro?eps_high=1&eps_high=2", {}, "holds 'eps_high=2', expected name=value once"),
         ("minpro?eps_high=0.3", {"eps_high": 0.3}, "eps_high is 0.3, but 'minpro.eps_high=0.3' holds it too"),
         (None, {}, "method is None, expected a name"),
+        (
+            "mine.py:mix",
+            {},
+            r"unknown method 'mine.py:mix': it names a file, which offcorr.resolve\(",
+        ),
+        ("mine.py", {}, "method 'mine.py' is a file, expected mine.py:NAME, where NAME is a function in it"),
+        ("ppo?eps_low=1.5", {}, "Clip: eps_low is 1.5, expected a finite number >= 0 and <= 1"),
+        ("minpro?eps_low=3", {}, "minpro: eps_low is 3, expected a finite number >= 0 and <= 1"),
+        ("glm5?eps_low=2", {}, "eps_low is 2, expected a finite number > 0 and <= 1"),
+        ("sat?eps_low=2", {}, "eps_low is 2, expected a finite number >= 0 and <= 1"),
     ],
 )
 def test_spec_strings_that_are_refused(spec, options, message):

@@ -1,0 +1,82 @@
+"""Checks of single stages for ``offcorr.testing``, and the stage because of which a check fails."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offcorr.batch import Batch
+from offcorr.correction import Correction
+from offcorr.stages import gates, ratios
+
+
+def check_controllers(loss_fn: Correction, batch: Batch) -> None:
+    """Raise AssertionError for a controller that answers a second time otherwise than the first."""
+    for controller in loss_fn.controllers.values():
+        name = type(controller).__name__
+        first, second = (controller.statistics(batch.tokens) for _ in range(2))
+        assert _equal(first, second), (
+            f"{name}.statistics gave two answers for one batch; a controller has no state, and what it counts comes "
+            "from the batch alone"
+        )
+        answers = [controller.resolve(first) for _ in range(2)]
+        assert _equal(*answers) and _equal(*[answer.params for answer in answers]), (
+            f"{name}.resolve gave two answers for equal statistics, {answers[0]!r} and {answers[1]!r}; a controller "
+            "has no state between steps, and what varies over training is an option with a schedule"
+        )
+
+
+def check_finite(loss_fn: Correction, batch: Batch) -> None:
+    """Raise AssertionError where a stage makes NaN or infinity of an ordinary batch."""
+    try:
+        dataclasses.replace(loss_fn, strict=True)(batch)
+    except ValueError as error:
+        raise AssertionError(str(error)) from error
+
+
+def culprit(run: Callable[[Correction], None], loss_fn: Correction) -> str:
+    """The place and class of the stage without which a check that fails passes; "" where no single one is."""
+    for place, stage in loss_fn.stages.items():
+        try:
+            without = _without(loss_fn, place)
+            if without == loss_fn:
+                continue
+            run(without)
+        except Exception:  # noqa: S112 - of any kind: then this stage is not the only one
+            continue
+        return f"{place} {type(stage).__name__}"
+    return ""
+
+
+def _without(loss_fn: Correction, place: str) -> Correction:
+    """The correction with a stage removed, or, of ratio and gate, with the plainest one in its place."""
+    if place == "ratio":
+        assert loss_fn.ratio is not None
+        pair = loss_fn.ratio.mismatch or "staleness"
+        return dataclasses.replace(loss_fn, ratio=ratios.Token(mismatch=pair))
+    if place == "gate":
+        return dataclasses.replace(loss_fn, gate=gates.ScoreFunction() if loss_fn.ratio is None else gates.Unclipped())
+    if place == "advantages":
+        return dataclasses.replace(loss_fn, advantages=None)
+    slot = place.partition(".")[0]
+    rest = tuple(stage for at, stage in loss_fn.stages.items() if at.startswith(f"{slot}.") and at != place)
+    fields: dict[str, Any] = {slot: rest}
+    return dataclasses.replace(loss_fn, **fields)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Whether two answers are equal, tensors by their values."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.shape == second.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
+    if type(first) is not type(second):
+        return False
+    if dataclasses.is_dataclass(first):
+        fields = [field.name for field in dataclasses.fields(first)]
+        return all(_equal(getattr(first, name), getattr(second, name)) for name in fields)
+    if isinstance(first, tuple | list):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    return bool(first == second)

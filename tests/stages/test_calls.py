@@ -1,0 +1,172 @@
+"""Errors of a user's stage while it runs: each begins with the class and the attribute."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import offcorr
+from offcorr import controllers, gates, ops, ratios, spans, weights
+
+BATCH = offcorr.testing.example()
+
+
+class Numbers(NamedTuple):
+    x: float
+
+
+def lacking(value, p):
+    return value * p.y, value > 0
+
+
+def kept_as_number(value):
+    return value, ops.where(value > 0, ops.zeros_like(value) + 1, 0.0)
+
+
+def one_per_row(value):
+    return value.sum(1), value.sum(1) > 0
+
+
+def branching(value):
+    if value > 0:
+        return value, value > 0
+    return -value, value > 0
+
+
+def by_math(value):
+    return ops.zeros_like(value) + math.exp(value), value > 0
+
+
+def plain_number(value):
+    return 1.0, value > 0
+
+
+def half(log_ratio, advantage):
+    return (log_ratio * advantage).half(), advantage
+
+
+def truth(log_ratio, advantage):
+    return log_ratio * advantage, advantage > 0
+
+
+def weight(rule: Any, **attributes: Any) -> offcorr.Correction:
+    cls = type("Mine", (weights.Weight,), {"rule": staticmethod(rule), "__module__": __name__, **attributes})
+    return offcorr.Correction(weight=cls())
+
+
+def gate(surrogate: Any, strict: bool = False) -> offcorr.Correction:
+    cls = type("Mine", (gates.Gate,), {"surrogate": staticmethod(surrogate), "__module__": __name__})
+    return offcorr.Correction(gate=cls(), strict=strict)
+
+
+@pytest.mark.parametrize(
+    "loss_fn, message",
+    [
+        (
+            weight(lacking, params=property(lambda self: Numbers(1.0))),
+            "Mine.rule: 'Numbers' object has no",
+        ),
+        (weight(kept_as_number), r"Mine.rule returned kept with shape \(7, 12\) and torch.float64, .* torch.bool"),
+        (weight(one_per_row), r"Mine.rule returned a factor with shape \(7,\) .*, expected \(7, 12\)"),
+        (weight(branching), "Mine.rule: Boolean value of Tensor .*use ops.where"),
+        (weight(by_math), "Mine.rule: only one element .*use offcorr.ops"),
+        (weight(plain_number), "Mine.rule returned 1.0 as a factor, expected a tensor"),
+        (gate(half), "Mine.surrogate returned a surrogate .* torch.float16, expected .*torch.float64"),
+        (gate(truth), "Mine.surrogate returned a derivative .* torch.bool, expected .*torch.float64"),
+    ],
+)
+def test_an_error_of_a_stage_begins_with_class_and_attribute(loss_fn, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        loss_fn(BATCH)
+
+
+def test_an_error_that_is_not_the_functions_is_passed_on():
+    def interrupted(value):
+        raise torch.OutOfMemoryError("none left")
+
+    with pytest.raises(torch.OutOfMemoryError, match="^none left"):
+        weight(interrupted)(BATCH)
+
+
+def of_span(function: Any, strict: bool = False) -> offcorr.Correction:
+    spans.register("test_mine")(function)
+    ratio = type("Mine", (ratios.Ratio,), {"span": "test_mine", "__module__": __name__})()
+    return offcorr.Correction(ratio=ratio, gate=gates.Unclipped(), strict=strict)
+
+
+@pytest.fixture
+def _unregistered():
+    yield
+    spans.unregister("test_mine")
+
+
+@pytest.mark.usefixtures("_unregistered")
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        (lambda x, rows: x.long(), "span 'test_mine' of Mine returned torch.int64, expected torch.float64"),
+        (lambda x, rows: x.float(), "span 'test_mine' of Mine returned torch.float32, expected torch.float64"),
+        (lambda x, rows: x @ x, "span 'test_mine' of Mine: mat1 and mat2"),
+    ],
+)
+def test_an_error_of_a_span_names_the_stage(function, message):
+    with pytest.raises(TypeError, match=message):
+        of_span(function)(BATCH)
+
+
+# -- NaN that a stage made ------------------------------------------------------------------------------------
+
+
+def logarithm(log_ratio, advantage):
+    return ops.log(log_ratio) * advantage, advantage
+
+
+def test_a_gate_that_makes_nan_is_named():
+    offcorr.testing.warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="Mine.surrogate gave nan, at tokens whose logp, old_logp and adv"):
+        out = gate(logarithm)(BATCH)
+    with pytest.warns(RuntimeWarning, match="24 valid tokens .*or made by a stage"):
+        out.metrics.compute()
+    with pytest.raises(ValueError, match="Mine.surrogate gave nan, at sequence 0, position 0, the first of 24 valid"):
+        gate(logarithm, strict=True)(BATCH)
+
+
+@pytest.mark.usefixtures("_unregistered")
+def test_a_span_that_makes_nan_is_named():
+    with pytest.raises(ValueError, match="span 'test_mine' of Mine gave nan, at sequence 0, position"):
+        of_span(lambda x, rows: torch.where(x > 0, x, math.nan), strict=True)(BATCH)
+
+
+@dataclass(frozen=True)
+class Count:
+    tokens: torch.Tensor
+
+    def merge(self, other: Count) -> Count:
+        return Count(self.tokens + other.tokens)
+
+
+@dataclass(frozen=True)
+class Unbounded(controllers.Controller):
+    becomes, couples = "gate", "batch"
+
+    def statistics(self, tokens):
+        return Count(tokens.mask.sum())
+
+    def resolve(self, statistics):
+        return gates.Clip(torch.tensor(math.nan), torch.tensor(0.2))
+
+
+def test_a_controller_whose_bound_is_nan_is_named():
+    message = "Clip.surrogate gave nan: its number low is nan, which Unbounded.resolve computed, at sequence 0"
+    with pytest.raises(ValueError, match=message):
+        offcorr.Correction(gate=Unbounded(), strict=True)(BATCH)
+
+
+def test_a_weight_from_outside_is_named():
+    batch = BATCH.replaced(weight=torch.full((7,), math.inf, dtype=torch.float64))
+    with pytest.raises(ValueError, match="Batch.weight is inf, at sequence 0"):
+        offcorr.get("ppo", strict=True)(batch)
