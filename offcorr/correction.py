@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -456,7 +457,7 @@ def _reference(
         row, place = nonfinite.nonzero()[0].tolist()
         raise ValueError(
             f"{int(nonfinite.sum())} valid tokens gave no finite number to train on, the first at sequence "
-            f"{row}, position {place}: logp {float(batch.padded().logp[row, place]):g}"
+            f"{row}, position {place}: {_culprits(tokens.batch, row, place)}"
         )
     loss, coefficient = torch.where(finite, loss, 0), torch.where(finite, coefficient, 0)
     if not measured:
@@ -488,6 +489,18 @@ def _name_the_stage(plan: Plan, tokens: Tokens, made: Tensor, controllers: Seque
         f"{maker}, at tokens whose logp, old_logp and advantage are finite; their loss and gradient are set to 0. "
         "strict=True raises"
     )
+
+
+def _culprits(padded: Batch, row: int, place: int) -> str:
+    """The fields that are not finite at a token, with their values; all where none is, but the loss overflows."""
+    given = {name: getattr(padded, name) for name in ("logp", "old_logp", "advantages", "weight")}
+    values = {
+        name: float(value[row, place] if value.ndim == 2 else value[row])
+        for name, value in given.items()
+        if value is not None
+    }
+    found = {name: value for name, value in values.items() if not math.isfinite(value)}
+    return ", ".join(f"{name} {value:g}" for name, value in (found or values).items())
 
 
 def _row_scale(plan: Plan, tokens: Any, kept: Tensor, denominator: float | Tensor | None) -> Tensor:

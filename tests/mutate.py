@@ -31,6 +31,7 @@ class Mutation(NamedTuple):
 
 CONTRACT, ORACLE, PITFALLS = "tests/test_testing.py", "tests/methods/test_oracle.py", "tests/methods/test_pitfalls.py"
 METRICS, ROLLOUT, TRL = "tests/test_metrics.py", "tests/rollout/test_rollout_trl.py", "tests/trl/test_trainer.py"
+RETURNED, RETURNS = "offcorr/trl/returned.py", "tests/trl/test_returned.py"
 ENGINE = "tests/rollout/test_engine.py"
 FAMILY = "tests/methods/test_family.py"
 ANCHORS, KERNEL = "tests/trl/test_anchors.py", "tests/kernels/test_correction.py"
@@ -628,10 +629,31 @@ MUTATIONS = [
     ),
     Mutation(
         "a row of logprobs too short is padded",
-        "offcorr/trl/trainer.py",
-        'for name in ("logprobs", "env_mask", *SAMPLED):',
-        "for name in SAMPLED:",
-        f"{TRL}::test_every_token_has_its_number",
+        RETURNED,
+        'PER_TOKEN = ("logprobs", "env_mask", "old_logp")',
+        'PER_TOKEN = ("env_mask", "old_logp")',
+        f"{RETURNS}::test_every_token_has_its_number",
+    ),
+    Mutation(
+        "a mask of any numbers is taken",
+        RETURNED,
+        "bool(value == 0 or value == 1)",
+        "True",
+        f"{RETURNS}::test_refused",
+    ),
+    Mutation(
+        "old_logp that nothing reads is refused",
+        RETURNED,
+        'if name == "old_logp" and reads and not',
+        'if name == "old_logp" and not',
+        f"{RETURNS}::test_what_is_not_read_is_not_refused",
+    ),
+    Mutation(
+        "a token without the engine's log-prob measured as on-policy",
+        "offcorr/training/step.py",
+        "padded.replaced(old_logp=padded.rollout_logp, rollout_logp=None)",
+        "padded.replaced(rollout_logp=None)",
+        f"{TRL}::test_tokens_that_the_engine_could_not_score_are_in_no_series",
     ),
     Mutation(
         "one fresh sample makes a step on-policy",

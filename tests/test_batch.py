@@ -227,6 +227,14 @@ def test_strict_raises_where_it_says():
         offcorr.get("ppo", strict=True)(Batch(**GOOD | {"logp": logp}))
 
 
+@pytest.mark.parametrize("field", ["old_logp", "advantages"])
+def test_strict_names_the_field_that_is_not_finite(field):
+    values = {"old_logp": LOGP.clone(), "advantages": torch.ones(len(LOGP))}
+    values[field][2] = math.nan
+    with pytest.raises(ValueError, match=f"sequence 2, position 0: {field} nan$"):
+        offcorr.get("ppo", strict=True)(Batch(**GOOD | values))
+
+
 def test_nonfinite_is_dropped_counted_and_warned_about():
     logp = LOGP.clone()
     logp[2, 5] = math.nan

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 Rollout = dict[str, list[Any]]
-"""Result of a ``rollout_func``: TRL's keys and those of ``offcorr.trl.trainer.KEYS``, each with one row a prompt."""
+"""Result of a ``rollout_func``: TRL's keys and those of ``offcorr.trl.returned.KEYS``, each with one row a prompt."""
 
 RolloutFunc = Callable[[list[Any], Any], Rollout]
 

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from offcorr.data.around import Around, Rollout, RolloutFunc, Rows
 from offcorr.data.folder import GroupFolder, read_groups, whole_groups
 from offcorr.data.rollouts import FRESH, PromptGroup, columns_of, group_of_records, mixed
-from offcorr.data.sources import check_rows, check_sources, check_trainer
+from offcorr.data.sources import check_anchor, check_rows, check_sources, check_trainer
 from offcorr.data.store import Entry, Store
 from offcorr.diagnose import Record
 from offcorr.optional import require
@@ -75,8 +75,8 @@ class Replay(Around):
             ``offcorr diagnose`` and ``load`` read.
 
     Raises:
-        ValueError: a number out of range; when a trainer is made, a per-rank batch that would tear groups; at the first
-            generation, a sampler whose log-probs nothing here would read.
+        ValueError: a number out of range; when a trainer is made, a per-rank batch that would tear groups, or an anchor
+            that reads no recorded log-probs; at the first generation, a sampler without those that are read.
 
     A group is trained on ``update_to_data`` times on average, times TRL's ``num_iterations``:
 
@@ -153,6 +153,8 @@ class Replay(Around):
         if self._trainer is not None and self._trainer() is trainer:
             return
         check_trainer(self.__name__, trainer)
+        if self.share > 0:
+            check_anchor(self.__name__, trainer)
         super().attach(trainer)
         self._forget()
         self._trainer = weakref.ref(trainer)

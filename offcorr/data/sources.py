@@ -55,34 +55,48 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
+def keys_read(trainer: Any) -> tuple[str, ...]:
+    """The keys of a sampler, of old_logp and logprobs, whose log-probs the correction of a trainer reads."""
+    anchor, correction = getattr(trainer.args, "anchor", None), trainer.correction
+    engine = anchor in ("rollout", "log_linear") or "rollout_logp" in correction.needs
+    engine |= anchor is None and "engine" not in correction.compares  # anchor="rollout" is the default without old_logp
+    read = {"old_logp": anchor in (None, "snapshot"), "logprobs": engine}
+    return tuple(key for key, is_read in read.items() if is_read)
+
+
+def check_anchor(name: str, trainer: Any) -> None:
+    """Raise ``ValueError`` for an anchor with which no recorded log-probs would be read, whatever the sampler."""
+    if trainer.correction is None or keys_read(trainer):
+        return
+    raise ValueError(
+        f"{name} trains on sequences with the log-probs of the time when they were sampled, and "
+        f"anchor={trainer.args.anchor!r} does not read them: every ratio of a replayed sequence would be taken from "
+        f"newer weights than those that sampled it. Leave anchor out, or {CURE}"
+    )
+
+
 def check_sources(name: str, rollout: Mapping[str, Any], trainer: Any) -> None:
     """Raise ``ValueError`` where nothing reads the log-probs that a sampler recorded of replayed sequences.
 
     Under TRL's own loss, which reads none, warns once.
     """
-    old_logp, logprobs = (rollout.get(key) is not None for key in ("old_logp", "logprobs"))
-    anchor, correction = getattr(trainer.args, "anchor", None), trainer.correction
+    given = [key for key in ("old_logp", "logprobs") if rollout.get(key) is not None]
+    correction = trainer.correction
     if correction is None:
-        if not old_logp and not logprobs:
+        if not given:
             raise ValueError(f"{name} needs log-probs to record, and its sampler returns none: {CURE}")
         warn_once(
             f"TRL's own loss reads no recorded log-probs, so sequences that {name} replays are trained on as if they "
             "were fresh; write loss_type='offcorr:...' to correct them"
         )
         return
-    compares = "rollout_logp" in correction.needs
-    if old_logp and anchor in (None, "snapshot"):
-        return
-    if logprobs and (compares or anchor in ("rollout", "log_linear")):
-        return
-    if logprobs and anchor is None and "engine" not in correction.compares:
-        return  # the default is anchor="rollout" then
-    found = " and ".join(key for key, there in (("old_logp", old_logp), ("logprobs", logprobs)) if there) or "neither"
-    raise ValueError(
-        f"{name} needs the log-probs of the time of sampling, and under anchor={anchor!r} and loss "
-        f"{correction.method!r} none would be read, so that every ratio of a replayed sequence would be 1 (the sampler "
-        f"returns {found} of old_logp and logprobs): {CURE}"
-    )
+    read = keys_read(trainer)
+    if not set(given) & set(read):
+        raise ValueError(
+            f"{name} needs the log-probs of the time of sampling: anchor={getattr(trainer.args, 'anchor', None)!r} "
+            f"and loss {correction.method!r} read {' and '.join(read)}, and the sampler returns "
+            f"{' and '.join(given) or 'none'}: {CURE}"
+        )
 
 
 CURE = (

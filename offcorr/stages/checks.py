@@ -13,12 +13,22 @@ from torch import Tensor
 
 from offcorr.shapes import Mismatch
 
+NEAR = 0.6
+"""Similarity, from 0 to 1, from which a word may be meant by another: the default of ``difflib``."""
+
 
 def nearest(word: str, words: Any, end: str = "") -> str:
-    """ ", did you mean ...?" for an error message, with every word that is as near as the nearest; else ``end``."""
-    close = difflib.get_close_matches(str(word), [str(known) for known in words], n=3)
-    nearness = [difflib.SequenceMatcher(None, str(word), known).ratio() for known in close]
-    best = [repr(known) for known, share in zip(close, nearness, strict=True) if share > max(nearness) - 0.02]
+    """ ", did you mean ...?" for an error message, with every word that is as near as the nearest; else ``end``.
+
+    Capital and small letters count as equal.
+
+    >>> nearest("MinPRO", ["minpro", "ppo"])
+    ", did you mean 'minpro'?"
+    """
+    lower = str(word).lower()
+    nearness = {str(known): difflib.SequenceMatcher(None, lower, str(known).lower()).ratio() for known in words}
+    most = max(nearness.values(), default=0.0)
+    best = [repr(known) for known, share in nearness.items() if share >= NEAR and share > most - 0.02]
     return f", did you mean {' or '.join(sorted(best))}?" if best else end
 
 

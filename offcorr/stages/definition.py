@@ -116,15 +116,12 @@ def _public_names(classes: Any) -> set[str]:
 
 
 def _check_unknown(cls: Any, name: str, known: set[str]) -> None:
-    """Fields are a stage's own; so are functions, classes and constants (``ClassVar``), unless they look misspelt."""
+    """Fields, functions and constants are a stage's own, unless they look like a misspelt name of a base class."""
     value, annotation = vars(cls)[name], vars(cls).get("__annotations__", {}).get(name)
     if annotation is not None and "ClassVar" not in str(annotation):
         return
-    looks_misspelt = bool(difflib.get_close_matches(name, known, n=1, cutoff=0.85))
-    if (annotation is not None or _computed(value)) and not looks_misspelt:
-        return
-    field = f"; a number of its own is a field, {name}: {type(value).__name__} = ... under @dataclass(frozen=True)"
-    raise TypeError(f"{cls.__name__}.{name} is {value!r}, which nothing reads{nearest(name, known, field)}")
+    if difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+        raise TypeError(f"{cls.__name__}.{name} is {value!r}, which nothing reads{nearest(name, known)}")
 
 
 def _check_known(what: str, name: str, value: Any) -> None:

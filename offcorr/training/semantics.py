@@ -92,7 +92,7 @@ class Semantics:
         kind: one of
 
             - "agrees": the two are the same log-probs, up to noise;
-            - "probabilities": the engine's log-probs are above 0, so they are none;
+            - "probabilities": the log-probs of the engine, or of the trainer, are above 0, so they are none;
             - "temperature": the engine sampled at another temperature than the trainer scores at;
             - "raw": the engine sampled from the trainer's distribution, and reported log-probs at another temperature;
             - "kept_mass": the engine renormalised over the tokens that top-p, top-k or min-p kept, the trainer did not;
@@ -207,7 +207,10 @@ def logprob_semantics(
         seen &= entropies.isfinite()
     if not seen.any():
         nan = Estimate(torch.nan, torch.nan)
-        return Semantics("unknown", 0, torch.nan, nan, None, None, "the engine reported no log-probs", same_weights)
+        sentence = (
+            "the engine reported no log-probs" if mask.any() else "no token is trained on: the mask is 0 everywhere"
+        )
+        return Semantics("unknown", 0, torch.nan, nan, None, None, sentence, same_weights)
     t, e = ours[seen], theirs[seen]
     h = None if entropies is None else entropies[seen]
     d = t - e
@@ -219,8 +222,9 @@ def logprob_semantics(
     def result(kind: Kind, finding: str, carried: Estimate | None = None) -> Semantics:
         return Semantics(kind, len(d), gap, ratio, carried, surprise, finding + measured, same_weights)
 
-    if above_zero(e):
-        return result("probabilities", "the engine's log-probs are above 0, as no log-prob is: probabilities, it seems")
+    for whose, values in (("engine's log-probs", e), ("trainer's log-probs (old_logp, if the sampler supplies it)", t)):
+        if above_zero(values):
+            return result("probabilities", f"the {whose} are above 0, as no log-prob is: probabilities, it seems")
     if (torch.minimum(t, e) < CERTAIN).sum() < UNCERTAIN:
         return result("unknown", "too few uncertain tokens to compare the engine's log-probs with the trainer's")
     if (e == e[0]).all():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from offcorr.batch import Batch, check_batch
 from offcorr.correction import Correction, Output, Statistics
-from offcorr.metrics import Count, Gather, Mean, Metrics, measure
+from offcorr.metrics import NONFINITE, Count, Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.training.anchors import Anchor, Recomputed, Rollout, Score, Snapshots, Supplied, default_anchor
+from offcorr.training.anchors import Anchor, Recomputed, Score, Snapshots, Supplied, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import FIELD, field_metrics
 from offcorr.training.logged import logged
@@ -26,6 +25,7 @@ from offcorr.training.semantics import Semantics, batch_semantics
 
 ENGINE = "offcorr/engine/"
 UNSCORED = "offcorr/loss/unscored"
+NO_ADVANTAGE = "offcorr/loss/no_advantage"
 MONITORED = "the monitor's baselines"
 
 
@@ -108,6 +108,8 @@ class Step:
         """A step of training has begun, and its last micro-batch is still to come."""
         self.none_scored = False
         """The engine reported log-probs of the tokens whose metrics were read last, and none of them was finite."""
+        self.none_advantaged = False
+        """None of the tokens whose metrics were read last had an advantage."""
         self._begun = False
         self._train = True
         self._version = 0
@@ -447,6 +449,7 @@ class Step:
         computed = measured.all_reduce(self._gather).compute()
         computed |= {name: sum(value) / len(value) for name, value in values.items()}
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
+        self.none_advantaged = computed.get(NO_ADVANTAGE) == 1.0 and not computed.get(NONFINITE)
         if self.monitor is not None and train:
             self.monitor.end(self._version, watched_numbers(computed))
             computed |= self.monitor.numbers() if computed else {}
@@ -457,16 +460,15 @@ class Step:
     def _complete(self, metrics: Metrics, batch: Batch, coefficient: Tensor | None = None) -> Metrics:
         """Adds the metrics that other frameworks log, those by origin and those for the monitor.  Where the anchor
         contains the engine's log-probs, the engine series is dropped: it would be 0 by construction, and the staleness
-        series holds the mismatch of both.
+        series, measured against the engine itself, holds the mismatch of both.
         """
         padded = measured = batch.tokens.batch
-        placed = self._placed
-        contains_rollout = placed is not None and placed.contains_rollout
+        contains_rollout = self._placed is not None and self._placed.contains_rollout
         data = dict(metrics.data)
         if contains_rollout:
-            if not isinstance(placed, Rollout):  # a mixture of trainer and engine: the gap is all of it
-                measured = dataclasses.replace(padded, old_logp=Rollout().old_logp(padded))
-                data |= measure(measured).data
+            # The anchor gives an unscored token the ratio 1, which is no measurement; a mixture hides part of the gap.
+            measured = padded.replaced(old_logp=padded.rollout_logp, rollout_logp=None)
+            data |= measure(measured).data
             data = {name: value for name, value in data.items() if not name.startswith(ENGINE)}
         data |= field_metrics(padded, contains_rollout=contains_rollout).data
         if batch.origin is not None:

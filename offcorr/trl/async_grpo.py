@@ -117,7 +117,9 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
             )
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
-        self._reported = self._warned_unscored = False
+        self._reported = False
+        self._warned: set[str] = set()
+        """Warnings of the log that this run has given."""
         self.trainer_version = 0
         self._window: list[dict[str, Tensor]] = []
         self._outputs: Any = None

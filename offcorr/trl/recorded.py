@@ -37,13 +37,3 @@ def score_unrecorded(
         if known is not None:
             rewards[i] = torch.tensor(known, dtype=rewards.dtype)
     return accelerator.gather(rewards)
-
-
-def check_recorded(recorded: Any, completions: int, functions: int) -> None:
-    """Raise ``ValueError`` unless there are, for each completion, None or as many rewards as functions."""
-    said = "rollout_func returned recorded_rewards"
-    if len(recorded) != completions:
-        raise ValueError(f"{said} for {len(recorded)} completions, expected {completions}, those of completion_ids")
-    for i, known in enumerate(recorded):
-        if known is not None and len(known) != functions:
-            raise ValueError(f"{said}[{i}] of {len(known)} numbers, expected {functions}: one for each reward function")

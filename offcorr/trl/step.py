@@ -14,7 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import offcorr
-from offcorr.batch import ABOVE_ZERO
+from offcorr.batch import ABOVE_ZERO, above_zero
 from offcorr.metrics import Max, Mean, Metrics
 from offcorr.stages.checks import outside, warn_once
 from offcorr.training import schedules
@@ -30,6 +30,19 @@ from offcorr.trl.config import PREFIX, monitor_options
 from offcorr.trl.resume import asked_for, cut_generation, differences, save_asked
 
 logger = logging.getLogger("offcorr")
+
+UNSCORED = (
+    "the sampler reported log-probs, and not one since the last log is a finite number: tokens without one count as if "
+    "engine and trainer agreed, so corrections of that mismatch do nothing, and its metrics are not logged. Check the "
+    "logprobs that rollout_func returns or the engine reports"
+)
+
+NO_ADVANTAGE = (
+    "no sequence since the last log has an advantage: the rewards of each prompt's completions are all equal, or NaN. "
+    "Metrics over tokens with an advantage (offcorr/loss/dropped, damped, amplified, multiplier_vs_ratio, ess_after) "
+    "have nothing to measure and are not logged. Check the reward functions, or take prompts that are neither always "
+    "nor never solved"
+)
 
 STATE_FILE = "offcorr_trainer.pt"
 """The file of a checkpoint folder with the state of the ``Step``."""
@@ -130,7 +143,8 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
     """Hand the metrics of ``args.log_metrics`` to TRL, to be logged; what TRL measured itself stands.
 
     The monitor reads them; where it stops the training, a checkpoint is saved and the loop ends after this step.
-    Warns once per run, on the main process, where the engine's log-probs since the last log are all NaN or infinite.
+    Warns once per run, on the main process, where the engine's log-probs since the last log are all NaN or infinite,
+    and once where no sequence had an advantage.
     """
     mode = "train" if trainer.model.training else "eval"
     choice = getattr(trainer.args, "log_metrics", "short")
@@ -143,14 +157,16 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
             trainer._metrics[mode][name] = [value]
     if step.monitor is not None and step.monitor.stopped and not trainer.control.should_training_stop:
         trainer.control.should_training_stop = trainer.control.should_save = True
-    if step.none_scored and not trainer._warned_unscored:
-        trainer._warned_unscored = True
-        warn_on_main(
-            trainer,
-            "the sampler reported log-probs, and not one since the last log is a finite number: tokens without one "
-            "count as if engine and trainer agreed, so metrics and corrections of that mismatch say nothing. Check "
-            "the logprobs that rollout_func returns or the engine reports",
-        )
+    if step.none_scored:
+        _warn_once_in_run(trainer, UNSCORED)
+    if step.none_advantaged and mode == "train":
+        _warn_once_in_run(trainer, NO_ADVANTAGE)
+
+
+def _warn_once_in_run(trainer: Any, message: str) -> None:
+    if message not in trainer._warned:
+        trainer._warned.add(message)
+        warn_on_main(trainer, message)
 
 
 def report_first_batch(trainer: Any, batch: offcorr.Batch, sampler: str) -> None:
@@ -178,16 +194,26 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     found = step.semantics(batch, trainer.temperature) if tests else None
     whose = "" if trainer.correction is not None else f"{trls_loss(trainer.args)}: "
     agreement = "" if found is None or found.wrong else f"; {found.sentence}"
+    if found is not None and found.kind == "unknown" and found.tokens:
+        agreement += ": this test is skipped, as it is made of a run's first batch alone"
     logger.warning("offcorr: %s%s; sampled by %s%s", whose, step.describe(batch), sampler, agreement)
     if found is None or not found.wrong:
         return ""
     refusal = "" if step.monitor is None else step.monitor.refusal(found)
     if not refusal and found.kind == "probabilities":
-        warn_once(ABOVE_ZERO.format("rollout_logp"))  # on a CPU the batch has said so
+        for name in _above_zero(batch):
+            warn_once(ABOVE_ZERO.format(name))  # on a CPU the batch has said so
     elif not refusal:
         mend = found.mend if step.monitor is None else step.monitor.mend(found)
         warnings.warn(f"in the first batch {found.sentence}: {mend}", stacklevel=outside())
     return refusal
+
+
+def _above_zero(batch: offcorr.Batch) -> list[str]:
+    """The fields whose log-probs are none."""
+    given = {name: getattr(batch, name) for name in ("logp", "old_logp", "rollout_logp")}
+    mask = batch.mask.bool()
+    return [name for name, values in given.items() if values is not None and above_zero(values.detach()[mask])]
 
 
 def trls_loss(args: Any) -> str:

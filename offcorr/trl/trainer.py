@@ -21,7 +21,6 @@ import offcorr
 from offcorr.metrics import Mean
 from offcorr.rollout.sampler import give_fused_head, in_mixed_precision
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.stages.checks import nearest, warn_once
 from offcorr.training.anchors import Anchor
 from offcorr.training.ess_lr import AUTO
 from offcorr.training.replica import base_of
@@ -31,7 +30,8 @@ from offcorr.trl.convex_kl import ConvexKL
 from offcorr.trl.dump import dump_padded, make_dumps, padded_ids
 from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
-from offcorr.trl.recorded import check_recorded, score_unrecorded
+from offcorr.trl.recorded import score_unrecorded
+from offcorr.trl.returned import SAMPLED, check_returned, check_rollout_func, column
 from offcorr.trl.sampling import distorting, distortion_warning
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
@@ -43,12 +43,6 @@ from offcorr.trl.step import (
     share_done,
     warn_on_main,
 )
-
-SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long, "origin": torch.long}
-"""The keys that a ``rollout_func`` may return beside TRL's; they travel with the batch to the loss."""
-
-KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "recorded_rewards", *SAMPLED)
-"""The keys of a ``rollout_func`` that the loss reads; TRL hands any other to the reward functions."""
 
 GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
 """TRL's methods of generation; a subclass with one of its own may report log-probs."""
@@ -94,7 +88,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         loss: offcorr.Correction | None = None,
         **kwargs: Any,
     ) -> None:
-        _refuse_class(kwargs.get("rollout_func"))
+        check_rollout_func(kwargs.get("rollout_func"))
         annealed = choose_correction(args, loss)
         check_skipping(args, annealed)
         self.correction_step = make_step(self, args, annealed)
@@ -110,7 +104,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._recorded_rewards: list[Any] | None = None
         self._groups_made = 0
         self._sampler: Any = None
-        self._warned_idle = self._warned_unscored = self._reported = False
+        self._warned_idle = self._reported = False
+        self._warned: set[str] = set()
+        """Warnings of the log that this run has given."""
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self._corrects:
             self._check_sources(self.args, self.rollout_func)
@@ -118,7 +114,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._check_ess_lr()
             self._take_over_vllm_correction()
         if self.rollout_func is not None:
-            _refuse_class(self.rollout_func)
+            check_rollout_func(self.rollout_func)
             if hasattr(self.rollout_func, "attach"):
                 self.rollout_func.attach(self)
             self._sampler = self.rollout_func
@@ -382,10 +378,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         output["generated_at"] = torch.full_like(row, self.state.global_step)
 
         for name, rows in self._sampled.items():
-            if _length(rows[0]) is not None:
-                output[name] = _padded(rows, width, SAMPLED[name], device)
-            else:
-                output[name] = torch.as_tensor(rows, dtype=SAMPLED[name], device=device)
+            output[name] = column(name, rows, width, device)
         if exchanges:
             output["place"] = row - first
             self._sampler.finished(inputs, output, self._rewards_per_function[first : first + ours], self)
@@ -426,43 +419,13 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _remember_sampled(self, rollout_func: Callable) -> Callable:
         def remembering(prompts: list, trainer: Any) -> Mapping[str, Any]:
             output = rollout_func(prompts, trainer)
-            if not isinstance(output, Mapping):
-                raise TypeError(
-                    f"rollout_func returned {_described(output)}, expected a dict with prompt_ids, completion_ids and "
-                    "logprobs"
-                )
-            for name in output:
-                if name not in KEYS and (near := nearest(name, KEYS)):
-                    warn_once(f"rollout_func returned the key {name!r}, which only a reward function may read{near}")
+            check_returned(output, prompts, trainer)
             self._sampled = {name: output[name] for name in SAMPLED if output.get(name) is not None}
-            if output.get("completion_ids") is not None:  # else TRL names it as missing
-                self._check_sampled(output)
             self._recorded_rewards = output.get("recorded_rewards")
             self._reports_logp = output.get("logprobs") is not None
             return {name: values for name, values in output.items() if name != "recorded_rewards"}
 
         return remembering
-
-    def _check_sampled(self, output: Mapping[str, Any]) -> None:
-        """One number for each token: TRL would pad a short row, and every log-prob after the gap would be off."""
-        wanted = [len(ids) for ids in output["completion_ids"]]
-        for name in ("logprobs", "env_mask", *SAMPLED):
-            if output.get(name) is not None:
-                _check_rows(name, output[name], wanted)
-        if output.get("recorded_rewards") is not None:
-            check_recorded(output["recorded_rewards"], len(wanted), len(self.reward_funcs))
-        if self._corrects and output.get("logprobs", 0) is None:
-            method = self.correction_step.correction.method
-            if "rollout_logp" in self.correction_step.correction.needs:
-                raise ValueError(
-                    f"rollout_func returned logprobs=None, but loss {method!r} compares with the engine's log-probs: "
-                    "return them, or take a loss that needs no engine"
-                )
-        if "old_logp" in self._sampled and self.tools:
-            raise ValueError(
-                "rollout_func returned old_logp and the trainer has tools: TRL then continues the completions by "
-                "itself, without old_logp. Call the tools inside rollout_func and return env_mask"
-            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Called on every start with the checkpoint to resume from; step and sampler keep their state there."""
@@ -602,52 +565,3 @@ def forward_arguments() -> frozenset[str]:
             if names and not any(name.kind is name.VAR_KEYWORD for name in names.values()):
                 return frozenset(names)
     raise RuntimeError("this TRL has no _get_per_token_logps_and_entropies")
-
-
-def _check_rows(name: str, rows: Any, wanted: list[int]) -> None:
-    """Raise ``ValueError`` where a ``rollout_func`` returned anything but one number for each token.
-
-    Args:
-        wanted: number of tokens of each completion.
-    """
-    said = f"rollout_func returned {name}"
-    if len(rows) != len(wanted):
-        raise ValueError(f"{said} for {len(rows)} completions, expected {len(wanted)}, those of completion_ids")
-    if name in ("rollout_version", "origin") and all(_length(row) is None for row in rows):
-        return  # one for all tokens of a completion
-    for i, (row, tokens) in enumerate(zip(rows, wanted, strict=True)):
-        values = row.tolist() if hasattr(row, "tolist") else row
-        if _length(values) != tokens:
-            found = repr(values) if _length(values) is None else f"{len(values)} numbers"
-            raise ValueError(
-                f"{said}[{i}] of {found}, expected {tokens}: one number for each token of completion_ids[{i}]"
-            )
-        for t, value in enumerate(values):
-            if type(value) is float or value is None or (hasattr(value, "__float__") and _length(value) is None):
-                continue
-            cure = "" if _length(value) is None else "; of several candidates, that of the sampled token"
-            raise ValueError(f"{said}[{i}][{t}] = {value!r}, expected a number{cure}")
-
-
-def _refuse_class(rollout_func: Any) -> None:
-    if isinstance(rollout_func, type):
-        name = rollout_func.__name__
-        raise TypeError(f"rollout_func is the class {name}, expected an instance: {name}(...)")
-
-
-def _described(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _length(value: Any) -> int | None:
-    """The length of a list, or of anything like one; None of a number and of text."""
-    try:
-        return None if isinstance(value, str) else len(value)
-    except TypeError:
-        return None
-
-
-def _padded(rows: list, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Ragged lists, one per completion, as [B, width], right-padded with 0; None (not known) becomes NaN."""
-    filled = [[*(torch.nan if x is None else x for x in row), *[0] * (width - len(row))] for row in rows]
-    return torch.tensor(filled, dtype=dtype, device=device)

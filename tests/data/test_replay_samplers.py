@@ -62,11 +62,19 @@ def test_samplers_that_report_engine_log_probs_alone(trained, sampler, settings)
     assert [int((generation["origin"] == 1).sum()) for generation in trainer.generations] == [0, 4, 4]
 
 
+@pytest.mark.parametrize("anchor", ["recomputed", "ewma"])
+def test_an_anchor_that_reads_no_recorded_log_probs_is_refused_when_the_trainer_is_made(make_trainer, anchor):
+    settings = {"anchor_kwargs": {"window": 2}} if anchor == "ewma" else {}
+    with pytest.raises(ValueError, match=f"Replay.* and anchor='{anchor}' does not read them: every ratio of a repl"):
+        make_trainer(rollout_func=Replay(OffPolicy(), 0.5), loss_type="minpro", anchor=anchor, **settings)
+    make_trainer(rollout_func=Replay(OffPolicy(), 0.0), loss_type="minpro", anchor=anchor, **settings)
+
+
 @pytest.mark.parametrize(
     ("sampler", "settings", "message"),
     [
-        (OffPolicy(), {"anchor": "recomputed"}, "under anchor='recomputed' and loss 'minpro' none would be read"),
-        (without("old_logp"), {"anchor": "recomputed"}, "returns logprobs of old_logp and logprobs"),
+        (without("old_logp"), {"anchor": "snapshot"}, "='snapshot' .*'minpro' read old_logp, .* returns logprobs:"),
+        (without("logprobs"), {"anchor": "rollout"}, "='rollout' .*'minpro' read logprobs, .* returns old_logp:"),
     ],
 )
 def test_log_probs_that_nothing_reads_are_refused(trained, sampler, settings, message):

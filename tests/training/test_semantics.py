@@ -176,6 +176,18 @@ def test_probabilities_are_named_and_nothing_else(with_entropy):
     assert result.kind == "probabilities" and "probabilities, it seems" in result.sentence and "log" in result.mend
 
 
+def test_probabilities_of_the_trainer_are_not_the_engines_fault():
+    logp, rollout_logp, mask, entropy = sampled()
+    result = logprob_semantics(logp.exp(), rollout_logp, mask, entropy=entropy)
+    assert result.kind == "probabilities" and "the trainer's log-probs (old_logp, if" in result.sentence
+
+
+def test_a_batch_without_valid_tokens_says_nothing_of_the_engine():
+    logp, rollout_logp, mask, _ = sampled()
+    sentence = logprob_semantics(logp, rollout_logp, torch.zeros_like(mask)).sentence
+    assert sentence == "no token is trained on: the mask is 0 everywhere"
+
+
 def test_what_differs_may_be_a_quantised_engine():
     assert "quantised" in found(noise=0.4).mend and found(noise=0.4).kind == "differs"
 

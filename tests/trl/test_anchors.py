@@ -237,12 +237,13 @@ def test_resume_gives_the_same_run(make_trainer, series, tmp_path):
 
 @pytest.fixture
 def versioned(replay):
-    """A version for each token: of the first step, but the last token's of the second."""
+    """A version for each token: of the first step, but the last token's of the second, once there has been one."""
     inner = replay()
 
     def rollout_func(prompts, trainer):
         output = inner(prompts, trainer)
-        output["rollout_version"] = [[0] * (len(ids) - 1) + [1] for ids in output["completion_ids"]]
+        newest = min(1, trainer.state.global_step)
+        output["rollout_version"] = [[0] * (len(ids) - 1) + [newest] for ids in output["completion_ids"]]
         return output
 
     return rollout_func
@@ -263,7 +264,7 @@ def test_log_linear_is_its_formula(make_trainer, versioned, proximal_lag):
         rollout, logp = inputs["sampling_per_token_logps"], batch.logp.detach()
         for row, length in enumerate(inputs["completion_mask"].sum(1).tolist()):
             for t in range(length):
-                behind = step - (1 if t == length - 1 else 0)
+                behind = step - (min(1, int(inputs["generated_at"][row])) if t == length - 1 else 0)
                 alpha = min(max((behind - proximal_lag) / behind, 0), 1) if behind > 0 else float(proximal_lag == 0)
                 alphas.add(alpha)
                 wanted = rollout[row, t] + alpha * (logp[row, t] - rollout[row, t])

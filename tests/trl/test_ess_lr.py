@@ -176,10 +176,15 @@ def test_one_stale_token_is_not_on_policy(make_trainer, replay, series):
     def rollout_func(prompts, trainer):
         output, now = inner(prompts, trainer), trainer.state.global_step
         output["rollout_version"] = [[now] * len(ids) for ids in output["completion_ids"]]
-        output["rollout_version"][-1][-1] = now - 1
         return output
 
-    trainer = make_trainer(Recording, rollout_func=rollout_func, **{**AUTO, "max_steps": 2})
+    class Stale(Recording):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            output["rollout_version"][-1, 0] -= 1  # at the first step, too, where no sampler could say so
+            return output
+
+    trainer = make_trainer(Stale, rollout_func=rollout_func, **{**AUTO, "max_steps": 2})
     trainer.train()
     assert series(trainer, "ess_base") == [1.0, 1.0]
     assert series(trainer, "lr_scale") == pytest.approx([trainer.ess(0), trainer.ess(1)], rel=1e-5)

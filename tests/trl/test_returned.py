@@ -1,0 +1,272 @@
+"""What a ``rollout_func`` may return, and what is refused of it: by key and place, before a loss is computed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from offcorr.rollout import OffPolicy
+from offcorr.stages.checks import warn_once
+from offcorr.trl import GRPOTrainer
+
+
+class Recording(GRPOTrainer):
+    """Keeps every batch that the loss was made of."""
+
+    def __init__(self, *args, **kwargs):
+        self.batches = []
+        super().__init__(*args, **kwargs)
+
+    def _batch(self, inputs, forward):
+        batch = super()._batch(inputs, forward)
+        self.batches.append(batch)
+        return batch
+
+
+@pytest.fixture
+def train(make_trainer, replay):
+    """``train(change, **settings)``: one step on the recorded completions, with ``change(output)`` made to them."""
+
+    def run(change, *keys, **settings):
+        inner = replay(*(keys or ("old_logp", "env_mask", "rollout_version")))
+
+        def rollout_func(prompts, trainer):
+            output = {name: [*rows] for name, rows in inner(prompts, trainer).items()}
+            return change(output) or output
+
+        settings = {"loss_type": "minpro", "max_steps": 1} | settings
+        trainer = make_trainer(Recording, rollout_func=rollout_func, **settings)
+        trainer.train()
+        return trainer
+
+    return run
+
+
+def put(name, value, *place):
+    """A change: ``value`` for what lies at ``place`` of a key: [i], [i][t], or all of it."""
+
+    def change(output):
+        if not place:
+            output[name] = value
+        elif len(place) == 1:
+            output[name][place[0]] = value
+        else:
+            output[name][place[0]] = [*output[name][place[0]]]
+            output[name][place[0]][place[1]] = value
+
+    return change
+
+
+def everywhere(name, value):
+    """A change: ``value`` for every token of a key."""
+
+    def change(output):
+        output[name] = [[value] * len(ids) for ids in output["completion_ids"]]
+
+    return change
+
+
+def one_row_less(name):
+    def change(output):
+        output[name].pop()
+
+    return change
+
+
+LOG_PROB = "expected a log-prob, which is at most 0"
+FINITE = "expected a finite log-prob"
+
+REFUSED = {
+    "mask of 2": (put("env_mask", 2, 0, 0), r"env_mask\[0\]\[0\] is 2, expected 0 or 1"),
+    "mask of .5": (everywhere("env_mask", 0.5), r"env_mask\[0\]\[0\] is 0.5, expected 0 or 1"),
+    "mask of -1": (put("env_mask", -1, 3, 1), r"env_mask\[3\]\[1\] is -1, expected 0 or 1"),
+    "mask of NaN": (put("env_mask", math.nan, 1, 0), r"env_mask\[1\]\[0\] is nan, expected 0 or 1"),
+    "mask of None": (put("env_mask", None, 1, 0), r"env_mask\[1\]\[0\] is None, expected 0 or 1"),
+    "infinite": (put("logprobs", math.inf, 2, 0), rf"logprobs\[2\]\[0\] is inf, {FINITE}, or None or NaN"),
+    "minus infinity": (put("logprobs", -math.inf, 2, 0), rf"logprobs\[2\]\[0\] is -inf, {FINITE}"),
+    "above 0": (put("logprobs", 0.002, 1, 0), rf"logprobs\[1\]\[0\] is 0.002, {LOG_PROB}"),
+    "old above 0": (put("old_logp", 0.5, 1, 0), rf"old_logp\[1\]\[0\] is 0.5, {LOG_PROB}"),
+    "old of NaN": (everywhere("old_logp", math.nan), rf"old_logp\[0\]\[0\] is nan, {FINITE}, .* env_mask 0"),
+    "old of None": (put("old_logp", None, 5, 0), rf"old_logp\[5\]\[0\] is None, {FINITE}"),
+    "old infinite": (put("old_logp", -math.inf, 5, 0), rf"old_logp\[5\]\[0\] is -inf, {FINITE}"),
+    "version ahead": (put("rollout_version", 99, 4), r"rollout_version\[4\] is 99, .* from 0 to 0, the trainer's step"),
+    "version below 0": (put("rollout_version", -5, 4), r"rollout_version\[4\] is -5, expected a whole number"),
+    "half a version": (put("rollout_version", 0.5, 4), r"rollout_version\[4\] is 0.5, expected a whole number"),
+    "version in text": (put("rollout_version", "new", 0), r"rollout_version\[0\] is 'new', expected a whole number"),
+    "no version": (put("rollout_version", None, 0), r"rollout_version\[0\] is None, expected a whole number"),
+    "one version": (put("rollout_version", 0), "rollout_version is 0, expected a list .* each of the 8 completions"),
+    "version of a token": (
+        lambda output: {**output, "rollout_version": [[0] * (len(ids) - 1) + [3] for ids in output["completion_ids"]]},
+        r"rollout_version\[0\]\[\d\] is 3, expected a whole number",
+    ),
+    "origin of 7": (put("origin", [7] * 8), r"origin\[0\] is 7, expected an index .*ORIGINS: 0 for 'fresh', 1 for 'r"),
+    "origin of -1": (put("origin", [0] * 7 + [-1]), r"origin\[7\] is -1, expected an index"),
+    "origin in text": (put("origin", ["fresh"] * 8), r"origin\[0\] is 'fresh', expected an index"),
+    "one origin": (put("origin", 1), "origin is 1, expected a list with one entry for each of the 8 completions"),
+    "one reward": (put("recorded_rewards", 1.0), "recorded_rewards is 1.0, expected a list with one entry"),
+    "plain rewards": (put("recorded_rewards", [1.0] * 8), r"recorded_rewards\[0\] is 1.0, expected None or a list"),
+    "reward in text": (put("recorded_rewards", [["a"]] * 8), r"recorded_rewards\[0\]\[0\] is 'a', expected a number"),
+    "one log-prob": (put("logprobs", -1.0), "logprobs is -1.0, expected a list with one entry"),
+    "foreign token": (put("completion_ids", 99, 3, 1), r"completion_ids\[3\]\[1\] is 99, .* token id from 0 to 22, .*"),
+    "negative token": (put("completion_ids", -1, 3, 1), r"completion_ids\[3\]\[1\] is -1, expected a token id"),
+    "token in text": (put("completion_ids", "a", 3, 1), r"completion_ids\[3\]\[1\] is 'a', expected a token id"),
+    "foreign prompt": (put("prompt_ids", 99, 3, 1), r"prompt_ids\[3\]\[1\] is 99, expected a token id"),
+    "nothing said": (put("completion_ids", [], 6), r"completion_ids\[6\] is empty, expected at least one token id"),
+    "no completions": (put("completion_ids", None), "completion_ids is None, expected a list of token ids for each"),
+    "prompts": (one_row_less("prompt_ids"), "returned prompt_ids for 7 completions, expected 8, one for each of the p"),
+    "completions": (one_row_less("completion_ids"), "returned completion_ids for 7 completions, expected 8, one for"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(train, name):
+    change, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        train(change)
+    assert str(caught.value).startswith("rollout_func") and caught.traceback[-1].path.name == "returned.py"
+
+
+@pytest.mark.parametrize("unknown", [math.nan, None])
+def test_no_log_prob_of_the_engine_at_all(train, unknown):
+    """A loss that compares with the engine would not correct anything."""
+    with pytest.raises(
+        ValueError, match=r"logprobs that are NaN or None for all \d+ tokens .*loss 'tis' compares with"
+    ):
+        train(everywhere("logprobs", unknown), loss_type="tis")
+
+
+def test_what_is_not_read_is_not_refused(train):
+    """A single token without the engine's log-prob; old_logp that nobody reads, or that is masked."""
+    train(put("logprobs", None, 0, 0), loss_type="tis")
+    train(everywhere("old_logp", math.nan), loss_type="minpro", anchor="rollout")
+    masked = train(put("old_logp", math.nan, 0, 1))  # env_mask is 0 there
+    assert all(batch.old_logp[batch.mask].isfinite().all() for batch in masked.batches)
+    demonstrations = train(lambda output: {**everywhere_nan(output), "origin": [2] * 8}, loss_type="tis", monitor="off")
+    assert all(batch.old_logp.isfinite().all() for batch in demonstrations.batches)
+
+
+def everywhere_nan(output):
+    unknown = [[math.nan] * len(ids) for ids in output["completion_ids"]]
+    return {**output, "old_logp": unknown, "logprobs": unknown}
+
+
+def test_a_batch_without_a_token_to_train_on(train, caplog):
+    """It has loss 0, and the run's first line does not put that on the engine."""
+    warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="env_mask is 0 for every token of 8 completions: none is trained on"):
+        train(everywhere("env_mask", 0))
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
+    assert said.endswith("no token is trained on: the mask is 0 everywhere") and "reported no log-probs" not in said
+
+
+def test_a_rollout_func_is_callable(make_trainer):
+    with pytest.raises(TypeError, match="rollout_func is 'offpolicy', expected a function of prompts and trainer, or"):
+        make_trainer(loss_type="minpro", rollout_func="offpolicy")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda ids: [1] * len(ids),
+        lambda ids: [True] * len(ids),
+        lambda ids: torch.ones(len(ids)),
+        lambda ids: torch.ones(len(ids)).bool(),
+    ],
+)
+def test_masks_of_any_kind(train, rows):
+    train(lambda output: {**output, "env_mask": [rows(ids) for ids in output["completion_ids"]]})
+
+
+def test_a_sampler_that_returns_no_logprobs(make_trainer, replay):
+    def rollout_func(prompts, trainer):
+        return {**replay()(prompts, trainer), "logprobs": None}
+
+    make_trainer(loss_type="minpro", rollout_func=rollout_func, max_steps=1).train()
+    with pytest.raises(ValueError, match="returned logprobs=None, but loss 'tis' compares with the engine's"):
+        make_trainer(loss_type="tis", rollout_func=rollout_func).train()
+
+
+ROWS = r"for each token of completion_ids\[1\]"
+
+
+@pytest.mark.parametrize("loss_type", ["minpro", "dapo"])
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("logprobs", lambda row: row[1:], r"returned logprobs\[1\] of . numbers, expected .: one number " + ROWS),
+        ("old_logp", lambda row: row[1:], r"returned old_logp\[1\] of . numbers, expected .: one number " + ROWS),
+        ("old_logp", lambda row: [*row, -1.0], r"returned old_logp\[1\] of . numbers, expected .: one number " + ROWS),
+        ("old_logp", lambda row: -1.0, r"returned old_logp\[1\] of -1.0, expected .: one number " + ROWS),
+        ("env_mask", lambda row: row[1:], r"returned env_mask\[1\] of . numbers, expected .: one number " + ROWS),
+        ("logprobs", lambda row: [[x] for x in row], r"logprobs\[1\]\[0\] = \[-.*\], expected a number; of several"),
+        ("logprobs", lambda row: ["a" for x in row], r"logprobs\[1\]\[0\] = 'a', expected a number"),
+        ("logprobs", torch.tensor, None),
+        ("old_logp", torch.tensor, None),
+    ],
+)
+def test_every_token_has_its_number(make_trainer, replay, name, change, message, loss_type):
+    """A row that is too short would be padded with zeros, which are log-probs of certainty."""
+    inner = replay("old_logp", "env_mask")
+
+    def rollout_func(prompts, trainer):
+        output = inner(prompts, trainer)
+        output[name][1:] = map(change, output[name][1:])
+        return output
+
+    trainer = make_trainer(Recording, loss_type=loss_type, rollout_func=rollout_func, max_steps=1)
+    if message is None:
+        trainer.train()
+        column = {"logprobs": "rollout_logp"}.get(name, name)
+        assert all(getattr(batch, column)[batch.mask].max() < 0 for batch in trainer.batches)
+        return
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+@pytest.mark.parametrize(("returned", "said"), [(None, "None"), ([1], "a list")])
+@pytest.mark.parametrize("loss_type", ["minpro", "dapo"])
+def test_a_rollout_func_returns_a_dict(make_trainer, returned, said, loss_type):
+    trainer = make_trainer(loss_type=loss_type, rollout_func=lambda prompts, trainer: returned, max_steps=1)
+    with pytest.raises(TypeError, match=f"rollout_func returned {said}, expected a dict with prompt_ids, completion"):
+        trainer.train()
+
+
+def test_a_rollout_func_is_no_class(make_trainer):
+    with pytest.raises(TypeError, match=r"rollout_func is the class OffPolicy, expected an instance: OffPolicy\(...\)"):
+        make_trainer(loss_type="minpro", rollout_func=OffPolicy)
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("old_logps", "did you mean 'old_logp'"),
+        ("mask", "did you mean 'env_mask'"),
+        ("rollout_logp", "did you mean 'logprobs'"),
+        ("image", None),
+        ("answer", None),
+    ],
+)
+def test_a_misspelt_key_of_a_rollout_func_is_named(make_trainer, replay, key, known):
+    def rollout_func(prompts, trainer):
+        output = replay()(prompts, trainer)
+        return {**output, key: [[1] * len(ids) for ids in output["completion_ids"]]}
+
+    warn_once.cache_clear()
+    trainer = make_trainer(loss_type="minpro", anchor="rollout", rollout_func=rollout_func, max_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(w.message) for w in caught if "rollout_func returned the key" in str(w.message)]
+    assert len(said) == (known is not None) and all(f"{key!r}" in message and known in message for message in said)
+
+
+def test_every_completion_has_its_row(make_trainer, replay):
+    def rollout_func(prompts, trainer):
+        output = replay("rollout_version")(prompts, trainer)
+        return {**output, "rollout_version": output["rollout_version"][1:]}
+
+    with pytest.raises(ValueError, match="returned rollout_version for 7 completions, expected 8, those of completion"):
+        make_trainer(loss_type="minpro", rollout_func=rollout_func).train()
