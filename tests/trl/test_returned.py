@@ -87,7 +87,7 @@ REFUSED = {
     "mask of None": (put("env_mask", None, 1, 0), r"env_mask\[1\]\[0\] is None, expected 0 or 1"),
     "infinite": (put("logprobs", math.inf, 2, 0), rf"logprobs\[2\]\[0\] is inf, {FINITE}, or None or NaN"),
     "minus infinity": (put("logprobs", -math.inf, 2, 0), rf"logprobs\[2\]\[0\] is -inf, {FINITE}"),
-    "above 0": (put("logprobs", 0.002, 1, 0), rf"logprobs\[1\]\[0\] is 0.002, {LOG_PROB}"),
+    "above 0": (put("logprobs", 0.02, 1, 0), rf"logprobs\[1\]\[0\] is 0.02, {LOG_PROB}"),
     "old above 0": (put("old_logp", 0.5, 1, 0), rf"old_logp\[1\]\[0\] is 0.5, {LOG_PROB}"),
     "old of NaN": (everywhere("old_logp", math.nan), rf"old_logp\[0\]\[0\] is nan, {FINITE}, .* env_mask 0"),
     "old of None": (put("old_logp", None, 5, 0), rf"old_logp\[5\]\[0\] is None, {FINITE}"),
