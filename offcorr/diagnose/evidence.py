@@ -220,6 +220,11 @@ class Evidence:
         return _split_half(self.ids, self.d, half)
 
     @cached_property
+    def weights(self) -> Integers:
+        """[sequences] equal where the same weights sampled, as far as the version, or else the step, says."""
+        return np.unique([_weights(record) for record in self.records], return_inverse=True)[1].astype(np.int64)
+
+    @cached_property
     def same_context(self) -> tuple[Floats, Floats]:
         """Spreads of the trainer's and of the sampler's log-probs, as logged, of one token after one prompt and prefix.
 
@@ -264,8 +269,11 @@ def _contexts(records: Sequence[Record]) -> NDArray[np.uint64]:
 
 def _head(record: Record) -> bytes:
     """A hash of the prompt and of the weights of ``old_logp``: the version that sampled, or else the step."""
-    version = record.step if record.rollout_version is None else np.asarray(record.rollout_version).flat[0]
-    return hashlib.blake2b(record.prompt_ids.tobytes() + f"{version}".encode(), digest_size=8).digest()
+    return hashlib.blake2b(record.prompt_ids.tobytes() + _weights(record).encode(), digest_size=8).digest()
+
+
+def _weights(record: Record) -> str:
+    return f"{record.step if record.rollout_version is None else np.asarray(record.rollout_version).flat[0]}"
 
 
 DEEPEST = 32

@@ -7,11 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES
-from offcorr.diagnose.causes.policies import VERSIONS
+from offcorr.diagnose.causes.policies import VERSIONS, repeatable
 from offcorr.diagnose.evidence import Evidence
-
-FEWEST = 6
-"""Tokens of repeated contexts that the test for dropout needs."""
 
 
 def lacking(evidence: Evidence, fields: Iterable[str]) -> list[str]:
@@ -37,7 +34,7 @@ trainer_version, or give --model'
             "whether the tokens were drawn at another temperature, or from fewer tokens (top_p, top_k), than both "
             "sides' log-probs say. To find out, log entropy: the trainer's, of each token's distribution"
         )
-    if "dropout" not in named and len(evidence.same_context[0]) < FEWEST:
+    if "dropout" not in named and not repeatable(evidence):
         said.append(f"whether the trainer's dropout is on. To find out, {_repeated_contexts(evidence)}")
     for cause in CAUSES.values():
         for other in cause.not_told_from if cause.id in named else ():

@@ -61,6 +61,14 @@ def test_two_causes_at_once_are_both_named(pair):
     assert set(pair) <= found
 
 
+def test_a_placeholder_of_zero_is_taken_away_where_the_token_is_likely_too():
+    def zeros(columns, world):
+        columns["rollout_logp"][world.rng.random(columns["rollout_logp"].shape) < 0.05] = 0.0
+
+    found = diagnose(simulated.World(edits=[zeros]).records()).causes
+    assert [finding.cause for finding in found] == ["sentinel"]
+
+
 def test_without_entropy_a_temperature_is_not_taken_for_something_else():
     assert diagnose(world("temperature", entropy=False).records()).verdict in ("temperature", "unknown")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
-from offcorr.diagnose.causes.policies import FAR, WEIGHTS, noise, older
+from offcorr.diagnose.causes.policies import FAR, WEIGHTS, noise, older, repeatable
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.evidence import Estimate, Evidence
 
@@ -137,9 +137,9 @@ class ChatTemplate(Cause):
                 f"the relative difference |d| / (1 - p) is {np.exp(first):.0f} times larger at the first token of the "
                 "completions than at a typical one, as where the text just before it differs",
             )
-        repeatable = len(evidence.same_context[0]) >= 6  # else it may be dropout; without entropy, a temperature
         other = noise(evidence) and profile.mean > FAR and not older(evidence)
-        if other and repeatable and first > -1 and evidence.entropy is not None:
+        # Without repeated contexts it may be dropout, without entropy a temperature.
+        if other and repeatable(evidence) and first > -1 and evidence.entropy is not None:
             return Found(
                 profile.mean,
                 float(profile.size.std() / np.sqrt(len(profile))),
@@ -195,6 +195,8 @@ class TruncatedPrompt(Cause):
             )
         decay = _decay(profile)
         if decay.value < 0.4 or decay.z < 4 or profile.mean < WEIGHTS or evidence.by_token_id.value > 0.5:
+            return None
+        if not repeatable(evidence):  # dropout of the attention weights fades, too
             return None
         return Found(
             decay.value,

@@ -6,6 +6,8 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.profile import Profile
+from offcorr.diagnose.causes.sampling import away, power
+from offcorr.diagnose.causes.values import GROSS
 from offcorr.diagnose.evidence import SAME, Evidence
 
 WEIGHTS = 0.03
@@ -17,6 +19,8 @@ SHARED = 0.35
 FAR = 0.15
 """Mean |d| / (1 - p) above which precision is no explanation."""
 
+REPEATED = 6
+"""Tokens after contexts that were scored more than once, which a test for dropout needs."""
 
 VERSIONS = ("rollout_version", "trainer_version")
 
@@ -80,7 +84,7 @@ class Dropout(Cause):
 
     def found(self, evidence: Evidence) -> Found | None:
         trainer, sampler = evidence.same_context
-        if len(trainer) < 6 or evidence.gap < SAME:
+        if len(trainer) < REPEATED or evidence.gap < SAME:
             return None
         spread, other = float(trainer.mean()), float(sampler.mean())
         least = max(0.02, 0.15 * Profile.of(evidence).mean)  # a forward pass in bf16 depends on its batch by less
@@ -111,7 +115,9 @@ class MoERouting(Cause):
             return None
         heavy = profile.mean / max(profile.median, 1e-9)
         first, _, _ = profile.level(0, 1)
-        if heavy < 5 or profile.smoothness > 0.75 or first > 2 or profile.median > 0.02:
+        # Other experts for one token also move those after it, by less; other tokens make those after them unlikely.
+        smooth = profile.smoothness > 0.75 and (profile.tail < 5 or float(evidence.size.max()) > GROSS)
+        if heavy < 5 or smooth or first > 2 or profile.median > 0.02:
             return None
         return Found(
             heavy,
@@ -160,6 +166,8 @@ class WeightsSwapped(Cause):
         typical = float(np.median(rise))
         agree = float((np.sign(rise) == np.sign(typical)).mean())
         if abs(typical) < 1.1 or agree < 0.85 or np.median(place) < 4 or np.median(sharp) < 0.6:
+            return None
+        if typical < 0 and noise(evidence) and not repeatable(evidence):  # another context fades, too, as does dropout
             return None
         first, gain = profile.level(0, 4)[0], float(np.median(split.gain[large]))
         if typical < 0 and abs(typical) < 2.2 and first > 0.5:  # another context fades, too, by token id unlike weights
@@ -229,12 +237,27 @@ def noise(evidence: Evidence) -> bool:
     return bool(drift.value + 1.5 * drift.error < SHARED)
 
 
+def repeatable(evidence: Evidence) -> bool:
+    """Whether enough tokens were scored twice after one context to tell dropout from what is the same each time."""
+    return len(evidence.same_context[0]) >= REPEATED
+
+
+def _two_policies(evidence: Evidence) -> bool:
+    """Whether nothing speaks against two deterministic policies: no dropout, mean ratio 1, no change of temperature."""
+    identity = evidence.ratio_identity
+    if not repeatable(evidence) or abs(identity.value - 1) > 6 * identity.error:
+        return False
+    return evidence.with_entropy is not None or not away(power(evidence).power)
+
+
 def _other_weights(evidence: Evidence) -> Found | None:
     profile = Profile.of(evidence)
     if evidence.gap < evidence.floor or profile.mean < WEIGHTS or (noise(evidence) and not older(evidence)):
         return None
     drift = evidence.by_token_id
     shared = drift.value >= SHARED
+    if not shared and not older(evidence) and not _two_policies(evidence):
+        return None
     said = (
         f"; the mean d of each token id in one half of the sequences correlates by {drift.value:.2f} with that in the "
         "other half, so d is no noise"
@@ -260,6 +283,10 @@ class PrecisionOf(Cause):
         "engine's precision (vLLM: dtype=), at least that of the output head"
     )
     not_told_from = (
+        Alternative(
+            "keys and values that are cached in a lower precision",
+            "compare with a run whose cache has the model's precision (vLLM: kv_cache_dtype='auto')",
+        ),
         Alternative("weights that are a little older", "give --model", fields=VERSIONS, settled=same_version),
     )
 
@@ -267,6 +294,8 @@ class PrecisionOf(Cause):
         profile = Profile.of(evidence)
         largest = FAR if noise(evidence) and not older(evidence) else WEIGHTS
         if evidence.gap < evidence.floor or profile.mean >= largest or len(profile) < 8:
+            return None
+        if profile.median < 0.01 * profile.mean:  # rounding leaves no sequence as it is
             return None
         size = "no more than rounding makes"
         if profile.mean >= WEIGHTS:
@@ -297,7 +326,7 @@ class PolicyUpdates(Cause):
         if moved < 10 * SAME or moved < 0.2 * evidence.gap:
             return None
         spread = evidence.same_context[0]
-        if len(spread) >= 6 and spread.mean() > max(0.02, 0.1 * moved):  # each forward pass differs
+        if len(spread) >= REPEATED and spread.mean() > max(0.02, 0.1 * moved):  # each forward pass differs
             return None
         share = moved / (moved + evidence.gap)
         return Found(

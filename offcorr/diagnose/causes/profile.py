@@ -27,6 +27,7 @@ class Profile:
         position, sequence: [N] of each token.
         prompt: [sequences] lengths of the prompts.
         prompts: [sequences] equal for equal prompts.
+        weights: [sequences] equal where the same weights sampled, as far as is logged.
         gaps: [sequences] mean size; NaN without a token.
     """
 
@@ -35,6 +36,7 @@ class Profile:
     sequence: Integers
     prompt: Integers
     prompts: Integers
+    weights: Integers
 
     @classmethod
     def of(cls, evidence: Evidence) -> Profile:
@@ -47,6 +49,7 @@ class Profile:
             evidence.sequence[chosen],
             np.array([len(record.prompt_ids) for record in evidence.records]),
             np.array([zlib.crc32(record.prompt_ids.tobytes()) for record in evidence.records]),
+            evidence.weights,
         )
 
     def __len__(self) -> int:
@@ -89,8 +92,9 @@ class Profile:
     def whole(self) -> tuple[float, float]:
         """Share of the sequences that agree as a whole, and how often their prompts are longer than the others'.
 
-        The second is the probability that the longer prompt of one of each kind is that of the one that agrees; NaN
-        where fewer than a tenth of the sequences are of one kind, or the others agree at their beginning.
+        The second is the probability that the longer prompt of one of each kind, sampled with the same weights, is that
+        of the one that agrees; NaN where fewer than a tenth of the sequences are of one kind, the others agree at their
+        beginning, or no weights sampled both kinds: then the weights decide, and not the prompts.
         """
         known = np.flatnonzero(~np.isnan(self.gaps))
         quiet = self.gaps[known] < 0.02 * self.mean
@@ -99,8 +103,11 @@ class Profile:
         share = float(quiet.mean()) if len(quiet) else 0.0
         if not 0.1 <= share <= 0.9 or len(begins) < 8 or np.median(begins) < 0.02 * self.mean:
             return share, np.nan
-        ours, others = self.prompt[known[quiet]][:, None], self.prompt[known[~quiet]][None]
-        return share, float((ours > others).mean() + 0.5 * (ours == others).mean())
+        together = self.weights[known[quiet]][:, None] == self.weights[known[~quiet]][None]
+        if not together.any():
+            return share, np.nan
+        longer = np.sign(self.prompt[known[quiet]][:, None] - self.prompt[known[~quiet]][None])[together]
+        return share, float(0.5 + 0.5 * longer.mean())
 
     @cached_property
     def longest_of_batch(self) -> tuple[int, float]:
@@ -120,6 +127,12 @@ class Profile:
             found[size] = float((quiet == (self.prompt == longest[rows]))[known].mean())
         best = max(found, key=found.__getitem__)
         return best, found[best]
+
+    @cached_property
+    def tail(self) -> float:
+        """Mean over median size of the tokens that differ at all; two policies leave 1 to 3."""
+        differ = self.size[self.size > 0.01 * self.mean]
+        return float(differ.mean() / np.median(differ)) if len(differ) else 1.0
 
     @cached_property
     def smoothness(self) -> float:

@@ -86,14 +86,14 @@ def power(evidence: Evidence) -> Power:
     slope, residual, weights = _robust([t, *context], d)
     error = np.sqrt(np.square(within * residual * weights).sum()) / max((np.square(within) * weights).sum(), 1e-12)
     estimate = Estimate(1 - float(slope[0]), float(error))
-    if h is not None and _away(estimate):
+    if h is not None and away(estimate):
         p = np.exp(np.minimum(t, 0))
         _, residual, weights = _robust([a * b for a in context for b in (np.ones_like(t), t, p, p * p)], residual)
     left, spread = ((np.abs(values) * weights).mean() for values in (residual, without))
     return Power(estimate, 1 - float(left / max(spread, 1e-12)) ** 2, d - residual)
 
 
-def _away(power: Estimate) -> bool:
+def away(power: Estimate) -> bool:
     """Whether a power is not 1."""
     return abs(power.value - 1) >= max(0.02, SIGNIFICANT * power.error)
 
@@ -156,7 +156,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     # Without entropy, noise in the trainer's log-probs looks like a temperature of the sampler above the trainer's.
     likely = sampled_by_trainer or fit.power.value > 1
     needed = 0.5 if evidence.with_entropy is evidence or not likely else 0.25
-    if fit.explained < needed or not _away(fit.power) or not 0.35 < fit.power.value < 5:
+    if fit.explained < needed or not away(fit.power) or not 0.35 < fit.power.value < 5:
         return None
     below = float(np.maximum(-evidence.d, 0).mean())
     above = float(np.maximum(evidence.d, 0).mean())

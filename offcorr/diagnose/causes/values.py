@@ -27,6 +27,7 @@ class Sentinel(Cause):
             odd, value = (odd | alone, value if odd.sum() > alone.sum() else 0.0)
         if odd.sum() < FEWEST:
             return None
+        values, times = np.unique(evidence.sampler[odd], return_counts=True)  # taken away at likely tokens, too
         share = float(odd.mean())
         return Found(
             share,
@@ -35,7 +36,7 @@ class Sentinel(Cause):
             float(odd.sum()) / FEWEST,
             f"{odd.sum()} of {len(evidence)} tokens have a value from the sampler that cannot be their log-prob, most "
             f"often {value:g}",
-            evidence.keep(~odd),
+            evidence.keep(~(odd | np.isin(evidence.sampler, values[times >= FEWEST]))),
         )
 
 
