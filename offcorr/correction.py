@@ -449,11 +449,10 @@ def _reference(
     loss, coefficient = -scale * gate.surrogate, -scale * gate.derivative
     finite = tokens.trainable & pointwise.finite(loss + coefficient)
     nonfinite = tokens.mask & ~finite
-    if (plan.strict or not batch.logp.is_cuda) and not torch.compiler.is_compiling():  # looking synchronises
+    if plan.strict and nonfinite.any():  # looking synchronises
         made = tokens.trainable & ~finite
         if made.any():
-            _name_the_stage(plan, tokens, made, controllers)
-    if plan.strict and nonfinite.any():
+            raise ValueError(_made_by(plan, tokens, made, controllers))
         row, place = nonfinite.nonzero()[0].tolist()
         raise ValueError(
             f"{int(nonfinite.sum())} valid tokens gave no finite number to train on, the first at sequence "
@@ -476,18 +475,13 @@ def _reference(
     return loss.sum(), batch.repack(coefficient), data
 
 
-def _name_the_stage(plan: Plan, tokens: Tokens, made: Tensor, controllers: Sequence[str]) -> None:
-    """Warns once, or raises if strict, of the stage that ``made`` NaN or infinity of fields that are finite."""
+def _made_by(plan: Plan, tokens: Tokens, made: Tensor, controllers: Sequence[str]) -> str:
+    """The stage that ``made`` NaN or infinity of fields that are finite, and where."""
     row, place = made.nonzero()[0].tolist()
     maker = maker_of_nonfinite(plan, tokens, row, place, controllers)
-    if plan.strict:
-        raise ValueError(
-            f"{maker}, at sequence {row}, position {place}, the first of {int(made.sum())} valid tokens whose logp, "
-            "old_logp and advantage are finite"
-        )
-    warn_once(
-        f"{maker}, at tokens whose logp, old_logp and advantage are finite; their loss and gradient are set to 0. "
-        "strict=True raises"
+    return (
+        f"{maker}, at sequence {row}, position {place}, the first of {int(made.sum())} valid tokens whose logp, "
+        "old_logp and advantage are finite"
     )
 
 

@@ -126,9 +126,7 @@ def logarithm(log_ratio, advantage):
 
 
 def test_a_gate_that_makes_nan_is_named():
-    offcorr.testing.warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="Mine.surrogate gave nan, at tokens whose logp, old_logp and adv"):
-        out = gate(logarithm)(BATCH)
+    out = gate(logarithm)(BATCH)
     with pytest.warns(RuntimeWarning, match="24 valid tokens .*or made by a stage"):
         out.metrics.compute()
     with pytest.raises(ValueError, match="Mine.surrogate gave nan, at sequence 0, position 0, the first of 24 valid"):

@@ -640,9 +640,8 @@ def test_a_configuration_of_what_was_found_is_plain():
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (1, 1)])
 def test_a_number_is_no_vector(shape):
-    said = (
-        rf"Clip: eps_low has shape \({', '.join(map(str, shape))},?\), expected a finite number >= 0, or a 0-dim tensor"
-    )
+    shown = ", ".join(map(str, shape))
+    said = rf"Clip: eps_low has shape \({shown},?\), expected a finite number >= 0 and <= 1, or a 0-dim tensor"
     with pytest.raises(ValueError, match=said):
         gates.Clip(torch.zeros(shape))
 

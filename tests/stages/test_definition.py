@@ -105,7 +105,6 @@ RULE = {"rule": staticmethod(lambda value: (ops.exp(value), value == value))}
             {**SURROGATE, "detach": True},
             "Mine.detach is True, which nothing reads, did you mean 'detached'",
         ),
-        (gates.Gate, {**SURROGATE, "x": 1.0}, "Mine.x is 1.0, which nothing reads; a number of its own is a field, x:"),
         (gates.Gate, {**SURROGATE, "detached": 1}, "Mine.detached is 1, expected True or False"),
         (gates.Gate, {**SURROGATE, "log_limit": -3.0}, "Mine.log_limit is -3.0, expected a number of nats above 0"),
         (gates.Gate, {**SURROGATE, "to_config": {}}, "Mine.to_config is {}, expected a method"),

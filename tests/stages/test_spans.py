@@ -79,7 +79,7 @@ def test_a_span_that_changes_the_shape():
     spans.register("test_summed")(lambda x, rows: x.sum(1))
     try:
         stage = type("Summed", (ratios.Ratio,), {"span": "test_summed", "__module__": __name__})()
-        with pytest.raises(ValueError, match=r"span 'test_summed' returned \(7,\), expected \(7, 12\)"):
+        with pytest.raises(ValueError, match=r"span 'test_summed' of Summed returned \(7,\), expected \(7, 12\)"):
             offcorr.Correction(ratio=stage)(testing.example())
     finally:
         spans.unregister("test_summed")
