@@ -33,7 +33,7 @@ from offcorr.lab.text import duration
 DEVELOPMENT = {"architectures": ("llama", "mixtral", "gpt2"), "seeds": (0, 1)}
 LOOKED_AT = {
     "architectures": ("llama", "qwen2", "qwen3", "gpt_neox", "gpt2", "mixtral", "qwen3_moe", "toy", "random"),
-    "seeds": (0, 1, 2, 3, 6, 9, 12, 20, 21, 22, 30, 31, 32, 40, 70, 71, 72, 73, 74),
+    "seeds": (*(0, 1, 2, 3, 6, 9, 12, 20, 21, 22, 30, 31, 32, 40), *range(70, 75), 80, 81, *range(83, 87)),
 }
 HELD_OUT = {"architectures": ("qwen3", "qwen3_moe", "gpt_neox"), "seeds": (50, 51, 52)}
 SIZES = (32, 16, 8)

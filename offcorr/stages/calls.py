@@ -44,12 +44,14 @@ def called(what: str, function: Callable[..., Any], inputs: Sequence[Any]) -> An
 def check_values(what: str, values: Any, gives: Sequence[str], like: Tensor) -> None:
     """Raise TypeError unless ``values`` are those that ``gives`` names, each of the shape and dtype of ``like``.
 
-    One value stands by itself, two in a tuple; "kept" is bool.
+    One value stands by itself, two in a tuple, whose second may be a plain number; "kept" is bool.
     """
     if len(gives) > 1 and (type(values) is not tuple or len(values) != len(gives)):
         came = f"{len(values)} values" if type(values) is tuple else f"a {type(values).__name__}"
         raise TypeError(f"{what} returned {came}, expected a tuple of two values: {' and '.join(gives)}")
     for name, value in zip(gives, values if len(gives) > 1 else (values,), strict=True):
+        if name != gives[0] and isinstance(value, int | float):
+            continue  # the same for every token
         dtype = torch.bool if name == "kept" else like.dtype
         if not isinstance(value, Tensor):
             raise TypeError(

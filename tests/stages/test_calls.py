@@ -84,6 +84,22 @@ def test_an_error_of_a_stage_begins_with_class_and_attribute(loss_fn, message):
         loss_fn(BATCH)
 
 
+def test_a_slope_a_derivative_and_kept_may_be_plain_numbers():
+    """The same for every token."""
+
+    def linear(log_ratio, advantage):
+        return log_ratio * advantage, 1.0
+
+    def spread(log_ratio, advantage):
+        return log_ratio * advantage, ops.zeros_like(log_ratio) + 1
+
+    def factor(value):
+        return ops.exp(value), True
+
+    torch.testing.assert_close(gate(linear)(BATCH).coefficient, gate(spread)(BATCH).coefficient)
+    assert weight(factor)(BATCH).loss.isfinite()
+
+
 def test_an_error_that_is_not_the_functions_is_passed_on():
     def interrupted(value):
         raise torch.OutOfMemoryError("none left")
