@@ -1183,7 +1183,7 @@ MUTATIONS = [
     Mutation(
         "closed loop: aggregation left in",
         CLOSED,
-        "return loss_fn(batch, denominator=denominator).coefficient * -constant",
+        "return loss_fn.coefficient(batch, denominator) * -constant",
         "return -loss_fn(batch, denominator=denominator).coefficient",
         f"{IN_LOOP}::test_the_constants_of_the_aggregation_are_divided_out",
     ),
