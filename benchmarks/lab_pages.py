@@ -28,7 +28,7 @@ ARENAS = (
     *("arena", "arena_more", "arena_lam", "arena_mu_grpo"),
     *("arena_int4", "arena_lag_4", "arena_lag_0"),
 )
-RESULTS = ("exact", "loop", "loop_long", "loop_variants", *ARENAS)
+RESULTS = ("exact", "loop", "loop_long", "loop_variants", *ARENAS, "arena_ess")
 OWN = "near_overlap"
 LEVEL = 2.0
 """Standard errors of a paired difference within which two methods are said to be level."""
@@ -280,6 +280,13 @@ def lam() -> list[Row]:
     return rows
 
 
+def ess() -> list[Row]:
+    """Methods with and without the ESS-scaled learning rate, in runs of one processor."""
+    rows = {row["method"]: row for row in result("arena_ess")["rows"]}
+    best = max(rows.values(), key=lambda row: row["auc"]["mean"])
+    return [_arena_row(row, best) for row in sorted(rows.values(), key=lambda row: -row["auc"]["mean"])]
+
+
 def _by_lam(rows: Sequence[Mapping[str, Any]]) -> dict[float, Mapping[str, Any]]:
     found = {}
     for row in rows:
@@ -360,6 +367,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
         arena,
         worlds,
         lam,
+        ess,
         seeds,
         warnings,
         situations,
