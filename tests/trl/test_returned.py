@@ -10,20 +10,7 @@ import torch
 
 from offcorr.rollout import OffPolicy
 from offcorr.stages.checks import warn_once
-from offcorr.trl import GRPOTrainer
-
-
-class Recording(GRPOTrainer):
-    """Keeps every batch that the loss was made of."""
-
-    def __init__(self, *args, **kwargs):
-        self.batches = []
-        super().__init__(*args, **kwargs)
-
-    def _batch(self, inputs, forward):
-        batch = super()._batch(inputs, forward)
-        self.batches.append(batch)
-        return batch
+from tests.trl.recording import Recording
 
 
 @pytest.fixture
@@ -143,9 +130,9 @@ def test_what_is_not_read_is_not_refused(train):
     train(put("logprobs", None, 0, 0), loss_type="tis")
     train(everywhere("old_logp", math.nan), loss_type="minpro", anchor="rollout")
     masked = train(put("old_logp", math.nan, 0, 1))  # env_mask is 0 there
-    assert all(batch.old_logp[batch.mask].isfinite().all() for batch in masked.batches)
+    assert all(batch.old_logp[batch.mask].isfinite().all() for _, batch in masked.batches)
     demonstrations = train(lambda output: {**everywhere_nan(output), "origin": [2] * 8}, loss_type="tis", monitor="off")
-    assert all(batch.old_logp.isfinite().all() for batch in demonstrations.batches)
+    assert all(batch.old_logp.isfinite().all() for _, batch in demonstrations.batches)
 
 
 def everywhere_nan(output):
@@ -220,7 +207,7 @@ def test_every_token_has_its_number(make_trainer, replay, name, change, message,
     if message is None:
         trainer.train()
         column = {"logprobs": "rollout_logp"}.get(name, name)
-        assert all(getattr(batch, column)[batch.mask].max() < 0 for batch in trainer.batches)
+        assert all(getattr(batch, column)[batch.mask].max() < 0 for _, batch in trainer.batches)
         return
     with pytest.raises(ValueError, match=message):
         trainer.train()

@@ -24,23 +24,11 @@ from offcorr.training.logged import CHOICES
 from offcorr.trl import GRPOConfig, GRPOTrainer
 from offcorr.trl.config import TRL_LOSSES, choose_correction
 from offcorr.trl.trainer import forward_arguments
+from tests.trl.recording import Recording
 
 
 def parameters(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
-
-class Recording(GRPOTrainer):
-    """Keeps every batch that the loss was made of."""
-
-    def __init__(self, *args, **kwargs):
-        self.batches = []
-        super().__init__(*args, **kwargs)
-
-    def _batch(self, inputs, forward):
-        batch = super()._batch(inputs, forward)
-        self.batches.append((dict(inputs), batch))
-        return batch
 
 
 # TRL's own losses
