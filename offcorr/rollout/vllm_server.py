@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -56,16 +56,17 @@ class VLLMServer(Sampler):
             first update, a checkpoint is saved before it is raised, from which the run can be resumed.
     """
 
-    url: str
+    # A repr has what decides the samples: a run that goes on from a checkpoint may have another server and other waits.
+    url: str = field(repr=False)
     sync_every: int = 1
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    tolerance: float = 0.1
-    folder: str | None = None
-    timeout: float = 600.0
-    patience: float = 10.0
+    tolerance: float = field(default=0.1, repr=False)
+    folder: str | None = field(default=None, repr=False)
+    timeout: float = field(default=600.0, repr=False)
+    patience: float = field(default=10.0, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.sync_every, int) or isinstance(self.sync_every, bool) or self.sync_every < 1:

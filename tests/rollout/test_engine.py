@@ -180,6 +180,14 @@ def test_a_mistaken_field_is_named(field, value):
 # -- weights
 
 
+def test_another_address_or_wait_is_no_other_sampler():
+    """A run that goes on from a checkpoint with a server elsewhere is not said to have another sampler."""
+    first = VLLMServer(url="127.0.0.1:8000", sync_every=4)
+    moved = VLLMServer(url="127.0.0.1:8001", sync_every=4, timeout=60.0, patience=1.0, folder="weights", tolerance=0.2)
+    assert repr(first) == repr(moved)
+    assert repr(first) != repr(VLLMServer(url="127.0.0.1:8000", sync_every=8))
+
+
 class Answering(Engine):
     """An engine whose log-probs are those of a model that is here, ``model``."""
 
