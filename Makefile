@@ -186,7 +186,7 @@ format: .venv  ## let ruff format and sort imports
 	$(BIN)/ruff format .
 
 docs: .venv  ## write the generated tables in docs/ anew
-	$(BIN)/python -m offcorr.cli docs
+	$(BIN)/python -m offcorr docs --write
 
 docs-site: .venv  ## build the documentation site into site/; fails on an undocumented public name or a dead link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean

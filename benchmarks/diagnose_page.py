@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offcorr.cli import markdown
+from offcorr.cli.tables import markdown
 from offcorr.diagnose.causes import CAUSES, STAGES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,6 +17,13 @@ def method(name: str) -> str:
     return name
 
 
+def rounds(text: str) -> int:
+    """A number of rounds whose spread can be said: 2 or more."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"is {text!r}, expected 2 or more: the quartiles are over the rounds")
+    return int(text)
+
+
 def output(text: str | Path) -> Path:
     """A file to write to, whose folder is made where it does not exist."""
     path = Path(text)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "recipes"))
 from grpo import EFFECT, MISMATCH, accuracy, lines, means  # noqa: E402
 
-from offcorr.cli import markdown  # noqa: E402
+from offcorr.cli.tables import markdown  # noqa: E402
 
 RUNS = {"minpro": "MinPRO", "ctpo": "CTPO", "trl": "TRL's default loss"}
 DRAWN = {"minpro": "MinPRO: went well", "trl": "TRL's default loss: collapsed"}

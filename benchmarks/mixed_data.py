@@ -25,7 +25,7 @@ from typing import Any
 from flags import output as output_file
 
 from offcorr import toy
-from offcorr.cli import markdown
+from offcorr.cli.tables import markdown
 from offcorr.lab import results
 from offcorr.lab.arena import Workers
 

@@ -191,17 +191,21 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of a run")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=8, help="completions of a micro-batch")
-    parser.add_argument("--length", type=int, default=128, help="longest completion")
-    parser.add_argument("--accumulation", type=int, default=2)
-    parser.add_argument("--logging-steps", type=int, default=1)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0].replace("``", ""))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default %(default)s)")
+    parser.add_argument(
+        "--rounds", type=flags.rounds, default=12, help="short runs of each trainer, 2 or more (default %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of a run (default %(default)s)")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size of the model (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default %(default)s)")
+    parser.add_argument("--vocabulary", type=int, default=512, help="tokens it knows (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="completions of a micro-batch (default %(default)s)")
+    parser.add_argument(
+        "--length", type=int, default=128, help="tokens of the longest completion (default %(default)s)"
+    )
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of a step (default %(default)s)")
+    parser.add_argument("--logging-steps", type=int, default=1, help="steps between two logs (default %(default)s)")
     parser.add_argument("--output", type=flags.output, help="write the result as JSON")
     options = parser.parse_args()
     result = measure(options)

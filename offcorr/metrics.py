@@ -302,7 +302,7 @@ MISMATCH = (
     Metric("extremes", "max |d|, min e^d, max e^d", Extremes, ("abs_max", "ratio_min", "ratio_max")),
     Metric("abs_histogram", "99th percentile of |d|, to a bin", Histogram, ("abs_p99",)),
     Metric("k1", "mean -d: KL(second || first policy), unbiased", Mean),
-    Metric("k3", "mean e^d - 1 - d: the same KL, never negative", Mean),
+    Metric("k3", "mean e^d - 1 - d: KL(second || first policy), never negative", Mean),
     Metric(
         "token",
         "of e^d: mean, mean square - 1 (at least 0), ESS / n",

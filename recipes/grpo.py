@@ -17,11 +17,12 @@ import json
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import datasets
 import torch
@@ -150,10 +151,24 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
+def leave_it_to_the_first_process() -> None:
+    """Every process finds the same mistake: the first one says it and ends, and its launcher then ends the others."""
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        time.sleep(60)
+
+
+class Parser(TrlParser):
+    """TRL's parser, whose error is said once, however many processes read the same flags."""
+
+    def error(self, message: str) -> NoReturn:
+        leave_it_to_the_first_process()
+        super().error(message)
+
+
 def parse(arguments: type[Any]) -> Any:
     """The flags and the YAML file of ``--config``; a mistake ends the program with one line that names the flag."""
     command = os.environ.get("OFFCORR_COMMAND")  # "offcorr train", where it runs this file
-    parser = TrlParser(arguments, prog=command, usage="%(prog)s [--config FILE.yaml] [flags]")
+    parser = Parser(arguments, prog=command, usage="%(prog)s [--config FILE.yaml] [flags]")
     try:
         if "--config" in sys.argv[1:-1]:
             file = Path(sys.argv[sys.argv.index("--config") + 1])
@@ -270,6 +285,7 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except OSError as error:
+        leave_it_to_the_first_process()
         raise SystemExit(
             f"model is {args.model!r}, which is no folder here with a model and its tokenizer, and the hub did not "
             f"give one: {str(error).splitlines()[0]}"

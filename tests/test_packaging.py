@@ -173,7 +173,7 @@ def test_the_errors_about_old_packages_name_the_oldest_supported(wheel: Path) ->
     """offcorr.trl, and the command, ask for the versions of pyproject.toml."""
     floors = {r.name: r.specifier for r in requirements(wheel) if r.marker and 'extra == "trl"' in str(r.marker)}
     found = []
-    for file in ("offcorr/trl/__init__.py", "offcorr/cli.py"):
+    for file in ("offcorr/trl/__init__.py", "offcorr/optional.py"):
         for name, floor in re.findall(r'"([\w-]+)>=([\d.]+)"', (ROOT / file).read_text()):
             assert f">={floor}" in str(floors[name]).split(","), f"{file} asks for {name}>={floor}"
             found.append(name)

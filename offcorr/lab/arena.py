@@ -27,7 +27,7 @@ from typing import Any
 
 import offcorr
 from offcorr.lab import arena_report, results
-from offcorr.lab.text import duration
+from offcorr.lab.text import HelpFormatter, duration, examples
 from offcorr.optional import RECIPE_NEEDS, configuration, recipes, require
 from offcorr.training.ess_lr import RULES
 from offcorr.training.precision import Precision
@@ -360,26 +360,34 @@ def add_parser(subparsers: Any) -> None:
         "arena",
         help="real GRPO training of a small model on the toy task; default: about an hour on two cores",
         description="Trains a small model with GRPO on the toy task, once per method, sampler and seed, several runs "
-        "at a time. Every finished run is a file in --folder: after a kill the same command goes on from there. Prints "
-        "and writes accuracy, collapses, paired differences, and which metric warned of a collapse how early.",
-        epilog="examples: offcorr bench arena --quick   |   offcorr bench arena minpro 'minpro?eps_high=0.3' "
-        "--lags 16 64 --precisions int8 --seeds 0 1 2 3 4 5",
+        "at a time. Every finished run is a file in --folder: if the command was stopped, the same one goes on from "
+        "there. Prints and writes accuracy, collapses, paired differences, and which metric warned of a collapse how "
+        "early.",
+        formatter_class=HelpFormatter,
+        epilog=examples(
+            "offcorr bench arena --quick",
+            "offcorr bench arena minpro 'minpro?eps_high=0.3' --lags 16 64 --precisions int8 --seeds 0 1 2 3 4 5",
+        ),
     )
     add = parser.add_argument
     add("methods", nargs="*", metavar="METHOD", help="a name with or without options, or file.py:method")
-    add("--grid", choices=tuple(GRIDS), help="what is not given by the flags below (default: default)")
-    add("--quick", action="store_true", help="--grid quick: three methods, one sampler, two seeds; 5 minutes")
+    add("--grid", choices=tuple(GRIDS), help="the settings that the flags below do not give (default: default)")
+    add(
+        "--quick",
+        action="store_true",
+        help="the same as --grid quick: three methods, one sampler, two seeds; 5 minutes",
+    )
     add(
         "--lags",
         type=int,
         nargs="+",
         metavar="N",
-        help="ages of the sampler's weights in updates, with every precision",
+        help="ages of the sampler's weights in optimizer updates, each with every precision",
     )
-    add("--precisions", nargs="+", metavar="NAME", help="of the sampler's weights: fp32, int8, int4 ...; default: int8")
-    add("--seeds", type=int, nargs="+", metavar="N")
-    add("--updates", type=int, metavar="N", help="optimizer updates of a run")
-    add("--learning-rates", type=float, nargs="+", metavar="RATE")
+    add("--precisions", nargs="+", metavar="NAME", help="number formats of its weights: fp32, int8 (the default) ...")
+    add("--seeds", type=int, nargs="+", metavar="N", help="seeds, a run each")
+    add("--updates", type=int, metavar="N", help="optimizer updates per run")
+    add("--learning-rates", type=float, nargs="+", metavar="RATE", help="learning rates, a run each")
     add(
         "--ess-lr",
         nargs="+",
@@ -388,10 +396,10 @@ def add_parser(subparsers: Any) -> None:
         help=f"scale the learning rate of each step by its effective sample size: {', '.join(RULES)}, or none (the "
         "default); several: every method with each, in rows of their own",
     )
-    add("--model", metavar="HUB_NAME", help="in place of the toy model; its task and batch are those of --config")
+    add("--model", metavar="HUB_NAME", help="a model in place of the toy one; task and batch are those of --config")
     add("--config", metavar="FILE.yaml", help="a configuration of `offcorr train`; default with --model: gsm8k")
     add("--processes", type=int, metavar="N", help="runs at a time (default: one per core; with --model one)")
-    add("--folder", type=Path, default=Path("runs/arena"), help="of the runs (default: %(default)s)")
+    add("--folder", type=Path, default=Path("runs/arena"), help="where the runs go (default: %(default)s)")
     add("--output", type=Path, metavar="FILE.json", help="the report (default: report.json in the folder of the runs)")
     add("--overwrite", action="store_true", help="replace the file of --output")
     parser.set_defaults(run=run)

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,18 +25,14 @@ from offcorr.correction import Correction
 from offcorr.lab import results
 from offcorr.lab.exact import (
     SIZES,
-    Advantages,
-    EngineRegime,
     Measured,
-    Policy,
-    Regime,
     Setting,
     World,
     couples,
     measure,
 )
 from offcorr.lab.processes import one_thread
-from offcorr.lab.text import Progress, entries, folded
+from offcorr.lab.text import HelpFormatter, Progress, entries, examples, folded
 from offcorr.methods.registry import catalogue, resolve
 
 __all__ = ["Column", "Row", "add_parser", "compare", "picture", "run", "table"]
@@ -145,7 +141,6 @@ NOT_A_RANKING = (
     "One setting is not a ranking: the order changes with the regime, the gap, the length and the seed, and how "
     "accurate one gradient is does not predict how training goes (docs/compare.md)."
 )
-CHOICES = {"policy": Policy, "regime": Regime, "engine_regime": EngineRegime, "advantages": Advantages}
 
 
 # -- the numbers ---------------------------------------------------------------------------------------------
@@ -420,12 +415,20 @@ def add_parser(subparsers: Any) -> None:
     default = Setting()
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "compare",
-        help="methods side by side, exactly: bias, variance, direction of their gradients",
-        description="Corrections side by side in a world so small that every sequence can be enumerated: bias, "
-        "variance and direction of the gradient, the effect on the tokens, and the time per token. "
-        "All methods together take about 10 s on one core.",
-        epilog="examples: offcorr compare ppo minpro 'minpro?eps_high=0.3' mine.py:my_method --gap 0.8   |   "
-        "offcorr compare --regime noise --engine-gap 0.05 --output compare.png",
+        help="methods side by side: bias, variance and direction of their gradients, computed exactly",
+        description="Corrections side by side, for a policy so small that every sequence it can produce is enumerated: "
+        "bias, variance and direction of the gradient against the true one, the effect on the tokens, and the time "
+        "per token. The caption below the table explains each column. All methods together take about 10 s on one "
+        "core.\n\n"
+        "Staleness: the sampler's weights are older than the trainer's. Engine mismatch: the engine computes other "
+        "log-probs than the trainer from the same weights. ESS: effective sample size, (sum w)^2 / sum w^2 of the "
+        "importance weights w.",
+        formatter_class=HelpFormatter,
+        epilog=examples(
+            "offcorr compare ppo minpro 'minpro?eps_high=0.3' --gap 0.8",
+            "offcorr compare ppo mine.py:my_method",
+            "offcorr compare --regime noise --engine-gap 0.05 --output compare.png",
+        ),
     )
     add = parser.add_argument
     add_methods(parser)
@@ -434,42 +437,67 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         default=default.gap,
         metavar="SHARE",
-        help="staleness, as the share of the samples that it costs: 1 - ESS / n of the sequences (default %(default)s; "
-        "0: on-policy)",
+        help="staleness, as the share of the samples that it costs, from 0 (on-policy) to below 1: 1 - ESS / n over "
+        "the n sequences (default %(default)s)",
     )
     add(
         "--regime",
-        help=f"how the sampler fell behind: {_choices('regime')} (default {default.regime})",
+        metavar="NAME",
+        help="what has happened to the trainer's policy since it sampled: stale (8 gradient steps), noise (a random "
+        "change of every logit), drift (both), early (a random change at the first two tokens alone) "
+        f"(default {default.regime})",
     )
     add(
         "--engine-gap",
         type=float,
         default=default.engine_gap,
         metavar="SHARE",
-        help="the engine's mismatch, in the unit of --gap (default: none)",
+        help="engine mismatch, in the unit of --gap (default: none)",
     )
     add(
         "--engine-regime",
-        help=f"how the engine differs: {_choices('engine_regime')} (default {default.engine_regime})",
+        metavar="NAME",
+        help="how the engine differs: noise (a random change of every logit), quantised (logits on a coarse grid), "
+        f"sharper or flatter (a temperature below or above 1) (default {default.engine_regime})",
     )
-    add("--length", type=int, default=default.length, help="tokens of a sequence (default %(default)s)")
-    add("--vocabulary", type=int, default=default.vocabulary, help="number of symbols (default %(default)s)")
-    add("--policy", default=default.policy, help=f"{_choices('policy')} (default %(default)s)")
-    add("--advantages", default=default.advantages, help=f"{_choices('advantages')} (default %(default)s)")
-    add("--seed", type=int, default=default.seed, help="of the world and of drawn batches (default %(default)s)")
+    add("--length", type=int, default=default.length, metavar="N", help="tokens per sequence (default %(default)s)")
+    add(
+        "--vocabulary",
+        type=int,
+        default=default.vocabulary,
+        metavar="N",
+        help="number of symbols that a token can be (default %(default)s)",
+    )
+    add(
+        "--policy",
+        default=default.policy,
+        metavar="NAME",
+        help="tabular (free logits after every prefix) or tied (logits that share 32 parameters) (default %(default)s)",
+    )
+    add(
+        "--advantages",
+        default=default.advantages,
+        metavar="NAME",
+        help="grpo ((reward - mean) / sd, one per sequence) or per-token (the true advantage of each token) "
+        "(default %(default)s)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=default.seed,
+        metavar="N",
+        help="seed of the policy, the reward and the drawn batches (default %(default)s)",
+    )
     add(
         "--draws",
         type=int,
         default=200,
-        help="batches drawn of each size, for methods that couple a batch (default %(default)s)",
+        metavar="N",
+        help="batches drawn of each size, for methods that use statistics of the batch (default %(default)s)",
     )
     add("--json", action="store_true", help="print JSON, with every column, instead of the table")
-    add("--output", type=Path, metavar="FILE.png", help="draw the picture, too (needs matplotlib)")
+    add("--output", type=Path, metavar="FILE.png", help="also draw a picture (needs matplotlib)")
     parser.set_defaults(run=run)
-
-
-def _choices(field: str) -> str:
-    return ", ".join(get_args(CHOICES[field]))
 
 
 def run(options: argparse.Namespace) -> int:

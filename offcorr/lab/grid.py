@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, get_args
 from offcorr.correction import Correction
 from offcorr.lab import compare, results
 from offcorr.lab.exact import SIZES, Advantages, EngineRegime, Policy, Regime, Setting, World, couples
-from offcorr.lab.processes import cores, shared_out
-from offcorr.lab.text import Progress, duration, entries, folded
+from offcorr.lab.processes import add_processes, shared_out
+from offcorr.lab.text import HelpFormatter, Progress, duration, entries, examples, folded
 
 __all__ = ["Cell", "Grid", "add_parser", "as_data", "cells", "measured", "picture", "run", "table"]
 
@@ -466,11 +466,15 @@ def add_parser(subparsers: Any) -> None:
     """Adds the subcommand ``exact``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "exact",
-        help="bias, RMSE and direction of every method's gradient, over a grid of exactly solvable worlds",
-        description="Every method in every cell of a grid of worlds so small that every sequence is enumerated. A "
-        "cell is one setting of `offcorr compare`. The default grid takes some minutes on two cores.",
-        epilog="examples: offcorr bench exact --output exact.json --picture exact.png   |   "
-        "offcorr bench exact ppo minpro mine.py:my_method --regimes stale drift+quantised --lengths 6",
+        help="bias, RMSE and direction of every method's gradient, over a grid of settings of `offcorr compare`",
+        description="Every method in every cell of a grid, exactly: the policies are so small that every sequence they "
+        "can produce is enumerated. A cell is one setting of `offcorr compare`, whose --help explains the names. "
+        "The default grid takes some minutes on two cores.",
+        formatter_class=HelpFormatter,
+        epilog=examples(
+            "offcorr bench exact --output exact.json --picture exact.png",
+            "offcorr bench exact ppo minpro mine.py:my_method --regimes stale drift+quantised --lengths 6",
+        ),
     )
     add = parser.add_argument
     compare.add_methods(parser)
@@ -479,12 +483,22 @@ def add_parser(subparsers: Any) -> None:
         nargs="+",
         choices=tuple(REGIMES),
         default=tuple(REGIMES),
+        metavar="NAME",
         help="how the policies differ: staleness (noise, stale, drift, early), engine (quantised, sharper, flatter) or "
         f"both, where the engine's gap is {ENGINE_GAP:g} (default: all)",
     )
-    add("--lengths", nargs="+", type=int, default=LENGTHS, help="tokens; up to 6 over 4 symbols, above over 2")
-    add("--policies", nargs="+", choices=get_args(Policy), default=get_args(Policy), help="default: both")
-    add("--advantages", nargs="+", choices=get_args(Advantages), default=get_args(Advantages), help="default: both")
+    add(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=LENGTHS,
+        metavar="N",
+        help="tokens per sequence: up to 6 with a vocabulary of 4, above with one of 2 "
+        f"(default: {' '.join(map(str, LENGTHS))})",
+    )
+    for flag, choices in (("--policies", get_args(Policy)), ("--advantages", get_args(Advantages))):
+        known = ", ".join(choices)
+        add(flag, nargs="+", choices=choices, default=choices, metavar="NAME", help=f"{known} (default: both)")
     add(
         "--gaps",
         nargs="+",
@@ -493,17 +507,23 @@ def add_parser(subparsers: Any) -> None:
         metavar="SHARE",
         help="staleness or engine gap, as the share of the samples that it costs (default: .1 .5 .85)",
     )
-    add("--seeds", nargs="+", type=int, default=SEEDS, help="of the worlds and of drawn batches (default: 0 1)")
+    add("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help="seeds, each a cell (default: 0 1)")
     add(
         "--draws",
         type=int,
         default=DRAWS,
-        help="batches drawn of each size, for methods that couple a batch (default %(default)s)",
+        metavar="N",
+        help="batches drawn of each size, for methods that use statistics of the batch (default %(default)s)",
     )
-    add("--processes", type=int, default=cores(), help="of one thread each (default: the cores there are, %(default)s)")
-    add("--output", type=Path, metavar="FILE.json", help="write the numbers")
+    add_processes(parser)
+    add("--output", type=Path, metavar="FILE.json", help="write the numbers as JSON")
     add("--every-cell", action="store_true", help="write also the numbers of every cell (about a megabyte)")
-    add("--picture", type=Path, metavar="FILE.png", help="draw the direction by regime (needs matplotlib)")
+    add(
+        "--picture",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the quality of the direction by regime (needs matplotlib)",
+    )
     add("--overwrite", action="store_true", help="replace files that exist")
     parser.set_defaults(run=run)
 

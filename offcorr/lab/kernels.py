@@ -25,7 +25,7 @@ from offcorr.correction import Correction
 from offcorr.kernels import dispatch
 from offcorr.kernels.logprob import linear_logprob
 from offcorr.lab import compare, results
-from offcorr.lab.text import Progress
+from offcorr.lab.text import HelpFormatter, Progress, examples
 
 __all__ = ["Problem", "add_parser", "bare_ppo", "batch", "both_ways", "in_turn", "naive_head", "ratio", "run"]
 
@@ -259,17 +259,22 @@ def add_parser(subparsers: Any) -> None:
     """Adds the subcommand ``kernels``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "kernels",
-        help="time per token of the correction and of linear_logprob on this machine",
+        help="time per token of corrections, and of the LM head (linear_logprob), on this machine",
         description="Times loss and gradient of corrections against a bare PPO loss, and linear_logprob against a head "
         "that holds all logits; on a GPU also the kernel against the reference. About a minute.",
+        formatter_class=HelpFormatter,
+        epilog=examples(
+            "offcorr bench kernels",
+            "offcorr bench kernels minpro mine.py:my_method --head 4096 1024 32000 --output kernels.json",
+        ),
     )
     add = parser.add_argument
     add("methods", nargs="*", metavar="METHOD", help=f"a method, or file.py:method (default: {' '.join(METHODS)})")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    add("--head", nargs=3, type=int, metavar=("N", "H", "V"), help="tokens, hidden size, vocabulary of the head")
-    add("--rounds", type=int, default=7, help="rounds of which the median is taken (default %(default)s)")
-    add("--threads", type=int, default=1, help="of torch on a CPU (default %(default)s)")
-    add("--output", type=Path, metavar="FILE.json", help="write the numbers")
+    add("--head", nargs=3, type=int, metavar=("N", "H", "V"), help="size of the LM head: tokens, hidden, vocabulary")
+    add("--rounds", type=int, default=7, metavar="N", help="rounds of which the median is taken (default %(default)s)")
+    add("--threads", type=int, default=1, metavar="N", help="threads of torch on a CPU (default %(default)s)")
+    add("--output", type=Path, metavar="FILE.json", help="write the numbers as JSON")
     add("--overwrite", action="store_true", help="replace a file that exists")
     parser.set_defaults(run=run)
 

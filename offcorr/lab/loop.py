@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from offcorr.correction import Correction
 from offcorr.lab import compare, results
 from offcorr.lab.closed_loop import DEVELOPMENT, HELD_OUT, RATES, Setting, alone, evaluations, train
-from offcorr.lab.processes import cores, shared_out
-from offcorr.lab.text import Progress, duration, entries, folded
+from offcorr.lab.processes import add_processes, shared_out
+from offcorr.lab.text import HelpFormatter, Progress, duration, entries, examples, folded
 from offcorr.stages.checks import nearest
 
 __all__ = ["Found", "Plan", "add_parser", "as_data", "measured", "picture", "run", "table"]
@@ -382,14 +382,19 @@ def add_parser(subparsers: Any) -> None:
     default = Plan()
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "loop",
-        help="closed-loop training with exact return: methods, settings, learning rates, seeds",
-        description="Trains a small policy with every method, with samples that are `lag` optimizer steps old, in "
-        "worlds whose expected return is computed exactly. One method in one setting, with 3 seeds and 3 learning "
-        "rates side by side, takes about 1 s (10 tokens) to 7 s (96 tokens) of one core, 2 to 5 times that for methods "
-        "with statistics of the batch; the default command, every method in every setting, about 25 minutes on two "
-        "cores. With --output, what is finished survives a kill, and the same command goes on.",
-        epilog="examples: offcorr bench loop near_overlap minpro reinforce --settings development   |   "
-        "offcorr bench loop 'cispo?cap=3' mine.py:my_method --settings tied-32-lag-32 --lags 8 128 --seeds 10",
+        help="training of a small policy with old samples, its expected return computed exactly",
+        description="Trains a small policy with every method, on samples that are some optimizer steps old (the lag), "
+        "and computes its expected return exactly. The name of a setting says what is trained: tied-32-lag-16 has 32 "
+        "tokens per sequence and a lag of 16 steps; docs/lab.md describes them all.\n\n"
+        "One method in one setting, with 3 seeds and 3 learning rates side by side, takes about 1 s (10 tokens) to 7 s "
+        "(96 tokens) of one core, 2 to 5 times that for methods with statistics of the batch; the default command, "
+        "every method in every setting, about 25 minutes on two cores. With --output, finished cells are kept, and "
+        "the same command goes on from there if it was stopped.",
+        formatter_class=HelpFormatter,
+        epilog=examples(
+            "offcorr bench loop near_overlap minpro reinforce --settings development",
+            "offcorr bench loop 'cispo?cap=3' mine.py:my_method --settings tied-32-lag-32 --lags 8 128 --seeds 10",
+        ),
     )
     add = parser.add_argument
     compare.add_methods(parser)
@@ -401,12 +406,30 @@ def add_parser(subparsers: Any) -> None:
         help="development, held-out, all (the default), or names: "
         + ", ".join(setting.name for part in PARTS.values() for setting in part),
     )
-    add("--lags", nargs="+", type=int, help="every chosen setting at each of these lags, in place of its own")
-    add("--rates", nargs="+", type=float, help=f"learning rates (default: adam {RATES['adam']}, sgd {RATES['sgd']})")
-    add("--seeds", type=int, default=default.seeds, help="number of worlds and of runs (default %(default)s)")
-    add("--steps", type=int, default=default.steps, help="optimizer steps (default %(default)s)")
-    add("--processes", type=int, default=cores(), help="of one thread each (default: the cores there are, %(default)s)")
-    add("--output", type=Path, metavar="FILE.json", help="write the numbers; finished cells are kept in FILE.cells")
+    add(
+        "--lags",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="lags in optimizer steps, for every chosen setting, in place of its own",
+    )
+    rates = "; ".join(f"{' '.join(map(str, rates))} with {optimizer}" for optimizer, rates in RATES.items())
+    add("--rates", nargs="+", type=float, metavar="RATE", help=f"learning rates, a run each (default: {rates})")
+    add(
+        "--seeds",
+        type=int,
+        default=default.seeds,
+        metavar="N",
+        help="number of seeds, a run each (default %(default)s)",
+    )
+    add("--steps", type=int, default=default.steps, metavar="N", help="optimizer steps per run (default %(default)s)")
+    add_processes(parser)
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE.json",
+        help="write the numbers as JSON; finished cells are kept in FILE.cells",
+    )
     add("--picture", type=Path, metavar="FILE.png", help="draw relative returns and curves (needs matplotlib)")
     add("--overwrite", action="store_true", help="replace files that exist")
     parser.set_defaults(run=run)

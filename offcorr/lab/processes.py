@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -13,10 +14,21 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["cores", "one_thread", "shared_out"]
+__all__ = ["add_processes", "cores", "one_thread", "shared_out"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Adds the option --processes, by default one process per core."""
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=cores(),
+        metavar="N",
+        help="processes at a time, of one thread each (default: one per core, here %(default)s)",
+    )
 
 
 def cores() -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Progress", "aligned", "duration", "entries", "folded"]
+__all__ = ["HelpFormatter", "Progress", "aligned", "duration", "entries", "examples", "folded"]
 
 
 def folded(name: str, width: int) -> list[str]:
@@ -65,6 +66,28 @@ def duration(seconds: float) -> str:
     ('12 s', '5 min')
     """
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps the paragraphs of a command's description and epilog, and leaves lines that begin with two spaces."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = []
+        for line in text.splitlines():
+            kept = line.startswith("  ") or not line
+            lines += [line] if kept else textwrap.wrap(line, width, initial_indent=indent, subsequent_indent=indent)
+        return "\n".join(lines)
+
+
+def examples(*commands: str) -> str:
+    """The epilog of a command's help: one example per line, to be copied into a shell as it stands.
+
+    >>> print(examples("offcorr compare ppo minpro", "offcorr compare --gap 0.8"))
+    examples:
+      offcorr compare ppo minpro
+      offcorr compare --gap 0.8
+    """
+    return "\n  ".join(("examples:", *commands))
 
 
 class Progress:

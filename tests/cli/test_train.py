@@ -1,8 +1,5 @@
-"""Tests of the command line: what is listed and explained, what is refused at the door, and what training starts."""
+"""Tests of ``offcorr train`` and ``offcorr demo``: what is refused at the door, and what is started."""
 
-import argparse
-import json
-import os
 import re
 import subprocess
 import sys
@@ -10,130 +7,20 @@ from pathlib import Path
 
 import pytest
 
-import offcorr
 from offcorr import cli
+from offcorr.cli import train
 
-ROOT = Path(__file__).resolve().parent.parent
-NAMES = [method.name for method in cli.catalogue()]
-
-
-def run(*words: str, **options) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("COLUMNS", None)
-    environment.pop("COLUMNS", None)
-    command = [sys.executable, "-m", "offcorr", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=570, **options)
-
-
-# ------------------------------------------------------------------------------------------------------- lists
-
-
-def test_version(tmp_path):
-    assert run("--version", cwd=tmp_path).stdout == f"offcorr {offcorr.__version__}\n"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_about_a_method(name, capsys):
-    """Formula, every option with its default and its meaning, the paper and the notes."""
-    assert cli.main(["methods", name]) == 0
-    page = capsys.readouterr().out
-    words = " ".join(page.split())
-    method = next(method for method in cli.catalogue() if method.name == name)
-    for text in (method.multiplier, method.paper, method.provenance, method.notes):
-        assert " ".join(text.split()) in words
-    for option, parameter in method.options.items():
-        shown = rf"{option}={re.escape(repr(parameter.default))}(, \w+=[^ ]+)* [\w\"]"
-        if option in method.required:
-            shown = rf"{option} \(required\)(, \w+ \(required\))* \w"
-        assert re.search(shown, words), f"{option} has no description"
-    assert max(map(len, page.splitlines())) <= 100 and f"offcorr.get('{name}'" in page
-
-
-def test_options_that_share_a_sentence_stand_before_it_together(capsys):
-    assert cli.main(["methods", "minpro"]) == 0
-    page = " ".join(capsys.readouterr().out.split())
-    assert page.count("distances of the bounds from 1") == 1
-    assert "eps_low=1.0, eps_high=0.28 distances" in page and "1 for the first, which has none" in page
-
-
-def test_pages_of_several_names_and_given_options(capsys):
-    assert cli.main(["methods", "grpo", "tis?cap=3"]) == 0
-    page = capsys.readouterr().out
-    assert page.startswith("ppo = grpo\n") and "\n\ntis\n" in page
-    assert "cap=3 " in page and """--loss_type offcorr:tis --loss_kwargs '{"cap": 3}'""" in page
-
-
-def test_a_page_about_a_method_of_ones_own(tmp_path, capsys):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import offcorr\n\n\ndef narrow(eps: float = 0.1):\n"
-        '    """A narrow clip.\n\n    Args:\n        eps: distance of both bounds from 1.\n    """\n'
-        "    return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))\n\n\nfixed = narrow(0.2)\n"
-    )
-    assert cli.main(["methods", f"{file}:narrow", f"{file}:fixed"]) == 0
-    page = capsys.readouterr().out
-    assert "A narrow clip." in page and "eps=0.1  distance of both bounds from 1." in page
-    assert "takes no options" in page
-
-
-def test_an_example_of_a_page_runs(capsys):
-    """The option that the example gives is one that the method takes."""
-    for method in cli.catalogue():
-        if options := cli._first(method):
-            method(**method.example | json.loads(options))
-
-
-@pytest.mark.parametrize("command", ["methods", "metrics"])
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_list_folds_to_the_width_of_the_terminal(command, width, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert cli.main([command]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    # A formula without a space is not broken.
-    assert not [line for line in lines if len(line) > width and " " in line.strip()[: width - 8]]
-    if command == "methods":
-        assert {"minpro", "ppo = grpo"} <= set(lines) and any("eps_high=0.28" in line for line in lines)
-        assert "rho: its engine ratio" in " ".join(lines)
-
-
-def test_a_list_in_a_pipe_has_one_line_per_method():
-    """Columns are separated by tabs, so that no line is filled up to the longest."""
-    lines = run("methods").stdout.splitlines()
-    assert len(lines) == len(NAMES) + 1 and not any("   " in line for line in lines)
-    (minpro,) = (line.split("\t") for line in lines if line.startswith("minpro"))
-    assert lines[0].split("\t") == ["method", "multiplier", "options", "paper"]
-    assert "eps_high=0.28" in minpro[2] and minpro[3] == "2601.22718"
-    assert all(line.count("\t") == 3 for line in run("metrics").stdout.splitlines())
-
-
-def refused(*words: str, capsys) -> str:
-    assert cli.main(list(words)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
-
-
-def test_a_misspelt_method(capsys):
-    assert "did you mean 'minpro'?" in refused("methods", "minprop", capsys=capsys)
-    assert "did you mean 'eps_high'?" in refused("methods", "minpro?eps_hihg=1", capsys=capsys)
-
-
-def test_docs_outside_a_checkout(tmp_path, capsys):
-    said = refused("docs", "--root", str(tmp_path), capsys=capsys)
-    assert "not a checkout" in said and "docs/methods.md" in said and "--root" in said
-
-
-# ---------------------------------------------------------------------------------------------------- training
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def started(monkeypatch):
     """The recipes and commands that would have been started."""
     found = []
-    monkeypatch.setattr(cli, "require", lambda *_, **__: None)
-    monkeypatch.setattr(cli, "_run", lambda recipe, flags: found.append([str(recipe), *flags]) or 0)
-    monkeypatch.setattr(subprocess, "call", lambda command: found.append(command) or 0)
-    monkeypatch.setattr(cli.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train, "require", lambda *_, **__: None)
+    monkeypatch.setattr(train, "_run", lambda recipe, flags: found.append([str(recipe), *flags]) or 0)
+    monkeypatch.setattr(train, "launch", lambda command, arguments: found.append(arguments) or 0)
+    monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
     return found
 
 
@@ -160,21 +47,21 @@ def test_several_processes_are_launched(started, capsys):
     folder = ROOT / "recipes" / "accelerate"
     cli.main(["train", "--num_processes", "3", "--lag", "4"])
     cli.main(["train", "--config_file", "fsdp2", "--num_processes=8", "--lag", "4"])
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launch = ["--config_file"]
     assert started == [
         [*launch, str(folder / "two_cpu_processes.yaml"), "--num_processes", "3", GRPO, "--lag", "4"],
         [*launch, str(folder / "fsdp2.yaml"), "--num_processes", "8", GRPO, "--lag", "4"],
     ]
-    assert "accelerate.commands.launch" in capsys.readouterr().out
+    assert "accelerate launch --config_file" in capsys.readouterr().out
 
 
-def test_several_gpus(started, monkeypatch, capsys):
-    monkeypatch.setattr(cli.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cli.torch.cuda, "device_count", lambda: 2)
+def test_several_gpus(started, monkeypatch, refused, capsys):
+    monkeypatch.setattr(train.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train.torch.cuda, "device_count", lambda: 2)
     cli.main(["train", "--num_processes", "2"])
-    assert started[0][3:] == ["--multi_gpu", "--num_processes", "2", GRPO]
+    assert started[0] == ["--multi_gpu", "--num_processes", "2", GRPO]
     capsys.readouterr()
-    assert "--num_processes is 4, but there are 2 GPUs" in refused("train", "--num_processes", "4", capsys=capsys)
+    assert "--num_processes is 4, but there are 2 GPUs" in refused("train", "--num_processes", "4")
 
 
 @pytest.mark.parametrize(
@@ -189,15 +76,15 @@ def test_several_gpus(started, monkeypatch, capsys):
         (["--config", "minpro", "--config=ctpo"], "--config is given twice"),
     ],
 )
-def test_a_mistake_is_named_before_anything_is_loaded(flags, said, started, capsys):
-    assert said in refused("train", *flags, capsys=capsys)
+def test_a_mistake_is_named_before_anything_is_loaded(flags, said, started, refused):
+    assert said in refused("train", *flags)
     assert not started
 
 
 @pytest.mark.parametrize("command", ["train", "demo"])
-def test_what_is_missing_is_named(command, monkeypatch, capsys):
+def test_what_is_missing_is_named(command, monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "trl", None)
-    said = refused(command, capsys=capsys)
+    said = refused(command)
     assert said == f'offcorr {command}: needs trl, not installed here: pip install "offcorr[recipes]"\n'
 
 
@@ -218,19 +105,7 @@ def test_every_flag_of_the_demo_is_in_its_help(capsys):
     assert "--short" in flags and all(flag in shown for flag in flags)
 
 
-def test_every_command_has_a_function():
-    def below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-        (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-        return commands.choices
-
-    commands = below(cli._parser())
-    assert {"train", "demo", "compare", "bench", "methods", "metrics", "docs"} <= set(commands)
-    worlds = below(commands.pop("bench"))
-    assert {"exact", "loop", "arena", "kernels"} == set(worlds)
-    assert all(callable(command.get_default("run")) for command in (commands | worlds).values())
-
-
-def trained(tmp_path: Path, *flags: str) -> str:
+def trained(run, tmp_path: Path, *flags: str) -> str:
     for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
         pytest.importorskip(package)
     sizes = ("--train_size", "64", "--eval_size", "8", "--max_steps", "1", "--per_device_eval_batch_size", "8")
@@ -240,16 +115,16 @@ def trained(tmp_path: Path, *flags: str) -> str:
     return done.stdout
 
 
-def test_training_from_a_folder_without_recipes(tmp_path):
+def test_training_from_a_folder_without_recipes(run, tmp_path):
     """What it runs is found beside or inside the package, not in the current folder."""
-    said = trained(tmp_path, "--config", "ctpo")
+    said = trained(run, tmp_path, "--config", "ctpo")
     assert "ctpo at lag 16" in said and "tokens dropped" in said  # of the one update, though logging_steps is 4
 
 
 @pytest.mark.slow
-def test_training_in_two_processes(tmp_path):
+def test_training_in_two_processes(run, tmp_path):
     batch = ("--per_device_train_batch_size", "32")
-    assert "--num_processes 2" in trained(tmp_path, "--config", "minpro", "--num_processes", "2", *batch)
+    assert "--num_processes 2" in trained(run, tmp_path, "--config", "minpro", "--num_processes", "2", *batch)
 
 
 @pytest.mark.parametrize("command", ["train", "demo"])
@@ -319,7 +194,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(tmp_
     assert "in which nothing may be written: name another folder" in capsys.readouterr().err
 
 
-def test_a_model_that_is_nowhere_is_one_sentence(tmp_path):
+def test_a_model_that_is_nowhere_is_one_sentence(run, tmp_path):
     for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
         pytest.importorskip(package)
     done = run("train", "--model", "no/such-model", "--output_dir", "out", "--use_cpu", cwd=tmp_path)
@@ -327,13 +202,70 @@ def test_a_model_that_is_nowhere_is_one_sentence(tmp_path):
     assert "model is 'no/such-model', which is no folder here" in done.stderr
 
 
-def test_an_error_of_the_recipe_is_the_exit_code(tmp_path):
+def test_an_error_of_the_recipe_is_the_exit_code(run, tmp_path):
     pytest.importorskip("trl")
     done = run("train", "--loss_type", "minprop", "--output_dir", "out", cwd=tmp_path)
     assert done.returncode == 2 and "did you mean" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_without_a_command_the_help_is_shown(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([])
-    assert ended.value.code == 0 and "train with GRPO" in capsys.readouterr().out
+# -------------------------------------------------------------------------------------------- several processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--lagg 16", "offcorr train: error: unknown flag, or key of the YAML file, 'lagg' (did you mean 'lag'?)"),
+        ("--loss_type minprop", "unknown method 'minprop', did you mean 'minpro'? `offcorr methods` lists them"),
+        ("--model no/such-model", "model is 'no/such-model', which is no folder here"),
+    ],
+)
+def test_a_mistake_is_said_once_by_two_processes(run, flags, said, tmp_path):
+    """With the exit code of one process, and without torch's table and the launcher's traceback."""
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    flags = [*flags.split(), "--output_dir", "out", "--use_cpu"]
+    done = run("train", "--num_processes", "2", *flags, cwd=tmp_path)
+    assert done.returncode == (1 if "no/such-model" in flags else 2), done.stderr
+    assert done.stderr.count(said) == 1 and said in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr and "ChildFailedError" not in done.stderr
+
+
+def launched(tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("accelerate")
+    (tmp_path / "program.py").write_text(program)
+    config = ROOT / "recipes" / "accelerate" / "two_cpu_processes.yaml"
+    code = "import sys; from offcorr.cli.launch import launch; sys.exit(launch('offcorr train', sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "--config_file", str(config), str(tmp_path / "program.py")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+FIRST = "import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(100)\n"
+
+
+@pytest.mark.parametrize(
+    "ends, code, last",
+    [
+        ("raise ValueError('why it failed')", 1, "ValueError: why it failed"),
+        ("sys.exit(5)", 5, ""),
+        ("os.kill(os.getpid(), 9)", 137, "offcorr train: process 1 was ended by SIGKILL (often: no memory left)"),
+    ],
+)
+@pytest.mark.slow
+def test_a_failure_ends_with_what_the_process_said(ends, code, last, tmp_path):
+    done = launched(tmp_path, f"{FIRST}{ends}\n")
+    assert done.returncode == code
+    assert (done.stderr.strip().splitlines() or [""])[-1].startswith(last) and "ChildFailedError" not in done.stderr
+    assert not last or last in done.stderr
+
+
+def test_only_the_first_process_says_a_mistake_at_once(monkeypatch, capsys):
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for rank, waits in (("0", []), ("1", [60])):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert cli.main(["train", "--lagg", "16"]) == 2
+        assert waited == waits
+    assert "'lagg' (did you mean 'lag'?)" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""The formula of each metric, its healthy range with the source, and what to do outside it.
+
+docs/metrics.md is generated from ``GUIDE``, and `offcorr metrics NAME` prints it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["GUIDE", "HINTS", "Advice", "guide"]
+
+
+class Advice(NamedTuple):
+    """Texts about a metric, in Markdown."""
+
+    formula: str
+    healthy: str
+    outside: str
+
+
+GUIDE: dict[str, Advice] = {
+    "offcorr/staleness/lag": Advice(
+        "Mean over tokens of the trainer's version minus the version that sampled, in optimizer updates (weight "
+        "syncs in the asynchronous trainer). Without versions (TRL's own generation, a `rollout_func` that "
+        "returns none) it is counted from the weights at the time of the generation: with "
+        "`steps_per_generation=4` it is 0, 1, 2 and 3. TRL's own generation samples with those weights; a "
+        "`rollout_func` may have older ones, so the logged lag is then a lower bound: return `rollout_version`. "
+        "The `lag` of `OffPolicy` is the age when the samples are drawn, and each further update on the same "
+        "samples adds 1: with four updates per generation `lag=4` is logged as 4 to 7, 5.5 on average. A run's "
+        "first samples are younger, as no weights are older than the run.",
+        "0 is on-policy. Frameworks drop older samples than this by default: 4 weight syncs in TRL "
+        "(`max_staleness` of its asynchronous trainer), 8 in prime-rl (`max_off_policy_steps`). How much lag a "
+        "run bears depends on the learning rate; `abs_mean` tells.",
+        "Fewer updates per generation, more sampling capacity, a lower `max_staleness`; or a method that bears it "
+        "([which one](which.md)).",
+    ),
+    "offcorr/staleness/abs_mean": Advice(
+        "Mean |d| over tokens.",
+        "No source names a range. Ours: in the table; the run that collapsed has almost five times as much as "
+        "MinPRO's. For scale: a clip range of .2 begins to act at |d| = .18.",
+        "A rise at a constant lag means that each update moves the policy further: lower the learning rate, or "
+        "scale it by `ess_lr`. A rise with the lag is answered as there.",
+    ),
+    "offcorr/staleness/ess_seq": Advice(
+        "(sum w)^2 / (n sum w^2) over sequences, w = e^(sum of d), unclamped: the share of the sequences that is "
+        "left when they are weighted by their ratios.",
+        "verl's guide calls .5 good and warns below .3 "
+        "([rollout_corr.md](https://github.com/volcengine/verl/blob/main/docs/algo/rollout_corr.md), of its own "
+        "weights). Ours: MinPRO's run dips below .3 for single updates, the one that collapsed stays there. It "
+        "falls with length, since log-ratios add up.",
+        "As for `abs_mean`. Near 1/n (n sequences) a sequence-level weight trains on one sequence: take token or "
+        "prefix ratios, or `ess_lr`.",
+    ),
+    "offcorr/engine/abs_mean": Advice(
+        "Mean |d| over the tokens that the engine scored.",
+        "Below .05: NeMo-RL investigates where its `token_mult_prob_error`, mean e^|d|, exceeds 1.05 "
+        "([adding-new-models.md](https://github.com/NVIDIA-NeMo/RL/blob/main/docs/adding-new-models.md), for "
+        "equal precision), and e^|d| is at least 1 + |d|.",
+        "First look for an error rather than a correction: the sampling temperature, top-p and top-k on both "
+        "sides, processed against raw log-probs (the first batch's [check](#are-these-the-samplers-probabilities) "
+        "names these), a weight sync that missed parameters, the chat template. Then precision: the LM head in "
+        "float32, bfloat16 in place of fp8. What remains is what `tis`, `icepop` and the other engine weights are "
+        "for.",
+    ),
+    "offcorr/engine/ess_seq": Advice(
+        "As for staleness, of the engine's d: (sum w)^2 / (n sum w^2) over sequences, w = e^(sum of d), unclamped.",
+        "As for staleness: verl's guide calls .5 good and warns below .3.",
+        "As for `engine/abs_mean`: first look for an error. If `abs_mean` is small and this is low, a few tokens are "
+        "far off: look at "
+        '[`ratio_min` and `ratio_max`](#how-to-read-them) (`log_metrics="full"`), and reject them (`icepop`, a '
+        "veto).",
+    ),
+    "offcorr/loss/multiplier_vs_ratio": Advice(
+        "sum |c| / sum r over the tokens that have an advantage.",
+        "1 is the size of the update with the plain ratio. No source names a range; ours are in the table.",
+        "Under SGD it is a factor on the learning rate; Adam divides a constant factor out, and sees its changes. "
+        "So tune the learning rate for each method before comparing them. Far below 1, most of the batch is not "
+        "trained on: look at the next three. Above 1, the correction makes the update larger: a weight without a "
+        "cap, or a power of the ratio.",
+    ),
+    "offcorr/loss/dropped": Advice(
+        "Share of the tokens with an advantage whose c is 0: clipped, masked or rejected.",
+        "verl's guide calls a share above .1 of vetoed sequences too high (rollout_corr.md). TRL's documentation "
+        "says of its clip ratio only that a higher value constrains the policy more. Ours: in the table, where "
+        "MinPRO drops nothing and CTPO almost a quarter, and both learn.",
+        "Widen the bounds, or take a method that damps (`sapo`, `cispo`, `minpro`). If it rises over a run, the "
+        "data has become too stale: see `staleness/abs_mean`. Tokens without an advantage are not among these; "
+        "TRL's `frac_reward_zero_std` counts their prompts.",
+    ),
+    "offcorr/loss/damped": Advice(
+        "Share of the tokens with an advantage that have 0 < |c| < .99 r.",
+        "No source names a range; it says which way a method works. MinPRO, which multiplies a token's ratio by "
+        "the smallest one before it, works by it (table).",
+        "Harmless by itself; read it beside `multiplier_vs_ratio`, which says by how much.",
+    ),
+    "offcorr/loss/amplified": Advice(
+        "Share of the tokens with an advantage that have |c| > 1.01 r.",
+        "0 for a method that only clips or truncates. CTPO, which takes the product of the ratios along the "
+        "prefix, amplifies as many tokens as it damps (table).",
+        "Where `ess_after` is low as well, a few tokens carry the update: put a cap on the weight "
+        "(`weights.Truncate`).",
+    ),
+    "offcorr/loss/ess_after": Advice(
+        "(sum |c|)^2 / (n sum c^2) over the n tokens with an advantage; `ess_before` (in the full log) is the "
+        "same of r.",
+        "Near `ess_before`, less what is dropped: .5 is good and below .3 is low (verl, of its weights). Ours: in "
+        "the table.",
+        "Below `ess_before` although little is dropped: the multipliers vary more than the ratios, so cap them. "
+        "Low because much is dropped: as for `dropped`.",
+    ),
+    "entropy": Advice(
+        "Mean entropy of the next token's distribution over the sampled tokens, in nats; TRL's own where it logs one.",
+        "A slow fall. TRL's documentation offers an entropy bonus against a policy that becomes "
+        "near-deterministic, and no number. Ours: from .23 to .02 in the run that learned, and to .06, not "
+        "steadily, in the one that collapsed.",
+        "A fall to 0 beside a flat reward: a larger `eps_high`, an entropy bonus, more varied prompts. A rise "
+        "beside a falling reward is a collapse: stop, and go back to a checkpoint.",
+    ),
+}
+"""The metrics of the short log that are always logged."""
+
+HINTS: dict[str, str] = {
+    "ratio_min": "No source names a range; it moves away from 1 with the number of tokens. Bounds that methods set: "
+    "the veto drops a sequence with a token below 1e-4, IcePop keeps the engine's ratios above .5, PPO's clip acts "
+    "below .8. Near 0 for the engine, it drew a token that the trainer's policy would hardly have drawn: reject it "
+    "(a veto), and look for another temperature or a stale weight.",
+    "ratio_max": "No source names a range; it moves away from 1 with the number of tokens. Bounds that methods set: "
+    "IcePop keeps the engine's ratios below 5, PPO's clip acts above 1.2. A truncated weight (`tis`) bounds it.",
+    "ratio_mean": "1 in expectation for any two policies, on tokens that the sampler drew. Far from 1, either the "
+    "logged numbers are not the sampler's probabilities, or the two sample from other supports (top-p, top-k, "
+    "temperature).",
+    "first_token": "Exactly 0 beside a gap elsewhere points at a difference between decode and prefill, not at the "
+    "weights.",
+    "clipped": "The clip fraction of a hard clip, the mean damping of a soft gate. No source names a range.",
+    "unscored": "0. The engine returned no log-prob for these tokens.",
+    "nonfinite": "0. `strict=True` makes an error of it, which names the stage.",
+    "skipped": "Any value: the sequences that `skip_dead_sequences` left out have no gradient.",
+}
+"""What else is known of a metric of the full log, by the last part of its name."""
+
+
+def guide() -> str:
+    """The sections of docs/metrics.md about the metrics of ``GUIDE``, in Markdown."""
+    sections = []
+    for name, (formula, healthy, outside) in GUIDE.items():
+        sections.append(
+            f"\n### `{name}`\n\n- **Formula.** {formula}\n- **Healthy.** {healthy}\n- **Outside.** {outside}\n"
+        )
+    return "".join(sections)

@@ -1,0 +1,159 @@
+"""``offcorr methods``: a list of all methods, or all about one."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import sys
+import textwrap
+from typing import Any
+
+from offcorr.cli.output import Refusal, listing, paragraph, terminal_width
+from offcorr.cli.tables import markdown, methods_table, names, signature, stages
+from offcorr.correction import Correction
+from offcorr.lab.text import HelpFormatter, examples
+from offcorr.methods.registry import Method, catalogue, find, split_spec
+
+LEGEND = (
+    "method: = joins the names of one method. multiplier: c, the factor on a token's advantage A in the gradient, "
+    "dL/dlogp = -c A / Z with the denominator Z of the aggregation. options: with their defaults; one without = has "
+    "none and must be given. paper: the arXiv number, or the framework whose code defines it. "
+    "r: a token's staleness ratio, e^(logp - old_logp); rho: its engine ratio, e^(old_logp - rollout_logp); "
+    "R = r rho (in asymre the reward); s: a span's ratio; T: the length of the span."
+)
+NEXT = (
+    "`offcorr methods NAME` shows one method: formula, stages, options, notes, examples. docs/which.md helps to "
+    "choose; `offcorr compare NAME NAME` measures them side by side."
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand ``methods``."""
+    parser = commands.add_parser(
+        "methods",
+        help="list every method; with a NAME, all about one",
+        description="Lists the corrections by name, with the factor that each puts on a token's advantage. With a "
+        "NAME: formula, stages, options, source, and the lines to type.",
+        formatter_class=HelpFormatter,
+        epilog=examples("offcorr methods minpro", "offcorr methods 'tis?cap=3' mine.py:my_loss"),
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a method, as for loss_type, with or without options")
+    parser.add_argument("--markdown", action="store_true", help="print the list as a Markdown table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the subcommand and returns its exit code."""
+    if options.names:
+        if options.markdown:
+            raise Refusal("--markdown prints the table of all methods and takes no NAME")
+        try:
+            pages = [about(name, terminal_width() or 100) for name in options.names]
+        except (ValueError, TypeError) as error:
+            raise Refusal(str(error)) from None
+        print("\n\n".join(pages))
+        return 0
+    if options.markdown:
+        print(markdown(methods_table()))
+        return 0
+    table = [
+        {
+            "method": names(method),
+            "multiplier": method.multiplier,
+            "options": signature(method),
+            "paper": method.paper,
+        }
+        for method in catalogue()
+    ]
+    width = terminal_width()
+    print(listing(table, width))
+    print(paragraph("", LEGEND, "", NEXT), file=sys.stdout if width else sys.stderr)
+    return 0
+
+
+_SYMBOLS = (
+    "r = exp(logp - old_logp), rho = exp(old_logp - rollout_logp), R = r rho; A: advantage; "
+    "w_t: product of the weights, 0 where rejected; Z: denominator of the aggregation"
+)
+
+
+def about(spec: str, width: int) -> str:
+    """A page about a method: formula, stages, options with their defaults, sources, and examples.
+
+    Options without a default, unless they are given, have the values of ``Method.example``.
+
+    Raises:
+        ValueError: the method or an option is unknown, or a value is out of range.
+    """
+    method, (name, given) = find(spec), split_spec(spec)
+    if isinstance(method, Correction):
+        finished = method
+        method = Method(name, lambda: finished, notes="a finished Correction: it takes no options")
+    added = {option: value for option, value in method.example.items() if option not in given}
+    loss_fn = method(**given, **added)
+    own = inspect.getdoc(method.build) or ""
+    one_file_each = method.build.__module__.startswith("offcorr.methods.")
+    docstring = (inspect.getdoc(sys.modules[method.build.__module__]) or "") if one_file_each else own
+    meaning = _arguments(own)
+    options: dict[str, str] = {}  # by what they mean, since a bound's two sides may share a sentence
+    for option, default in method.options.items():
+        text, shown = meaning.get(option, ""), f"{option}={given.get(option, default.default)!r}"
+        if option in method.required and option not in given:
+            shown = f"{option} (required)"
+        options[text] = f"{options[text]}, {shown}" if text in options else shown
+    schedules = [f"{option}: {dict(schedule)}" for option, schedule in method.schedules.items()]
+    called = name if ":" in name else f"offcorr:{method.name}"
+    kwargs = json.dumps(given | added) if given or added else _first(method)
+    call = "".join(f", {option}={value!r}" for option, value in added.items())
+    illustrated = f"the values of {' and '.join(added)} in the lines below are an illustration, no recommendation"
+    parts: dict[str, list[str]] = {
+        "": [docstring.split("\n\n")[0].replace("\n", " ").replace("``", "`")],
+        "gradient": ["dL/dlogp_t = -c_t w_t A_t / Z"],
+        "c_t": [method.multiplier],
+        "where": [_SYMBOLS],
+        "stages": [f"{place}: {shown}" for place, shown in stages(loss_fn).items() if shown != "none"],
+        "needs": [", ".join(["logp", "advantages", "mask", *sorted(loss_fn.needs)])],
+        "options": [f"{shown}  {text}".rstrip() for text, shown in options.items()] or ["none of its own"],
+        "schedule": schedules,
+        "paper": [method.paper],
+        "read in": [method.provenance],
+        "notes": [method.notes],
+        "example": [illustrated] if added else [],
+        "in TRL": [f"GRPOConfig(..., loss_type={called!r}" + (f", loss_kwargs={kwargs})" if kwargs else ")")],
+        "without": [f"offcorr.{'resolve' if ':' in name else 'get'}({spec!r}{call})"],
+        "try it": [f"offcorr train --loss_type {called}" + (f" --loss_kwargs '{kwargs}'" if kwargs else "")],
+    }
+    lines = [" = ".join((method.name, *method.aliases))]
+    for label, texts in parts.items():
+        for text in filter(None, texts):
+            lines += textwrap.wrap(
+                text,
+                max(40, width - 1),
+                initial_indent=f"  {label:10}",
+                subsequent_indent=" " * 14,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            label = ""
+    return "\n".join(lines)
+
+
+def _first(method: Method) -> str:
+    """JSON of one numeric option at its default, for an example: eps_high or the first; empty without one."""
+    for name, option in sorted(method.options.items(), key=lambda item: item[0] != "eps_high"):
+        if isinstance(option.default, float | int) and not isinstance(option.default, bool):
+            return json.dumps({name: option.default})
+    return ""
+
+
+def _arguments(docstring: str) -> dict[str, str]:
+    """The arguments that a docstring describes; "low, high: text" describes two."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)*)", docstring, flags=re.MULTILINE)
+    found: dict[str, str] = {}
+    for entry in re.split(r"\n(?=    \S)", section[1].rstrip()) if section else ():
+        names, _, text = entry.partition(":")
+        text = " ".join(text.split()).replace("``", "`")
+        found |= {name.strip(): text for name in names.split(",")}
+    return found

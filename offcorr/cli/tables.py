@@ -1,0 +1,159 @@
+"""The tables of the docs, each made from the code that it describes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from offcorr.correction import Correction
+from offcorr.integrations import HOOKS
+from offcorr.integrations.hook import Hook
+from offcorr.methods.registry import Method, catalogue, illustration
+from offcorr.metrics import LOSS, MISMATCH
+from offcorr.stages.ratios import Ratio
+from offcorr.stages.rejections import Rejection
+from offcorr.stages.weights import Weight
+from offcorr.training.field_metrics import ALIASES
+from offcorr.training.logged import SHORT
+
+Table = list[dict[str, str]]
+
+
+def methods_table() -> Table:
+    """One row per method: its stages, with the pair of policies that each compares, and its multiplier."""
+    return [
+        {
+            "method": names(method),
+            "multiplier c": method.multiplier,
+            **stages(illustration(method.name)),
+        }
+        for method in catalogue()
+    ]
+
+
+def options_table() -> Table:
+    """One row per method: its options with their defaults, the paper, and where the definition was read."""
+    return [
+        {
+            "method and options": f"`{method.name}({signature(method)})`",
+            "paper": method.paper,
+            "definition read in": method.provenance,
+            "notes": method.notes,
+        }
+        for method in catalogue()
+    ]
+
+
+def metrics_table() -> Table:
+    """One row per metric: its formula, whether it is of raw or applied values, and its accumulator."""
+    rows = []
+    for prefix, series, values in (
+        ("offcorr/{engine,staleness}/", MISMATCH, "raw"),
+        ("offcorr/loss/", LOSS, "applied"),
+    ):
+        for metric in series:
+            names = ", ".join(metric.outputs or (metric.name,))
+            kind = metric.kind.__name__
+            rows.append({"metric": prefix + names, "formula": metric.formula, "values": values, "accumulator": kind})
+    return rows
+
+
+def trainers_table() -> Table:
+    """One row per method: whether the loss hook of each trainer can carry it, or the reason why not."""
+    return [
+        {"method": names(method), "TRL": "yes"}
+        | {hook.trainer: _carried(hook, illustration(method.name)) for hook in HOOKS}
+        for method in catalogue()
+    ]
+
+
+def _carried(hook: Hook, loss_fn: Correction) -> str:
+    refusal = hook.refusal(loss_fn)
+    return f"no: {refusal.words}" if refusal else "yes"
+
+
+def short_table() -> Table:
+    """One row per metric of the trainers' short log: the question it answers, and when it is logged."""
+    return [
+        {"metric": f"`{answer.name}`", "answers the question": answer.question, "logged": answer.logged}
+        for answer in SHORT
+    ]
+
+
+def aliases_table() -> Table:
+    """One row per name of another framework: the framework, and the metric or the formula behind it."""
+    return [
+        {"name": f"`{name}`", "framework": alias.framework, "here": alias.formula or f"offcorr/engine/{alias.source}"}
+        for name, alias in ALIASES.items()
+    ]
+
+
+def markdown(table: Table) -> str:
+    """A table as Markdown, with arXiv numbers as links."""
+    head = list(table[0])
+    lines = [head, ["---"] * len(head), *([_cell(row[name]) for name in head] for row in table)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def fill(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
+    """``text`` with what stands between ``<!-- NAME -->`` and ``<!-- end -->`` generated anew, for each name in parts.
+
+    >>> fill("<!-- table x --> old <!-- end -->", {"table x": lambda: "new"}).split()
+    ['<!--', 'table', 'x', '-->', 'new', '<!--', 'end', '-->']
+    """
+    names = "|".join(re.escape(name) for name in parts)
+    return re.sub(
+        rf"<!-- ({names}) -->.*?<!-- end -->",
+        lambda match: f"<!-- {match[1]} -->\n{parts[match[1]]()}\n<!-- end -->",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "methods": methods_table,
+    "options": options_table,
+    "metrics": metrics_table,
+    "trainers": trainers_table,
+    "short": short_table,
+    "aliases": aliases_table,
+}
+
+
+def names(method: Method) -> str:
+    return " = ".join((method.name, *method.aliases))
+
+
+def signature(method: Method) -> str:
+    return ", ".join(
+        name if name in method.required else f"{name}={option.default!r}" for name, option in method.options.items()
+    )
+
+
+def _cell(text: str) -> str:
+    text = text.replace("|", "\\|")
+    return re.sub(r"(?<![\w/.])(\d{4}\.\d{5})(?!\d)", r"[\1](https://arxiv.org/abs/\1)", text)
+
+
+def stages(loss_fn: Correction) -> dict[str, str]:
+    def described(stages: Any) -> str:
+        stages = stages if isinstance(stages, tuple) else (stages,)
+        return ", ".join(_stage(s) for s in stages if s is not None) or "none"
+
+    return {
+        "ratio": described(loss_fn.ratio),
+        "weight": described(loss_fn.weight),
+        "reject": described(loss_fn.reject),
+        "gate": described(loss_fn.gate),
+        **({} if loss_fn.advantages is None else {"advantages": described(loss_fn.advantages)}),
+        "aggregate": loss_fn.aggregate,
+    }
+
+
+def _stage(stage: Any) -> str:
+    """A stage by its name, with its level where it has one, and the pair of policies it compares."""
+    either = "total, else staleness" if isinstance(stage, Ratio | Weight | Rejection) else None
+    details = [getattr(stage, "level", "token"), stage.mismatch or either]
+    shown = ", ".join(detail for detail in details if detail not in ("token", None))
+    return stage.to_config()["name"] + (f" ({shown})" if shown else "")

@@ -1,0 +1,95 @@
+"""Tests of ``offcorr methods``: the list, the page about a method, and what is refused."""
+
+import json
+import re
+
+import pytest
+
+from offcorr import cli
+from offcorr.cli import methods
+from offcorr.methods.registry import catalogue
+
+NAMES = [method.name for method in catalogue()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_about_a_method(name, capsys):
+    """Formula, every option with its default and its meaning, the paper and the notes."""
+    assert cli.main(["methods", name]) == 0
+    page = capsys.readouterr().out
+    words = " ".join(page.split())
+    method = next(method for method in catalogue() if method.name == name)
+    for text in (method.multiplier, method.paper, method.provenance, method.notes):
+        assert " ".join(text.split()) in words
+    for option, parameter in method.options.items():
+        shown = rf"{option}={re.escape(repr(parameter.default))}(, \w+=[^ ]+)* [\w\"]"
+        if option in method.required:
+            shown = rf"{option} \(required\)(, \w+ \(required\))* \w"
+        assert re.search(shown, words), f"{option} has no description"
+    assert max(map(len, page.splitlines())) <= 100 and f"offcorr.get('{name}'" in page
+
+
+def test_options_that_share_a_sentence_stand_before_it_together(capsys):
+    assert cli.main(["methods", "minpro"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert page.count("distances of the bounds from 1") == 1
+    assert "eps_low=1.0, eps_high=0.28 distances" in page and "1 for the first, which has none" in page
+
+
+def test_pages_of_several_names_and_given_options(capsys):
+    assert cli.main(["methods", "grpo", "tis?cap=3"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("ppo = grpo\n") and "\n\ntis\n" in page
+    assert "cap=3 " in page and """--loss_type offcorr:tis --loss_kwargs '{"cap": 3}'""" in page
+
+
+def test_a_page_about_a_method_of_ones_own(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import offcorr\n\n\ndef narrow(eps: float = 0.1):\n"
+        '    """A narrow clip.\n\n    Args:\n        eps: distance of both bounds from 1.\n    """\n'
+        "    return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))\n\n\nfixed = narrow(0.2)\n"
+    )
+    assert cli.main(["methods", f"{file}:narrow", f"{file}:fixed"]) == 0
+    page = capsys.readouterr().out
+    assert "A narrow clip." in page and "eps=0.1  distance of both bounds from 1." in page
+    assert "takes no options" in page
+
+
+def test_an_example_of_a_page_runs(capsys):
+    """The option that the example gives is one that the method takes."""
+    for method in catalogue():
+        if options := methods._first(method):
+            method(**method.example | json.loads(options))
+
+
+@pytest.mark.parametrize("command", ["methods", "metrics"])
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_list_folds_to_the_width_of_the_terminal(command, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert cli.main([command]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # A formula without a space is not broken.
+    assert not [line for line in lines if len(line) > width and " " in line.strip()[: width - 8]]
+    if command == "methods":
+        assert {"minpro", "ppo = grpo"} <= set(lines) and any("eps_high=0.28" in line for line in lines)
+        assert "rho: its engine ratio" in " ".join(lines)
+
+
+def test_a_list_in_a_pipe_has_one_line_per_method(run):
+    """Columns are separated by tabs, so that no line is filled up to the longest; the legend is beside them."""
+    done = run("methods")
+    legend = " ".join(done.stderr.split())
+    assert "multiplier: c, the factor on a token's advantage" in legend and "= joins the names of one method" in legend
+    assert "`offcorr methods NAME` shows one method" in legend
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(NAMES) + 1 and not any("   " in line for line in lines)
+    (minpro,) = (line.split("\t") for line in lines if line.startswith("minpro"))
+    assert lines[0].split("\t") == ["method", "multiplier", "options", "paper"]
+    assert "eps_high=0.28" in minpro[2] and minpro[3] == "2601.22718"
+    assert all(line.count("\t") == 3 for line in run("metrics").stdout.splitlines())
+
+
+def test_a_misspelt_method(refused):
+    assert "did you mean 'minpro'?" in refused("methods", "minprop")
+    assert "did you mean 'eps_high'?" in refused("methods", "minpro?eps_hihg=1")

@@ -1,0 +1,58 @@
+"""Tests of ``offcorr metrics``: the list, the page about a metric, and what is refused."""
+
+import pytest
+
+from offcorr import cli
+from offcorr.cli import metrics
+from offcorr.cli.guide import GUIDE, HINTS
+from offcorr.training.field_metrics import ALIASES
+from offcorr.training.logged import SHORT
+
+
+def page(capsys, *names: str) -> str:
+    assert cli.main(["metrics", *names]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_full_name_is_one_page(capsys):
+    words = page(capsys, "offcorr/staleness/ess_seq")
+    assert words.startswith("offcorr/staleness/ess_seq meaning What share of the sequences is left")
+    assert "(sum w)^2 / (n sum w^2)" in words and "d = logp - old_logp" in words and "warns below .3" in words
+    assert "if outside As for `abs_mean`" in words and "offcorr/engine/ess_seq" not in words
+
+
+def test_the_end_of_a_name_is_every_series_that_has_it(capsys):
+    words = page(capsys, "ess_seq")
+    assert "offcorr/staleness/ess_seq" in words and "offcorr/engine/ess_seq" in words
+    assert page(capsys, "train/offcorr/loss/dropped") == page(capsys, "dropped")
+
+
+@pytest.mark.parametrize("entry", metrics.entries(), ids=lambda entry: entry.name)
+def test_every_metric_has_a_page(entry, capsys):
+    words = page(capsys, entry.name)
+    assert words.startswith(entry.name) and "logged" in words
+    if entry.metric is not None:
+        assert "formula" in words and "healthy" in words and "where" in words
+
+
+def test_one_of_several_values_has_its_own_formula(capsys):
+    assert "formula mean square - 1 (at least 0) of e^(sum d) where" in page(capsys, "offcorr/engine/chi2_seq")
+    assert "formula min e^d where" in page(capsys, "offcorr/engine/ratio_min")
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_a_name_of_another_framework(name, capsys):
+    assert "formula" in page(capsys, name)
+
+
+def test_what_is_explained_is_what_is_logged():
+    assert list(GUIDE) == [answer.name for answer in SHORT if answer.logged == "always"]
+    assert set(HINTS) <= {entry.name.rpartition("/")[2] for entry in metrics.entries()}
+
+
+def test_an_unknown_name(refused):
+    assert "unknown metric 'ess_sq', did you mean 'ess_seq'?" in refused("metrics", "ess_sq")
+    near = refused("metrics", "offcorr/loss/droped")
+    assert "did you mean 'offcorr/loss/dropped'?" in near
+    assert "unknown metric 'qqqq'; `offcorr metrics` lists all" in refused("metrics", "qqqq")
+    assert "takes no NAME" in refused("metrics", "--markdown", "ess_seq")
