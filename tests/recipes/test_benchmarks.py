@@ -45,6 +45,19 @@ def test_a_wrong_flag_is_named_before_anything_runs(script, flags, said, monkeyp
     assert exit_code.value.code == 2 and said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rounds", ["1", "0", "-2", "two"])
+def test_quartiles_need_two_rounds(rounds, monkeypatch, capsys):
+    """Said before anything is timed."""
+    pytest.importorskip("trl")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("trl_step")
+    monkeypatch.setattr(module, "measure", None)
+    with pytest.raises(SystemExit) as exit_code:
+        called(module, monkeypatch, f"--rounds={rounds}")
+    assert exit_code.value.code == 2
+    assert f"argument --rounds: is {rounds!r}, expected 2 or more" in capsys.readouterr().err
+
+
 def test_committed_results_stay_and_the_table_has_every_seed(script, tmp_path, monkeypatch, capsys):
     before = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
     monkeypatch.chdir(BENCHMARKS.parent)
