@@ -87,7 +87,7 @@ def _pages(width: int) -> str:
 
 
 def written() -> dict[str, Callable[[], str]]:
-    """What stands between the marks of the pages, by their names."""
+    """The generated parts of the pages, by the names of their marks."""
     return {f"table {name}": partial(_markdown, name) for name in TABLES} | {"guide": guide}
 
 
