@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from offcorr.training.cusum import RISES, Cusum
@@ -69,6 +69,21 @@ LIMITS = (
     Limit("staleness", STALENESS + "ratio_mean", 0.5, 2.0, "critical", "the mean ratio"),
 )
 """The bounds that other projects use: NeMo-RL (mean e^|d|), merge bars on the KL divergence, verl (the rest)."""
+
+
+def checked_limits(limits: Iterable[Limit]) -> tuple[Limit, ...]:
+    """The limits, or an error that names the bound that is no number or the wrong way round."""
+    limits = tuple(limits)
+    for i, limit in enumerate(limits):
+        if not isinstance(limit, Limit):
+            raise ValueError(f"limits[{i}] is {limit!r}, expected a Limit")
+        for name in ("low", "high"):  # which may be infinite
+            bound = getattr(limit, name)
+            if not isinstance(bound, int | float) or isinstance(bound, bool) or math.isnan(bound):
+                raise ValueError(f"limits[{i}]: {name} is {bound!r}, expected a number")
+        if limit.low > limit.high:
+            raise ValueError(f"limits[{i}]: low = {limit.low!r} is above high = {limit.high!r}, expected low <= high")
+    return limits
 
 
 class Series:
