@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, get_args
@@ -74,10 +75,11 @@ class Batch:
 
     Raises:
         TypeError: a field is not a tensor, or of the wrong kind of dtype.
-        ValueError: a shape, device or mask value does not fit, or ``cu_seqlens`` does not rise from 0 to N; the message
-            says what came and what was wanted.  On a GPU values are not checked, as that costs a synchronisation:
-            a mask is not looked at, and a wrong ``cu_seqlens`` ends in a device-side assertion, as a wrong index
-            does in torch.
+        ValueError: a shape, device or mask value does not fit, ``cu_seqlens`` does not rise from 0 to N, or ``logp``,
+            ``old_logp``, ``advantages`` or ``weight`` has no finite number on any valid token; the message says what
+            came and what was wanted.  On a GPU values are not checked, as that costs a synchronisation: a mask is not
+            looked at, tokens without a finite number are counted (``Metrics.compute`` raises if they are all of them),
+            and a wrong ``cu_seqlens`` ends in a device-side assertion, as a wrong index does in torch.
 
     >>> import torch
     >>> batch = Batch(logp=torch.zeros(4, 128), advantages=torch.ones(4), mask=torch.ones(4, 128).bool())
@@ -154,7 +156,7 @@ class Batch:
         if not _unseen(self.mask):
             if self.mask.dtype != torch.bool:
                 self.check_mask_values()
-            self._warn_of_probabilities()
+            self._check_numbers()
 
     @property
     def sequences(self) -> int:
@@ -167,12 +169,38 @@ class Batch:
         if odd.numel():
             raise ValueError(f"mask holds {odd.flatten()[0].item()!r}, expected bool or only 0 and 1")
 
-    def _warn_of_probabilities(self) -> None:
+    def check_scored(self) -> None:
+        """Raise where the engine's log-probs are not one a finite number (on a GPU this costs a synchronisation)."""
+        if self.rollout_logp is not None:
+            valid = self.rollout_logp.detach()[self.mask.bool()]
+            if len(valid):
+                _refuse_none_finite("rollout_logp", valid, len(valid))
+
+    def _check_numbers(self) -> None:
+        """Raise for a field without a finite number on any valid token, and warn of probabilities."""
         mask = self.mask.bool()
         for name in ("logp", "old_logp", "rollout_logp"):
             values = getattr(self, name)
-            if values is not None and above_zero(values.detach()[mask]):
+            if values is None:
+                continue
+            valid = values.detach()[mask]
+            if not len(valid) or -math.inf < valid.max() <= 0:  # NaN where one value is
+                continue
+            if name != "rollout_logp":  # NaN there: not scored
+                _refuse_none_finite(name, valid, len(valid))
+            if above_zero(valid):
                 warn_once(ABOVE_ZERO.format(name))
+        tokens = int(mask.sum())
+        for name in _EITHER:
+            values = getattr(self, name)
+            if values is not None and tokens:
+                _refuse_none_finite(name, self._of_valid(values.detach(), mask), tokens)
+
+    def _of_valid(self, values: Tensor, mask: Tensor) -> Tensor:
+        """The values [B] or [B, T] (packed: [S] or [N]) that belong to a valid token; of a packed [S] all."""
+        if values.shape == mask.shape and (self.cu_seqlens is None or self.sequences != len(mask)):
+            return values[mask]
+        return values[mask.any(1)] if mask.ndim == 2 else values
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -277,6 +305,19 @@ def check_batch(batch: object) -> None:
     """Raise ``TypeError`` for anything but a ``Batch``."""
     if not isinstance(batch, Batch):
         raise TypeError(f"batch is a {type(batch).__name__}, expected an offcorr.Batch")
+
+
+def _refuse_none_finite(name: str, valid: Tensor, tokens: int) -> None:
+    """Raise where none of a field's values that count is a finite number."""
+    if not valid.isfinite().any():
+        raise ValueError(
+            f"{name} is {_word(valid)} on {'the only valid token' if tokens == 1 else f'all {tokens} valid tokens'}, "
+            "expected finite numbers"
+        )
+
+
+def _word(values: Tensor) -> str:
+    return "NaN" if values.isnan().all() else "NaN or infinite" if values.isnan().any() else "infinite"
 
 
 def above_zero(logp: Tensor) -> bool:

@@ -194,6 +194,7 @@ class Correction:
         statistics: Statistics | None = None,
         *,
         kept: bool = False,
+        anchored: bool = False,
     ) -> Output:
         """Loss, coefficient and metrics of a batch.
 
@@ -201,11 +202,16 @@ class Correction:
             denominator: Z; tokens (token-mean) or sequences (seq-mean-*) of the global batch. None: this batch's own.
             statistics: merged ``self.statistics(...)`` of the global batch, for methods with controllers.
             kept: the denominator counts what is kept (the sum of ``kept_units``), as ``count_rejected=False`` needs.
+            anchored: an anchor has placed the batch (``Step``), so that an ``old_logp`` of None is meant; else a
+                method that compares with it warns once.
 
         Raises:
-            ValueError: a field that it needs is None, or the denominator is wrong.
+            ValueError: a field that it needs is None, or the denominator is wrong; with ``strict``, a valid token has
+                no finite number, or no token has an engine's log-prob that the method needs.
         """
         self._check(batch, denominator)
+        if batch.old_logp is None and not anchored and not torch.compiler.is_compiling():
+            self._warn_without_old_logp(batch.rollout_logp is not None)
         if denominator is not None and not self.count_rejected and not kept:
             self._refuse_denominator(denominator)
         with torch.no_grad():
@@ -356,13 +362,37 @@ class Correction:
                     f"denominator is {denominator!r}, expected None: aggregate {self.aggregate!r} divides by nothing"
                 )
             check_denominator(denominator)
-        if self.strict and batch.mask.dtype != torch.bool:
-            batch.check_mask_values()
+        if self.strict:
+            if batch.mask.dtype != torch.bool:
+                batch.check_mask_values()
+            if "rollout_logp" in self.needs:
+                batch.check_scored()
         if batch.logp.dtype in (torch.bfloat16, torch.float16) and self._multiplies:
             warn_once(
                 f"logp is {batch.logp.dtype}, and {self._multiplies!r} of {self.method!r} multiplies the ratios of "
                 "many tokens: the rounding of every log-prob adds up, to a gradient that is 10 to 30 % off over some "
                 "thousand tokens. Compute log-probs in float32"
+            )
+
+    def _warn_without_old_logp(self, engine_known: bool) -> None:
+        """Warn once that, without ``old_logp``, the current policy takes its place in the stages that compare with it.
+
+        A total ratio and a score function do not look at it.
+        """
+        instead = {"staleness": "ratio 1", "engine": "logp against rollout_logp"}
+        open_to = "total" if engine_known else "staleness"
+        stages = [
+            f"{stage!r} has {instead[pair]}"
+            for place, stage in self.stages.items()
+            if (pair := stage.mismatch or ("" if place in ("gate", "advantages") else open_to)) in instead
+            and (place != "ratio" or getattr(self.gate, "uses_ratio", True))
+        ]
+        if stages:
+            warn_once(
+                f"old_logp is None, and {self.method!r} compares with it; logp, detached, takes its place: "
+                f"{', '.join(stages)}. Pass the log-probs "
+                "under the weights that sampled, in the trainer's precision; old_logp=logp.detach() says that these "
+                "are the current ones" + ("; rollout_logp does not take its place" if engine_known else "")
             )
 
     def _control(self, resolved: Correction, device: torch.device) -> dict[str, Mean]:

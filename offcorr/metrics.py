@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from offcorr.batch import LOG_LIMIT, Batch, Tokens, check_batch
 from offcorr.shapes import PerToken, TokenMask
 from offcorr.stages import pointwise
+from offcorr.stages.checks import outside
 
 __all__ = [
     "Accumulator",
@@ -343,7 +344,13 @@ LOSS = (
 """c is the factor on a token's advantage A in the gradient, weight included: dL/dlogp = -c A / Z, but for the
 weight of the row.  r = e^(logp - old_logp), limited to e^(+-20), is the plain ratio."""
 
-NONFINITE = "offcorr/loss/nonfinite"
+NONFINITE, UNSCORED, OVER_VALID = "offcorr/loss/nonfinite", "offcorr/loss/unscored", "offcorr/loss/coefficient_zero"
+"""Two counts of tokens, and a mean over all valid ones."""
+
+NONE_SCORED = (
+    "rollout_logp is NaN or infinite on all {tokens:.0f} valid tokens, expected the engine's log-probs: tokens without "
+    "one count as if engine and trainer agreed, so corrections of that mismatch do nothing, and its metrics are absent"
+)
 
 CONTROL = "offcorr/control/"
 """Prefix of the numbers of resolved controllers, which are named by ``Controller.logged``."""
@@ -400,10 +407,21 @@ class Metrics:
             ranks = torch.cat([pairs, ranks[2 * half :]])
         return self.unpack(ranks[0])
 
-    def compute(self) -> dict[str, float]:
-        """Plain floats, by one transfer to the host; a metric that measured nothing is left out."""
+    def compute(self, *, none_scored: Literal["warn", "pass"] = "warn") -> dict[str, float]:
+        """Plain floats, by one transfer to the host; a metric that measured nothing is left out.
+
+        Warns of tokens that gave no finite number to train on.
+
+        Args:
+            none_scored: "warn" where the engine's log-probs are not one of them a finite number; "pass" says nothing.
+
+        Raises:
+            ValueError: no valid token gave a finite number to train on.
+        """
         result: dict[str, float] = {}
+        numbers_of: dict[str, list[float]] = {}
         for name, accumulator, numbers in self._split(self.pack().tolist()):
+            numbers_of[name] = numbers
             values = accumulator.values(numbers)
             if values is not None:
                 prefix = name[: name.rfind("/") + 1]
@@ -413,7 +431,10 @@ class Metrics:
             # A histogram knows a quantile to the upper edge of its bin, which may lie above the largest value.
             largest = result.get(name.removesuffix("p99") + "max", math.inf)
             result[name] = min(result[name], largest)
-        _warn_of_nonfinite(result.get(NONFINITE, 0.0))
+        valid, nonfinite, unscored = _valid_tokens(numbers_of), result.get(NONFINITE, 0.0), result.get(UNSCORED, 0.0)
+        _check_nonfinite(nonfinite, valid)
+        if none_scored == "warn" and unscored and unscored + nonfinite == valid:
+            warnings.warn(NONE_SCORED.format(tokens=unscored), RuntimeWarning, stacklevel=outside())
         return result
 
     def means(self) -> dict[str, tuple[float, float]]:
@@ -428,12 +449,13 @@ class Metrics:
         {'offcorr/loss/kept': (0.75, 4.0)}
         """
         result: dict[str, tuple[float, float]] = {}
+        numbers_of: dict[str, list[float]] = {}
         for name, accumulator, numbers in self._split(self.pack().tolist()):
-            if name == NONFINITE:
-                _warn_of_nonfinite(numbers[0])
+            numbers_of[name] = numbers
             if known := accumulator.mean(numbers):
                 prefix = name[: name.rfind("/") + 1]
                 result[prefix + accumulator.outputs[0] if accumulator.outputs else name] = known
+        _check_nonfinite(numbers_of.get(NONFINITE, [0.0])[0], _valid_tokens(numbers_of))
         return result
 
     @property
@@ -447,13 +469,25 @@ class Metrics:
             start += accumulator.size
 
 
-def _warn_of_nonfinite(tokens: float) -> None:
+def _valid_tokens(numbers_of: Mapping[str, list[float]]) -> float:
+    """The number of valid tokens, of a metric that is a mean over them; NaN where the loss has not measured it."""
+    return numbers_of.get(OVER_VALID, [math.nan, math.nan])[1]
+
+
+def _check_nonfinite(tokens: float, valid: float) -> None:
+    """Raise where no valid token gave a finite number to train on, and warn where some did not."""
+    if 0 < tokens == valid:
+        raise ValueError(
+            f"not one of {tokens:.0f} valid tokens gave a finite number to train on: logp, old_logp, advantages or "
+            "weight is NaN or infinite on all of them, or a stage makes them so, expected finite numbers; "
+            "strict=True says which, at the call"
+        )
     if tokens:
         warnings.warn(
             f"{tokens:.0f} valid tokens gave no finite number to train on (NaN or infinity in logp, old_logp or "
             "advantages, or made by a stage); their loss and gradient were set to 0. strict=True raises and says which",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=outside(),
         )
 
 

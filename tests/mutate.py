@@ -713,7 +713,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the sequences in order masked in place of the others",
-        "offcorr/training/monitor.py",
+        "offcorr/training/masking.py",
         "k3.sum(1) <= series.mask_above",
         "k3.sum(1) >= series.mask_above",
         f"{WATCHED}::test_mask_the_sequences_above_the_limit",

@@ -26,6 +26,8 @@ WITHOUT = {
     ("rollout_version", "trainer_version"): "older weights cannot be told from an update that never arrived",
 }
 """Fields that tests read, and what follows where no record has them."""
+OF_STEP = re.compile(r"(?P<step>step_\d+\.rank_\d+)(\.(?P<times>\d+))?\.parquet")
+"""A file of ``StepDumps``: its step and rank, and how many times the step has been written, from the second on."""
 NUMBERS = (*LOGPS, "entropy", "reward", "advantage")
 
 
@@ -33,6 +35,9 @@ def read(
     paths: Sequence[str | Path], *, warn: Callable[[str], None], report: Callable[[int, int], None] | None = None
 ) -> Iterator[Record]:
     """The records of any number of files, in the order of the paths; of a folder's files at any depth, by name.
+
+    Where a run that was restarted wrote a step again (``StepDumps``), the last file of that step and rank is read, and
+    a warning says so.
 
     A file is read as a stream: memory holds a line of jsonl, a batch of rows of parquet, the arrays of an npz (mapped
     from the file where it is not compressed), or one of slime's files with its partner.  Kinds of file are recognised
@@ -164,9 +169,14 @@ def _files(paths: Sequence[Path], problems: Problems) -> list[File]:
 
 def _of_folder(folder: Path, problems: Problems) -> dict[Path, Container]:
     inside = sorted((file for file in folder.rglob("*") if file.is_file()), key=_by_number)
+    replaced = _replaced(inside)
     found: dict[Path, Container] = {}
     for file in inside:
         try:
+            if file in replaced:
+                message = f"{file} is of a step that was trained again after a restart: {replaced[file].name} is read"
+                problems.add(("replaced", folder), file, message, "{files} such files are left out")
+                continue
             container = _container(file)
             if file.name.endswith(container.suffixes):
                 found[file] = container
@@ -178,6 +188,15 @@ def _of_folder(folder: Path, problems: Problems) -> dict[Path, Container]:
         names = ", ".join(file.name for file in inside[:5]) + (", ..." if len(inside) > 5 else "")
         raise DumpError(f"the folder {folder} holds {names or 'nothing'}, and no dump; {EXPECTED}")
     return found
+
+
+def _replaced(files: Sequence[Path]) -> dict[Path, Path]:
+    """The files of ``StepDumps`` whose step a restarted run wrote again, and the last file of that step and rank."""
+    times: dict[tuple[Path, str], dict[int, Path]] = {}
+    for file in files:
+        if named := OF_STEP.fullmatch(file.name):
+            times.setdefault((file.parent, named["step"]), {})[int(named["times"] or 1)] = file
+    return {file: own[max(own)] for own in times.values() for number, file in own.items() if number < max(own)}
 
 
 def _container(path: Path) -> Container:

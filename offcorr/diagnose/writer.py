@@ -84,7 +84,7 @@ class StepDumps:
     """Writes what a training run was trained on to a folder: ``step_000001.rank_0.parquet``, a file per step and rank.
 
     A file appears complete at the end of its step.  After a restart, a step that is trained a second time has a second
-    file (``step_000001.rank_0.2.parquet``).
+    file (``step_000001.rank_0.2.parquet``), which ``offcorr.diagnose.read`` reads in the place of the first.
 
     Args:
         folder: made where it does not exist.

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offcorr.stages.checks import check_value
+
 
 class LayerPerturbation(nn.Module):
     """Causal language model with optional Gaussian noise on the input of its decoder layers.
@@ -45,8 +47,7 @@ class LayerPerturbation(nn.Module):
 
     def __init__(self, model: nn.Module, std: float = 1e-6, layers: Sequence[int] | None = None) -> None:
         super().__init__()
-        if not std > 0:
-            raise ValueError(f"std is {std}, expected > 0: it is learned as its logarithm")
+        check_value("LayerPerturbation", "std", std, low=0.0, above=True)  # it is learned as its logarithm
         blocks = _decoder_layers(model)
         picked = range(len(blocks)) if layers is None else layers
         outside = [index for index in picked if not 0 <= index < len(blocks)]

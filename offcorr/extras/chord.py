@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offcorr.correction import Output
 from offcorr.stages.aggregate import check_denominator
+from offcorr.stages.checks import check_number
 
 
 class Supervised(NamedTuple):
@@ -68,8 +69,7 @@ class CHORD:
     phi: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.mu <= 1:
-            raise ValueError(f"mu is {self.mu}, expected 0 <= mu <= 1")
+        check_number(self, "mu", low=0.0, high=1.0)
 
     def __call__(
         self, out: Output, sft_logp: Tensor, sft_mask: Tensor, denominator: float | Tensor | None = None

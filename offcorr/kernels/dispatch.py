@@ -22,6 +22,7 @@ from offcorr.batch import Batch, check_batch
 from offcorr.kernels.rebind import NotFused
 from offcorr.metrics import Accumulator
 from offcorr.stages.base import Plan
+from offcorr.stages.checks import outside
 
 if TYPE_CHECKING:
     from offcorr.correction import Correction
@@ -114,7 +115,7 @@ def run(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Fused |
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+    warnings.warn(message, RuntimeWarning, stacklevel=outside())
 
 
 def _why_reference(batch: Batch) -> str | None:

@@ -80,6 +80,9 @@ class _Centred(gates.Gate):
     uses_ratio = False
     scales_with_advantage = False
 
+    def __post_init__(self) -> None:
+        check_number(self, "delta_v")
+
     @property
     def params(self) -> Shift:
         return Shift(self.delta_v)

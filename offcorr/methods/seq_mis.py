@@ -14,6 +14,7 @@ from __future__ import annotations
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ratios, weights
+from offcorr.stages.checks import check_value
 
 
 @register(
@@ -39,6 +40,7 @@ def seq_mis(
     >>> -3 * offcorr.get("seq_mis")(batch).coefficient  # the multipliers
     tensor([[2.7183, 2.7183, 2.7183]])
     """
+    check_value("seq_mis", "cap", cap, low=0.0, above=True)
     return Correction(
         ratio=ratios.Token(),
         gate=gates.Clip(eps_low, eps_high, dual_clip),

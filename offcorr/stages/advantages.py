@@ -12,7 +12,7 @@ from offcorr.batch import Batch, Tokens
 from offcorr.shapes import Mismatch
 from offcorr.stages import spans
 from offcorr.stages.base import Controller, Number, Stage
-from offcorr.stages.checks import check_mismatch
+from offcorr.stages.checks import check_mismatch, check_number
 
 __all__ = ["Advantages", "Centred"]
 
@@ -99,6 +99,9 @@ class Shifted(Advantages):
     shift: Number = field(default=0.0)
 
     scales_with_advantage = False
+
+    def __post_init__(self) -> None:
+        check_number(self, "shift")
 
     def prepare(self, batch: Batch) -> Batch:
         """The batch with every advantage lower by ``shift``."""

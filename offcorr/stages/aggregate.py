@@ -46,12 +46,16 @@ def check_aggregate(name: str, max_length: int | None) -> None:
     """Raise ValueError for an unknown aggregation, or a ``max_length`` that it has no use for."""
     if name not in AGGREGATIONS:
         raise ValueError(f"aggregate is {name!r}{one_of(name, AGGREGATIONS)}")
-    if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+    if max_length is not None and (not _is_count(max_length)):
         raise ValueError(f"max_length is {max_length!r}, expected a positive number of tokens or None")
     if max_length is not None and not AGGREGATIONS[name].constant_length:
         raise ValueError(
             f"max_length is {max_length}, but aggregate {name!r} divides by no constant length; leave it out"
         )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def row_constant(name: str, max_length: int | None, width: int) -> float:

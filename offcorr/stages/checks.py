@@ -9,12 +9,17 @@ import warnings
 from functools import cache
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from offcorr.shapes import Mismatch
 
 NEAR = 0.6
 """Similarity, from 0 to 1, from which a word may be meant by another: the default of ``difflib``."""
+
+
+BETWEEN = ("offcorr", "torch", "trl", "transformers", "accelerate", "contextlib", "functools")
+"""Packages whose frames lie between a user's line and a warning of this library: trainers, loops and decorators."""
 
 
 def nearest(word: str, words: Any, end: str = "") -> str:
@@ -41,10 +46,10 @@ def one_of(word: Any, words: Any) -> str:
 def outside() -> int:
     """The ``stacklevel`` of the first caller outside this library, for a warning of the function that asks.
 
-    Frames of torch are passed over: its decorators lie between this library's own.
+    Frames of ``BETWEEN`` are passed over as well; where there is no other, it is that of the outermost frame.
     """
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("offcorr.", "torch.")):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         level, frame = level + 1, frame.f_back
     return level
 
@@ -91,6 +96,8 @@ def check_value(
     if isinstance(value, Tensor):
         if value.ndim:
             raise ValueError(f"{owner}: {field} has shape {tuple(value.shape)}, expected {wanted}, or a 0-dim tensor")
+        if value.dtype == torch.bool or value.is_complex():
+            raise ValueError(f"{owner}: {field} has dtype {value.dtype}, expected {wanted}")
         return
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high or (above and value == low):

@@ -16,6 +16,7 @@ from torch import Tensor
 from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.stages import gates
+from offcorr.stages.checks import check_value
 from offcorr.stages.reference import weight_of
 from offcorr.stages.weights import Truncate, Weight
 
@@ -51,8 +52,7 @@ class OPOB:
     """
 
     def __init__(self, parameters: Iterable[Tensor], denominator: float) -> None:
-        if not denominator > 0:
-            raise ValueError(f"denominator is {denominator!r}, expected a number of trajectories above 0")
+        check_value("OPOB", "denominator", denominator, low=0.0, above=True)
         self.parameters = [p for p in parameters if p.requires_grad]
         if not self.parameters:
             raise ValueError("parameters holds none that requires grad")

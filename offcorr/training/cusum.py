@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from offcorr.stages.checks import check_number
+
 __all__ = ["Cusum"]
 
 LARGEST = 4.0
@@ -55,6 +57,14 @@ class Cusum:
     """The conditions when the baseline began."""
     seen: int = 0
     """Number of values of the warm-up, those before a new start included."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("warmup", 2), ("persistence", 1)):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+                raise ValueError(f"{name} is {count!r}, expected a whole number >= {least}")
+        for name in ("drift", "threshold", "smallest"):
+            check_number(self, name, low=0.0)
 
     @property
     def ready(self) -> bool:

@@ -72,10 +72,11 @@ class ESSLearningRate:
     def __init__(self, optimizer: Any, base: float | str = 1.0, rule: str = "sqrt") -> None:
         if rule not in RULES:
             raise ValueError(f"rule is {rule!r}, expected one of {list(RULES)}")
-        self.auto = base == AUTO
-        self.base = 1.0 if self.auto else float(base)
-        if not 0 < self.base <= 1:
+        self.auto = isinstance(base, str) and base == AUTO
+        number = isinstance(base, int | float) and not isinstance(base, bool) and 0 < base <= 1
+        if not (self.auto or number):
             raise ValueError(f"base is {base!r}, expected an effective sample size in (0, 1], or {AUTO!r}")
+        self.base = 1.0 if self.auto else float(base)
         self.rule = rule
         self.lr_scale = 1.0
         """The factor of the current or else of the last step, to be logged."""

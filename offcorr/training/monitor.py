@@ -4,55 +4,37 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from offcorr.batch import Batch, check_batch
-from offcorr.diagnose import Record, Report, diagnose, records_of
+from offcorr.diagnose import Record, Report, diagnose
 from offcorr.metrics import Gather, Mean, Metrics, measure
-from offcorr.shapes import Mismatch
-from offcorr.stages import pointwise
-from offcorr.stages.checks import check_value, one_of, outside
+from offcorr.stages.checks import check_value, outside
 from offcorr.training.alarms import HARD, Alarm, MismatchError, checked_actions, write_dump
 from offcorr.training.cusum import Cusum
 from offcorr.training.field_metrics import field_metrics
+from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, of_updates, without_ids
+from offcorr.training.masking import unmasked
 from offcorr.training.named_cause import NO_CAUSE, OF_AGE, NamedCause, named_cause
-from offcorr.training.origins import WATCHED, watched, watched_rows
-from offcorr.training.semantics import MENDS, TRUNCATED, Semantics, batch_semantics
-from offcorr.training.series import CONDITIONS, LIMITS, Limit, Series, Severity
+from offcorr.training.origins import watched
+from offcorr.training.self_test import check_self_test, mend, refusal
+from offcorr.training.semantics import Semantics, batch_semantics
+from offcorr.training.series import CONDITIONS, LIMITS, Limit, Series, Severity, checked_limits
 
 __all__ = ["Monitor"]
 
 logger = logging.getLogger("offcorr")
-
-Ids = Callable[[Batch], Mapping[str, Any]]
-"""The token ids of a micro-batch, as keyword arguments of ``offcorr.diagnose.records_of``."""
-
-SELF_TESTS = ("stop", "warn", "off")
 
 PREFIX = "offcorr/monitor/"
 
 SMALLEST_LOG_K3, SMALLEST_SURPRISE = 0.7, 1.0
 """Smallest standard deviations that are assumed: of log k3, a factor of 2, since learning alone changes it by as much
 from one phase of a run to the next; of surprise, in its own standard errors."""
-
-SEQUENCES = 64
-"""Number of sequences that are kept for the diagnosis."""
-
-STEPS_KEPT, SEQUENCES_OF_STEP = 8, 8
-"""Number of optimizer steps of which the first micro-batch is kept, and of its sequences that are looked at: whether d
-grows from step to step is seen in these."""
-
-OVERRIDE = (
-    'To train all the same, set Monitor(self_test="warn"), or "off"; in a trainer\'s configuration '
-    'monitor={"self_test": "warn"}'
-)
 
 
 class Monitor:
@@ -132,18 +114,13 @@ class Monitor:
             "warning": checked_actions("warning", warning),
             "critical": checked_actions("critical", critical),
         }
-        if self_test not in SELF_TESTS:
-            raise ValueError(f"self_test is {self_test!r}{one_of(self_test, SELF_TESTS)}")
-        for name, count in (("warmup", warmup), ("persistence", persistence)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < (2 if name == "warmup" else 1):
-                raise ValueError(f"{name} is {count!r}, expected a whole number >= {2 if name == 'warmup' else 1}")
-        check_value("Monitor", "drift", drift, low=0.0)
-        check_value("Monitor", "threshold", threshold, low=0.0)
+        check_self_test(self_test)
+        check_value("Monitor", "temperature", temperature, low=0.0, above=True)
         self.self_test = self_test
         self.persistence = persistence
         self.folder = Path(folder)
         self.temperature = temperature
-        self._limits = tuple(limits)
+        self._limits = checked_limits(limits)
         self._chart = (warmup, drift, threshold, persistence)
         self.learning_rate: float | None = None
         """The learning rate, where the loop sets it: where it rises during the warm-up, the baselines start again."""
@@ -181,8 +158,7 @@ class Monitor:
             ),
         }
         self._measured = Metrics()
-        self._batches: deque[tuple[Batch, Ids, int | None]] = deque()
-        self._earlier: deque[tuple[Batch, Ids, int | None]] = deque(maxlen=STEPS_KEPT)
+        self._last = LastBatches()
         self.alarms = []
         self.tested = self.stopped = False
 
@@ -216,7 +192,7 @@ class Monitor:
                 Metrics({**measure(seen).data, **field_metrics(seen, contains_rollout=False).data})
             )
         ids: dict[str, Any] = {"completion_ids": completion_ids, "prompt_ids": prompt_ids}
-        self.keep(batch, lambda batch: _without_ids(batch) | {name: own for name, own in ids.items() if own}, step)
+        self.keep(batch, lambda batch: without_ids(batch) | {name: own for name, own in ids.items() if own}, step)
 
     def keep(self, batch: Batch, ids: Ids | None = None, step: int | None = None) -> None:
         """Keep a micro-batch for a diagnosis, without its graph.
@@ -224,41 +200,19 @@ class Monitor:
         Args:
             ids: called with the batch when its records are needed.
         """
-        kept = (batch.replaced(logp=batch.logp.detach()), ids or _without_ids, step)
-        if step is not None and (not self._earlier or self._earlier[-1][2] != step):
-            self._earlier.append(kept)
-        self._batches.append(kept)
-        while sum(kept.sequences for kept, *_ in self._batches) - self._batches[0][0].sequences >= SEQUENCES:
-            self._batches.popleft()
+        self._last.keep(batch, ids or without_ids, step)
 
     def masked(self, batch: Batch) -> Batch:
         """The batch for the loss, weight 0 on sequences whose mean k3 is above the limit while "mask" is in force."""
-        keep = self._kept(batch)
+        keep = unmasked(self._series.values(), batch)
         return batch if keep is None else batch.weighted(keep.to(batch.tokens.dtype))
 
     def masking(self, batch: Batch) -> Metrics:
         """The share of the sequences that ``masked`` gives the weight 0, as a metric; empty while none is."""
-        keep = self._kept(batch)
+        keep = unmasked(self._series.values(), batch)
         if keep is None:
             return Metrics()
         return Metrics({PREFIX + "masked": Mean(Mean.of(~keep, torch.ones_like(keep)))})
-
-    @torch.no_grad()
-    def _kept(self, batch: Batch) -> Tensor | None:
-        """[B] bool, False for the sequences to mask; None where no mask is in force."""
-        keep = None
-        for name, series in self._series.items():
-            if series.mask_above is None or name == "surprise":
-                continue
-            of: Mismatch = "engine" if name == "engine" else "staleness"
-            if of == "engine" and batch.rollout_logp is None:
-                continue
-            pair = batch.tokens.log_ratio(of)
-            k3 = torch.where(pair.compared, pointwise.nonnegative_kl(pair.raw), 0)
-            own = k3.sum(1) <= series.mask_above * pair.compared.sum(1)
-            keep = own if keep is None else keep & own
-        rows = watched_rows(batch)
-        return keep if keep is None or rows is None else keep | ~rows
 
     # -- the self-test -------------------------------------------------------------------------------------------
 
@@ -269,23 +223,18 @@ class Monitor:
             MismatchError: ``self_test`` is "stop", and the log-probs are not the sampler's probabilities.
         """
         self.tested = True
-        if refusal := self.refusal(found):
-            raise MismatchError(refusal)
+        if reason := self.refusal(found):
+            raise MismatchError(reason)
         if found is not None and found.wrong and self.self_test != "off" and self.on_main:
             warnings.warn(f"in the first batch {found.sentence}: {self.mend(found)}", stacklevel=outside())
 
     def refusal(self, found: Semantics | None) -> str:
         """The reason not to begin the training; "" where there is none, or ``self_test`` is not "stop"."""
-        if found is None or self.self_test != "stop" or not found.fatal:
-            return ""
-        return f"the training was not begun: in the first batch {found.sentence}: {self.mend(found)}. {OVERRIDE}"
+        return refusal(found, self.sampling) if self.self_test == "stop" else ""
 
     def mend(self, found: Semantics) -> str:
         """The change to make after the first batch, with the settings that the configuration is known to have."""
-        if not self.sampling or found.kind not in TRUNCATED:
-            return found.mend
-        settings = ", ".join(f"{name}={value:g}" for name, value in self.sampling.items())
-        return f"the configuration sets {settings}; {MENDS['kept_mass']}"
+        return mend(found, self.sampling)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -327,7 +276,7 @@ class Monitor:
 
     def _alarm(self, step: int, series: Series, severity: Severity) -> Alarm:
         """A new alarm, or one that has become critical, after its actions."""
-        records = self._records(step) if self._diagnoses(severity) else []
+        records = self._last.records(step) if self._diagnoses(severity) else []
         named, clean = self._named(series, records, self.actions[severity])
         series.looked(step, first=not series.cause)
         series.cause, series.held_back = named.cause, clean
@@ -340,7 +289,7 @@ class Monitor:
         assert series.active is not None
         given = self.actions[series.active]
         since = max(series.first_step - self.persistence, step - STEPS_KEPT)
-        records = self._records(step, since) if self._diagnoses(series.active) else []
+        records = self._last.records(step, since) if self._diagnoses(series.active) else []
         named, clean = self._named(series, records, given)
         series.looked(step, first=False)
         acts = series.held_back and not clean  # on every rank alike, whatever each has found
@@ -394,30 +343,15 @@ class Monitor:
         named = named_cause(series, report, self.sampling)
         clean = named.cause == "clean"
         if any(action in HARD for action in actions):
-            device = self._batches[-1][0].logp.device if self._batches else None
             own = 1.0 if clean else 0.0 if report is None else -1.0  # a rank without records says neither
-            ranks = self.gather(torch.tensor([own], device=device))
+            ranks = self.gather(torch.tensor([own], device=self._last.device))
             clean = bool((ranks.min() >= 0) & (ranks.max() > 0))
         return named, clean
 
-    def _records(self, step: int, since: int | None = None) -> list[Record]:
-        """Those of the last sequences, and of some of the steps after ``since``."""
-        last = {id(batch) for batch, *_ in self._batches}
-        found: list[Record] = []
-        for batch, ids, own in self._earlier:
-            if since is not None and own is not None and own > since and id(batch) not in last:
-                found += records_of(batch, **ids(batch), step=own)[:SEQUENCES_OF_STEP]
-        for batch, ids, own in self._batches:
-            if since is None or own is None or own > since:
-                found += records_of(batch, **ids(batch), step=own or step)
-        return [record for record in found if record.origin in (None, *WATCHED)]
-
     def _diagnosed(self, series: Series, records: list[Record]) -> Report | Exception | None:
         """The report on the records, None without any; or the error, as a diagnosis must not end a training."""
-        if series.name == "staleness":  # the gap in question is that of logp
-            records = [
-                replace(record, old_logp=record.logp, logp=None) for record in records if record.logp is not None
-            ]
+        if series.name == "staleness":
+            records = of_updates(records)
         if not records:
             return None
         try:
@@ -435,10 +369,3 @@ class Monitor:
         """Continue from a result of ``state_dict``."""
         for name, series in self._series.items():
             series.load_state_dict(state[name])
-
-
-def _without_ids(batch: Batch) -> dict[str, Any]:
-    """Stand-ins for the ids of a batch: empty prompts, and 0 up to the last valid token of each sequence."""
-    mask = batch.padded().mask.bool()
-    lengths = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1).tolist()
-    return {"prompt_ids": [[] for _ in lengths], "completion_ids": [[0] * length for length in lengths]}

@@ -77,7 +77,9 @@ def named_cause(series: Series, report: Report | Exception | None, sampling: Map
             named = replace(named, evidence=(finding.evidence,), advice=named.advice if general else finding.advice)
     if sampling and named.cause in TRANSFORMED:
         return _configured(named, sampling)
-    return _grown(series, report) if named.cause == "precision" and _grows(series, report) else named
+    if named.cause == "precision" and _grows(series, report):
+        named = _grown(series, report)
+    return _never_updated(named, series, report)
 
 
 def _configured(named: NamedCause, sampling: Mapping[str, float]) -> NamedCause:
@@ -99,6 +101,20 @@ def _grows(series: Series, report: Report) -> bool:
     """Whether d keeps growing, as it does where updates do not reach the sampler."""
     evidence = getattr(report, "evidence", None)
     return series.growth >= NO_PRECISION or (evidence is not None and growth(evidence) is not None)
+
+
+def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCause:
+    """With the sentence that the sampler was never updated, where the run says so and no logged version explains it."""
+    evidence = getattr(report, "evidence", None)
+    older_by_log = evidence is not None and older(evidence)
+    if series.name == "surprise" or named.cause not in OF_AGE or not series.never_fell or older_by_log:
+        return named
+    said = (
+        f"sampler and trainer agreed at the first step, and k3 was the largest so far in {series.highs} of the "
+        f"{series.steps - 1} steps since: it looks as if the sampler was never updated, as a copy of the model that "
+        "gets no new weights"
+    )
+    return replace(named, evidence=(*named.evidence, said))
 
 
 def _grown(series: Series, report: Report) -> NamedCause:

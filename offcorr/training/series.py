@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from offcorr.training.cusum import RISES, Cusum
@@ -29,6 +29,10 @@ SAMPLERS_WEIGHTS = 0.01
 
 CONDITIONS = (STALENESS + "lag", "learning_rate")
 """Numbers with which a mismatch grows in a healthy run: where one rises during the warm-up, it starts again."""
+
+LONG = 8
+"""Number of steps from which a k3 that has only grown says that updates never reached the sampler: a constant lag
+levels off."""
 
 GROWN, STEPS = 4.0, 20
 """While an alarm is on, its cause is looked at again where k3 is ``GROWN`` times that at the last look, or after
@@ -71,6 +75,21 @@ LIMITS = (
 """The bounds that other projects use: NeMo-RL (mean e^|d|), merge bars on the KL divergence, verl (the rest)."""
 
 
+def checked_limits(limits: Iterable[Limit]) -> tuple[Limit, ...]:
+    """The limits, or an error that names the bound that is no number or the wrong way round."""
+    limits = tuple(limits)
+    for i, limit in enumerate(limits):
+        if not isinstance(limit, Limit):
+            raise ValueError(f"limits[{i}] is {limit!r}, expected a Limit")
+        for name in ("low", "high"):  # which may be infinite
+            bound = getattr(limit, name)
+            if not isinstance(bound, int | float) or isinstance(bound, bool) or math.isnan(bound):
+                raise ValueError(f"limits[{i}]: {name} is {bound!r}, expected a number")
+        if limit.low > limit.high:
+            raise ValueError(f"limits[{i}]: low = {limit.low!r} is above high = {limit.high!r}, expected low <= high")
+    return limits
+
+
 class Series:
     """One series of a monitor: its charts, the limits of its metrics, and whether it is under alarm.
 
@@ -104,6 +123,10 @@ class Series:
         """The optimizer step of the alarm."""
         self.looked_steps = 0
         """Number of steps since the cause was last looked at."""
+        self.steps = self.highs = 0
+        """Number of steps with a k3, and of those since the first whose k3 exceeded all before."""
+        self.start = self.highest = 0.0
+        """k3 of the first step, and the largest so far."""
         self._crossed: list[float] = []
 
     @property
@@ -113,6 +136,11 @@ class Series:
         """
         charted = (chart.score / chart.threshold if chart.threshold else chart.score for chart in self.charts.values())
         return max(*charted, *self._crossed, 0.0)
+
+    @property
+    def never_fell(self) -> bool:
+        """Whether k3 was none at the first step and has grown ever since: no update has reached the sampler."""
+        return self.steps >= LONG and self.start <= SMALLEST_K3 and 2 * self.highs >= self.steps
 
     @property
     def growth(self) -> float:
@@ -142,6 +170,7 @@ class Series:
                 found[limit.metric] = f"{limit.said} {number:.3g}, {bound} in {self.exceeded[i]} steps in a row"
                 severity = limit.severity if severity != "critical" else severity
         self.size = math.exp(values["above"]) if self.name != "surprise" else None
+        self._count(self.size)
         self.calm = 0 if above else self.calm + 1
         self.looked_steps += 1
         if self.calm >= persistence and self.active:
@@ -151,6 +180,15 @@ class Series:
         self.active, self.evidence, self.moved = severity, tuple(found.values()), moved
         self.alarms += 1
         return severity
+
+    def _count(self, size: float | None) -> None:
+        """Count a step for ``never_fell``."""
+        if size is None:
+            return
+        self.start = self.start if self.steps else size
+        self.highs += self.steps > 0 and size > self.highest
+        self.highest = max(self.highest, size)
+        self.steps += 1
 
     def looks_again(self) -> bool:
         """Whether the cause of the alarm that is on is to be looked at again."""
@@ -223,7 +261,7 @@ class Series:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of ``state_dict``."""
         for name in _STATE:
-            value = state[name]
+            value = state.get(name, getattr(self, name))  # of an older checkpoint
             setattr(self, name, list(value) if isinstance(value, list) else value)
         for side, chart in self.charts.items():
             chart.load_state_dict(state["charts"][side])
@@ -246,4 +284,8 @@ _STATE = (
     "looked_size",
     "first_step",
     "looked_steps",
+    "steps",
+    "highs",
+    "start",
+    "highest",
 )

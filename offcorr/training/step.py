@@ -17,8 +17,9 @@ from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.training.anchors import Anchor, Recomputed, Score, Snapshots, Supplied, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import FIELD, field_metrics
+from offcorr.training.last_batches import Ids
 from offcorr.training.logged import logged
-from offcorr.training.monitor import Ids, Monitor
+from offcorr.training.monitor import Monitor
 from offcorr.training.origins import origin_metrics, watched_metrics, watched_numbers
 from offcorr.training.schedules import Annealed
 from offcorr.training.semantics import Semantics, batch_semantics
@@ -364,7 +365,9 @@ class Step:
         if self.monitor is not None and self._train:
             weighted = self.monitor.masked(batch)
             self.add(self.monitor.masking(batch))
-        out = self.correction(weighted, denominator=self.denominator, statistics=self.statistics, kept=kept)
+        out = self.correction(
+            weighted, denominator=self.denominator, statistics=self.statistics, kept=kept, anchored=True
+        )
         if self._train and self._anchor is not None and self._anchor.wants_active:
             self._count_active(batch, out.coefficient)
         self.observe(batch, out.metrics, last=last, on_policy=on_policy, ids=ids, coefficient=out.coefficient)
@@ -446,7 +449,7 @@ class Step:
         """
         measured, self._measured[train] = self._measured[train], Metrics()
         values, self._values[train] = self._values[train], defaultdict(list)
-        computed = measured.all_reduce(self._gather).compute()
+        computed = measured.all_reduce(self._gather).compute(none_scored="pass")
         computed |= {name: sum(value) / len(value) for name, value in values.items()}
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
         self.none_advantaged = computed.get(NO_ADVANTAGE) == 1.0 and not computed.get(NONFINITE)

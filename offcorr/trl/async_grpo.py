@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 import offcorr
 from offcorr.optional import require
 from offcorr.rollout.sampler import in_mixed_precision
+from offcorr.stages.checks import outside
 from offcorr.training.anchors import Anchor
 from offcorr.training.origins import origin_ids
 from offcorr.training.replica import base_of
@@ -263,7 +264,7 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
                 warnings.warn(
                     "max_staleness=0 cannot hold: a micro-batch is read ahead of the weight update before it, so some "
                     "samples are trained on at a lag of 1 (offcorr/staleness/lag_max)",
-                    stacklevel=2,
+                    stacklevel=outside(),
                 )
             self._rollout_dataset.max_staleness = max(self.args.max_staleness - 1, 0)
         return loader
@@ -311,7 +312,7 @@ def choose_async_correction(args: Any, loss: offcorr.Correction | None = None) -
         warnings.warn(
             f"{correction.method!r} compares the completions of a prompt: it sees those that reached the same "
             "optimizer step, which need not be all",
-            stacklevel=3,
+            stacklevel=outside(),
         )
     return annealed
 

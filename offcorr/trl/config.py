@@ -417,5 +417,5 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
         listed = ", ".join(f"{name}={getattr(args, name)!r} (here: {instead})" for name, instead in ignored.items())
         warnings.warn(
             f"TRL's own losses read {listed}; the correction {correction.method!r} ignores this: use loss_kwargs",
-            stacklevel=3,
+            stacklevel=outside(),
         )

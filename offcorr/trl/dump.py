@@ -15,7 +15,7 @@ from offcorr.diagnose.batch_records import records_of
 from offcorr.diagnose.writer import StepDumps
 from offcorr.optional import require
 from offcorr.stages.checks import warn_once
-from offcorr.training.monitor import Ids
+from offcorr.training.last_batches import Ids
 
 
 def make_dumps(trainer: Any) -> StepDumps | None:

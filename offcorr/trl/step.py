@@ -225,7 +225,7 @@ def trls_loss(args: Any) -> str:
 def warn_on_main(trainer: Any, message: str) -> None:
     """Warn, on the main process alone."""
     if trainer.accelerator.is_main_process:
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=outside())
 
 
 class StepCallback(TrainerCallback):
