@@ -6,7 +6,6 @@ import dataclasses
 import math
 import pickle
 import re
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -21,6 +20,7 @@ import offcorr
 from offcorr import Batch, Statistics, testing, weights
 from offcorr.methods.registry import catalogue, illustration
 from offcorr.stages.checks import warn_once
+from tests.fresh import python
 
 METHODS = [method.name for method in catalogue()]
 
@@ -386,7 +386,7 @@ assert gradients[0].any() and torch.equal(*gradients)
 
 def test_a_compiled_loss_has_the_same_gradient():
     """torch.compile hides the tensors of a tuple from autograd.  In a process without the checks of shapes."""
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    done = python(COMPILED)
     assert done.returncode == 0, done.stderr
 
 

@@ -5,8 +5,6 @@ import dataclasses
 import functools
 import math
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ import torch
 import offcorr
 from offcorr import Batch, Correction, Metrics, gates, ratios, rejections, testing, weights
 from offcorr.metrics import LOSS, MISMATCH, Count, Extremes, Histogram, LogSumExp, Mean
+from tests.fresh import python
 
 
 def valid_log_ratios(batch, ours, theirs):
@@ -199,9 +198,9 @@ def test_every_metric_says_what_it_is():
 def test_metrics_of_any_name_are_computed_wherever_they_are_unpickled():
     """Accumulators are pickled with their types, so the other process needs no table of names."""
     made = Metrics({"somewhere/mine": Mean(torch.tensor([3.0, 4.0])), "somewhere/many": Count(torch.tensor([2.0]))})
-    script = "import pickle, sys; print(pickle.load(sys.stdin.buffer).compute())"
-    out = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(made), capture_output=True, check=True)
-    assert ast.literal_eval(out.stdout.decode()) == {"somewhere/mine": 0.75, "somewhere/many": 2.0}
+    done = python(f"import pickle; print(pickle.loads({pickle.dumps(made)!r}).compute())")
+    assert done.returncode == 0, done.stderr
+    assert ast.literal_eval(done.stdout) == {"somewhere/mine": 0.75, "somewhere/many": 2.0}
 
 
 def test_one_name_has_one_kind():

@@ -1,22 +1,15 @@
 """Parts of the library that `import offcorr` leaves out: there on first use, or an error that says what to install."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import offcorr
 from offcorr.optional import require
+from tests.fresh import python
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+TRAINER = ("transformers", "reasoning_gym", "trl.trainer.grpo_trainer")
+"""What is slow to import beneath the parts that need it."""
 
 
 @pytest.mark.parametrize(
@@ -32,7 +25,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def test_an_attribute_on_first_use(name, attribute, needs):
     for package in needs:
         pytest.importorskip(package)
-    done = python(f"import offcorr, sys; assert 'offcorr.{name}' not in sys.modules; offcorr.{name}.{attribute}")
+    code = f"import offcorr, sys; assert 'offcorr.{name}' not in sys.modules; offcorr.{name}.{attribute}"
+    done = python(code, imported=TRAINER if needs else ("torch",))
     assert done.returncode == 0, done.stderr
 
 
@@ -85,7 +79,7 @@ def test_the_asynchronous_trainer_names_the_trl_it_needs():
     old = (
         "import importlib.metadata as m; v = m.version; m.version = lambda name: '1.14.2' if name == 'trl' else v(name)"
     )
-    done = python(f"{old}\nfrom offcorr.trl.async_grpo import AsyncGRPOTrainer")
+    done = python(f"{old}\nfrom offcorr.trl.async_grpo import AsyncGRPOTrainer", imported=TRAINER)
     said = 'offcorr.trl.async_grpo needs trl 1.16 or later, but trl 1.14.2 is installed: pip install "trl>=1.16"'
     assert said in done.stderr
 

@@ -1,9 +1,7 @@
 """Shapes are checked at run time in these tests, and cost nothing where the tools for that are missing."""
 
 import inspect
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from offcorr.stages import pointwise, spans
 from offcorr.stages.base import Stage
 from tests import shape_checks
 from tests.conftest import SHAPES_ARE_CHECKED
+from tests.fresh import python
 
 checked = pytest.mark.skipif(not SHAPES_ARE_CHECKED, reason="could not import jaxtyping and beartype")
 
@@ -82,8 +81,5 @@ import typing, offcorr
 from offcorr import shapes
 assert shapes.PerToken is shapes.Scalar is typing.Any
 """
-    root = str(Path(offcorr.__file__).parents[1])
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env={"PYTHONPATH": root}, capture_output=True, text=True
-    )
+    run = python(code)
     assert run.returncode == 0, run.stderr

@@ -74,8 +74,10 @@ def tree(name: str) -> ast.Module:
     return ast.parse(modules()[name].read_text())
 
 
-def own_imports(name: str) -> Iterator[Import]:
+@cache
+def own_imports(name: str) -> tuple[Import, ...]:
     """The library's modules that a module imports; what only a type checker imports is left out."""
+    file = modules()[name].relative_to(ROOT)
 
     def within(node: ast.AST, late: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -83,7 +85,7 @@ def own_imports(name: str) -> Iterator[Import]:
                 for statement in child.orelse:
                     yield from within(statement, late)
                 continue
-            place = f"{modules()[name].relative_to(ROOT)}:{getattr(child, 'lineno', 0)}"
+            place = f"{file}:{getattr(child, 'lineno', 0)}"
             for imported in imported_by(child, name):
                 yield Import(name, imported, late, False, place)
                 package = imported.rpartition(".")[0]
@@ -91,7 +93,7 @@ def own_imports(name: str) -> Iterator[Import]:
                     yield Import(name, package, late, True, place)
             yield from within(child, late or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
-    yield from within(tree(name), False)
+    return tuple(within(tree(name), False))
 
 
 def imported_by(node: ast.AST, name: str) -> set[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch
 import offcorr
 from offcorr import Batch
 from offcorr.training.schedules import Annealed, Linear
+from tests.fresh import python
 
 
 def moved(ratios, advantages, **fields):
@@ -391,6 +390,6 @@ def test_a_methods_own_station_is_known_to_a_fresh_process():
     """A free correction that borrows a gate from a method's file comes back from its configuration."""
     loss_fn = offcorr.Correction(ratio=offcorr.ratios.Prefix(), gate=offcorr.get("dgpo").gate)
     code = f"import offcorr; print(offcorr.from_config({loss_fn.to_config()!r}).gate)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = python(code)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == repr(loss_fn.gate)

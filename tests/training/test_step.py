@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ import offcorr
 from offcorr import Batch
 from offcorr.training import EWMA, Annealed, ESSLearningRate, Linear, Recomputed, Rollout, Snapshots, Step, Supplied
 from offcorr.training.anchors import ANCHORS, Anchor, default_anchor
+from tests.fresh import python
 
 ROWS, WIDTH = 8, 5
 
@@ -341,9 +338,7 @@ sys.meta_path.insert(0, Blocked())
 
 
 def in_a_core_install(code):
-    root = Path(offcorr.__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", BLOCKED + code], env=environment, capture_output=True, text=True)
+    done = python(BLOCKED + code)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
