@@ -17,8 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+TRAINER = ("transformers", "datasets", "reasoning_gym", "trl.trainer.grpo_trainer")
+"""What is slow to import beneath the parts that need it."""
+
 SERVER = """
-import gc, importlib, json, os, sys, traceback
+import gc, importlib, json, os, signal, sys, traceback
 
 for package in sys.argv[1:]:
     try:
@@ -30,6 +33,7 @@ for line in sys.stdin:
     code, folder = json.loads(line)
     child = os.fork()
     if child == 0:
+        signal.alarm(300)
         for name, number in (("stdout", 1), ("stderr", 2)):
             os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
         status = 1
@@ -37,7 +41,10 @@ for line in sys.stdin:
             exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
             status = 0
         except SystemExit as ended:
-            status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            status = ended.code or 0
+            if isinstance(status, str):
+                print(status, file=sys.stderr)
+                status = 1
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()
@@ -61,7 +68,7 @@ def server(packages: tuple[str, ...]) -> subprocess.Popen[str]:
 
 
 def python(code: str, imported: tuple[str, ...] = ("torch",)) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` in a process in which these packages are imported already."""
+    """Runs ``code``, for at most 300 seconds, in a process in which these packages are imported already."""
     process = server(imported)
     with tempfile.TemporaryDirectory() as folder:
         process.stdin.write(json.dumps([code, folder]) + "\n")

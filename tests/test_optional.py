@@ -6,10 +6,7 @@ import pytest
 
 import offcorr
 from offcorr.optional import require
-from tests.fresh import python
-
-TRAINER = ("transformers", "reasoning_gym", "trl.trainer.grpo_trainer")
-"""What is slow to import beneath the parts that need it."""
+from tests.fresh import TRAINER, python
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Corrections on sequences that are split over ranks; each rank writes what it computed.
 
-torchrun --nproc-per-node 2 context_worker.py methods FOLDER     every method, in three layouts
-torchrun --nproc-per-node 4 context_worker.py step FOLDER        two data-parallel ranks of two context-parallel ones
+``run("methods", 2, folder)``: every method, in three layouts.  ``run("step", 4, folder)``: two data-parallel ranks of
+two context-parallel ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as processes
 
 import offcorr
 from offcorr.methods.registry import illustration
@@ -154,12 +155,15 @@ def steps(rank):
     }
 
 
-if __name__ == "__main__":
+def work(rank, task, ranks, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    task, folder = sys.argv[1:]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.save({"methods": methods, "step": steps}[task](rank), Path(folder, f"{rank}.pt"))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # threads of gloo may still run when the interpreter exits
+
+
+def run(task, ranks, folder):
+    """Forks the ranks from a process that has made no thread yet."""
+    processes.start_processes(work, (task, ranks, folder), nprocs=ranks, start_method="fork")

@@ -1,23 +1,16 @@
 """Sequences split over ranks: processes of gloo against one process, for every method."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import offcorr
-from tests.training import context_worker
+from tests.fresh import python
 from tests.training.context_worker import LAYOUTS, WIDTH, correction, example, result, share, slice_of, trained
 
 
 def run(task, ranks, folder):
     """What every rank wrote."""
-    worker = [sys.executable, "-m", "tests.training.context_worker", task, str(folder)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    root = Path(context_worker.__file__).resolve().parents[2]
-    done = subprocess.run([*command, "--no-python", *worker], cwd=root, capture_output=True, text=True, timeout=300)
+    done = python(f"from tests.training import context_worker\ncontext_worker.run({task!r}, {ranks}, {str(folder)!r})")
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
