@@ -23,7 +23,7 @@ export DS_BUILD_OPS := 0
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-trl-min .venv-trainers .venv-vllm demo demo-short demo-vllm test test-core test-all test-fast test-doc test-kernels \
+.PHONY: help .venv .venv-trl-min .venv-trainers .venv-vllm demo demo-short demo-vllm test test-core test-library test-all test-fast test-doc test-kernels \
         test-trl-min test-triton test-integrations test-engine test-matrix test-conformance mutate lint format docs docs-site docs-serve clean
 
 help:  ## list the targets
@@ -124,12 +124,18 @@ demo-vllm: .venv .venv-vllm  ## the same with a real engine: a vLLM server on th
 
 # --nothing-missing: here every package that some test needs is installed.
 ALL_TESTS := $(PYTEST) -q -n $(WORKERS) --dist loadfile --nothing-missing --durations=10
-CORE_TESTS := $(filter-out %/test_packaging.py %/test_docs.py,$(wildcard tests/test_*.py)) tests/methods tests/stages tests/training tests/lab tests/extras
+CORE_TESTS := $(patsubst %,tests/test_%.py,batch correction metrics migrating mutations shapes structure testing) \
+    tests/methods tests/stages tests/training
+LIBRARY_TESTS := $(filter-out %/test_packaging.py %/test_docs.py,$(wildcard tests/test_*.py)) \
+    tests/methods tests/stages tests/training tests/lab tests/extras
 
 test: test-doc test-fast  ## what continuous integration runs: about twenty minutes on two cores
 
 test-core: .venv  ## the core alone (stages, methods, metrics, training), fewer random draws: under a minute
 	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 20 $(CORE_TESTS)
+
+test-library: .venv  ## the same with the lab, extras, tokens, exact and the command line; not the trainers
+	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 20 $(LIBRARY_TESTS)
 
 test-doc: .venv  ## the examples in docstrings and pages
 	$(PYTEST) -q --doctest-modules offcorr --doctest-glob='*.md' $(wildcard README.md docs/*.md)

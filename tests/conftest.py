@@ -75,12 +75,12 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nothing-missing", action="store_true", help="fail if a test's package is not installed")
-    parser.addoption("--draws", type=int, default=60, help="random cases for each method and seed against the oracle")
+    parser.addoption("--draws", type=int, default=60, help="random cases of a test that draws many")
 
 
 @pytest.fixture
 def draws(request: pytest.FixtureRequest) -> int:
-    """How many random cases a test against the oracle draws."""
+    """How many random cases a test draws that draws many."""
     return request.config.getoption("--draws")
 
 

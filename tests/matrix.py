@@ -6,7 +6,7 @@
 
 "newest" leaves every version to the installer; "oldest" asks for the lowest torch, TRL, transformers, accelerate and
 datasets that pyproject.toml admits. In each cell: the installation of offcorr[recipes] from a wheel, an import of every
-optional part, `make test-core`, and two optimizer steps of the installed command `offcorr train`. Results go to
+optional part, `make test-library`, and two optimizer steps of the installed command `offcorr train`. Results go to
 tests/matrix.json after each cell and from there to docs/versions.md. uv is used where there is one, otherwise pip; the
 environments are removed. CUDA builds of torch take about 5 GB each.
 """
@@ -151,7 +151,7 @@ def install(python: str, environment: Path, packages: str) -> None:
 def test_core(environment: Path, report: Path) -> dict[str, int]:
     # The environment is there already: its mark is newer than what `make` would build it from.
     (environment / "installed").touch()
-    command = ("make", "--no-print-directory", "test-core", f"VENV={environment}", f"PYTHON={sys.executable}")
+    command = ("make", "--no-print-directory", "test-library", f"VENV={environment}", f"PYTHON={sys.executable}")
     try:
         run(*command, cwd=ROOT, PYTEST_ADDOPTS=f"--junitxml={report} -p no:cacheprovider")
     except Failed as failed:
@@ -222,8 +222,8 @@ def page(results: dict[str, Cell]) -> str:
 
 Each row is a fresh environment without `constraints.txt`. In the newest rows the installer chose every version; the
 oldest rows have the lowest versions of torch, TRL, transformers, accelerate and datasets that `pyproject.toml` admits.
-In each, `offcorr[recipes]` was installed from a wheel, every optional part was imported, `make test-core` was run, and
-the installed command `offcorr train` took two optimizer steps. `make test-matrix` writes this page.
+In each, `offcorr[recipes]` was installed from a wheel, every optional part was imported, `make test-library` was run,
+and the installed command `offcorr train` took two optimizer steps. `make test-matrix` writes this page.
 
 The other tests run with the versions in `constraints.txt`, the TRL tests also with the oldest TRL. The seconds are of a
 machine that other programs used at the same time.

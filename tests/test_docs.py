@@ -21,6 +21,7 @@ from offcorr import cli
 from offcorr.cli import docs, tables
 from offcorr.methods.registry import catalogue
 from offcorr.training.logged import SHORT
+from tests.fresh import python
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -181,14 +182,9 @@ def test_the_numbers_of_the_readme_are_those_of_the_kept_demo():
 
 
 def test_command_line_lists_every_method():
-    shown = subprocess.run(
-        [sys.executable, "-m", "offcorr.cli", "methods", "--markdown"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    ).stdout
-    listed = {name for row in shown.splitlines()[2:] for name in row.split("|")[1].strip().split(" = ")}
+    done = python("from offcorr import cli; cli.main(['methods', '--markdown'])")
+    assert done.returncode == 0, done.stderr
+    listed = {name for row in done.stdout.splitlines()[2:] for name in row.split("|")[1].strip().split(" = ")}
     assert listed == set(offcorr.available())
 
 

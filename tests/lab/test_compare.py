@@ -21,6 +21,7 @@ from offcorr.lab.compare import seconds_per_token
 from offcorr.lab.exact import Setting, World, couples
 from offcorr.methods.registry import catalogue
 from offcorr.stages.checks import warn_once
+from tests.fresh import python
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ("--vocabulary", "2", "--length", "4", "--draws", "10")
@@ -349,9 +350,8 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def test_a_core_install_is_enough():
-    shown = subprocess.run(
-        [sys.executable, "-c", CORE_INSTALL, "compare", "ppo", "minpro", *TINY], capture_output=True, text=True
-    )
+    words = ["compare", "ppo", "minpro", *TINY]
+    shown = python(f"import sys; sys.argv[1:] = {words!r}" + CORE_INSTALL)
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"^minpro +\d", shown.stdout, flags=re.M)
 

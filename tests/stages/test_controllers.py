@@ -498,8 +498,7 @@ def test_what_waits_is_seen(wait):
     assert waits
 
 
-@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("dtype, aggregate", [(torch.float64, "token-mean"), (torch.float32, "seq-mean-token-mean")])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", METHODS)
 def test_nothing_waits_for_the_device(name, device, dtype, aggregate):

@@ -43,8 +43,11 @@ def sampled(
     scale = low + (high - low) * torch.rand(*sizes, 1, generator=draw, dtype=torch.float64)
     logits = scale * torch.randn(*sizes, SYMBOLS, generator=draw, dtype=torch.float64)
     trainer = (logits / trainer_temperature).log_softmax(-1)
-    noises = noise * torch.where(torch.rand(*sizes, 1, generator=draw) < far, 13, 1)
-    engine = (logits + noises * torch.randn(logits.shape, generator=draw)).to(logits_dtype).double()
+    engine = logits
+    if noise:
+        noises = noise * torch.where(torch.rand(*sizes, 1, generator=draw) < far, 13, 1)
+        engine = logits + noises * torch.randn(logits.shape, generator=draw)
+    engine = engine.to(logits_dtype).double()
 
     probs = (engine / temperature).softmax(-1)
     if top_p < 1 or top_k < SYMBOLS:
@@ -52,7 +55,9 @@ def sampled(
         kept = (ordered.cumsum(-1) - ordered < top_p) & (torch.arange(SYMBOLS) < top_k)
         probs = torch.zeros_like(probs).scatter(-1, order, torch.where(kept, ordered, 0))
         probs = probs / probs.sum(-1, keepdim=True)
-    tokens = torch.multinomial(probs.view(-1, SYMBOLS), 1, generator=draw).view(*sizes, 1)
+    reached = probs.cumsum(-1)
+    below = torch.rand(*sizes, 1, generator=draw, dtype=torch.float64) * reached[..., -1:]
+    tokens = torch.searchsorted(reached, below, right=True)  # of symbols that were cut, none
 
     raw = engine.log_softmax(-1)
     scores = {"processed": probs.log(), "raw": raw, "divided": raw / temperature}[reported]
@@ -83,15 +88,27 @@ NOISES = {
 }
 
 
+def kinds_without_a_fault(noise, peaked, draws):
+    """Of draws of 512 tokens, each seen with entropy and without."""
+    kinds: Counter = Counter()
+    for seed in range(draws):
+        logp, rollout_logp, mask, entropy = sampled(seed, peaked=peaked, **NOISES[noise])
+        kinds.update(logprob_semantics(logp, rollout_logp, mask, entropy=given).kind for given in (entropy, None))
+    return kinds
+
+
+@pytest.mark.parametrize("peaked", [False, True])
+@pytest.mark.parametrize("noise", NOISES)
+def test_no_false_alarm(noise, peaked, draws):
+    assert kinds_without_a_fault(noise, peaked, draws) == {"agrees": 2 * draws}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("peaked", [False, True])
 @pytest.mark.parametrize("noise", NOISES)
 def test_no_false_alarm_in_200_draws(noise, peaked):
-    """2,400 draws of 512 tokens in all, none of which is called wrong, with entropy or without."""
-    kinds: Counter = Counter()
-    for seed in range(200):
-        logp, rollout_logp, mask, entropy = sampled(seed, peaked=peaked, **NOISES[noise])
-        kinds.update(logprob_semantics(logp, rollout_logp, mask, entropy=given).kind for given in (entropy, None))
-    assert kinds == {"agrees": 400}
+    """2,400 draws in all."""
+    assert kinds_without_a_fault(noise, peaked, 200) == {"agrees": 400}
 
 
 FAULTS = {
@@ -120,11 +137,11 @@ FAULTS = {
 
 @pytest.mark.parametrize("peaked", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_named_in_512_tokens(fault, peaked):
+def test_every_fault_is_named_in_512_tokens(fault, peaked, draws):
     """In 20 of 20 draws; at least in 14 where both log-probs are the same and only the surprisal tells."""
-    kind, settings = FAULTS[fault]
-    kinds = Counter(found(seed, peaked=peaked, **settings).kind for seed in range(20))
-    assert kinds[kind] >= (14 if kind == "unlogged" else 20), kinds
+    (kind, settings), seeds = FAULTS[fault], draws // 3
+    kinds = Counter(found(seed, peaked=peaked, **settings).kind for seed in range(seeds))
+    assert kinds[kind] >= (0.7 if kind == "unlogged" else 1) * seeds, kinds
 
 
 @pytest.mark.parametrize("peaked", [False, True])
@@ -145,9 +162,9 @@ def test_the_kept_mass_is_estimated():
 
 
 @pytest.mark.parametrize("fault", [name for name, (kind, _) in FAULTS.items() if kind in ("kept_mass", "unnormalised")])
-def test_what_needs_no_entropy(fault):
+def test_what_needs_no_entropy(fault, draws):
     kind, settings = FAULTS[fault]
-    assert {found(seed, with_entropy=False, **settings).kind for seed in range(20)} == {kind}
+    assert {found(seed, with_entropy=False, **settings).kind for seed in range(draws // 3)} == {kind}
 
 
 def test_a_temperature_without_entropy_has_a_direction_only():
