@@ -132,7 +132,7 @@ LIBRARY_TESTS := $(filter-out %/test_packaging.py %/test_docs.py,$(wildcard test
 test: test-doc test-fast  ## what continuous integration runs: about twenty minutes on two cores
 
 test-core: .venv  ## the core alone (stages, methods, metrics, training), fewer random draws: under a minute
-	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 20 $(CORE_TESTS)
+	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 12 $(CORE_TESTS)
 
 test-library: .venv  ## the same with the lab, extras, tokens, exact and the command line; not the trainers
 	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 20 $(LIBRARY_TESTS)

@@ -77,3 +77,11 @@ def python(code: str, imported: tuple[str, ...] = ("torch",)) -> subprocess.Comp
         assert answer, f"the server of {imported} has ended"
         said = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
     return subprocess.CompletedProcess(["python", "-c", code], int(answer), *said)
+
+
+def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs pytest in a folder with a copy of the library, which is imported in place of this one."""
+    return python(
+        f"import os, sys; os.chdir({str(folder)!r}); sys.path.remove({str(ROOT)!r}); sys.path.insert(0, os.getcwd())\n"
+        f"import pytest; sys.exit(pytest.main({[*words]!r}))"
+    )

@@ -2,8 +2,6 @@
 
 import math
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 import offcorr
 from offcorr import gates, ops, ratios, rejections, testing, weights
 from offcorr.methods.registry import catalogue
+from tests import fresh
 
 METHODS = {method.name: method for method in catalogue()}
 
@@ -92,11 +91,10 @@ def test_a_dropped_in_file_is_a_method(tmp_path):
         source.replace('"dapo"', '"dropped_in"').replace("def dapo", "def dropped_in")
     )
     shutil.copy(__file__, tmp_path / "test_contract.py")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--rootdir", tmp_path, "-p", "no:cacheprovider",
-         tmp_path / "test_contract.py", "-k", "dropped_in and test_method"],
-        cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
+    (tmp_path / "tests").mkdir()
+    shutil.copy(fresh.__file__, tmp_path / "tests")
+    words = ["-q", "--rootdir", ".", "-p", "no:cacheprovider", "test_contract.py", "-k", "dropped_in and test_method"]
+    run = fresh.pytest_in(tmp_path, *words)
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"{len(testing.CHECKS)} passed" in run.stdout
 

@@ -1,14 +1,13 @@
 """A method that no oracle checks cannot pass the suite, however well it keeps the contract."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import offcorr
 from offcorr import testing
+from tests.fresh import pytest_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,11 +47,9 @@ def verdict(tmp_path_factory):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
     (copy / "offcorr" / "methods" / "dropped_in.py").write_text(METHOD)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_testing.py",
-         "tests/methods/test_oracle.py", "-k", "test_method and dropped_in or has_an_oracle"],
-        cwd=copy, capture_output=True, text=True, env={"PYTHONPATH": str(copy), "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
+    files = "tests/test_testing.py", "tests/methods/test_oracle.py"
+    words = "test_method and dropped_in or has_an_oracle"
+    run = pytest_in(copy, "-q", "-p", "no:cacheprovider", *files, "-k", words)
     return run.stdout + run.stderr
 
 
