@@ -127,7 +127,7 @@ ALL_TESTS := $(PYTEST) -q -n $(WORKERS) --dist loadfile --nothing-missing --dura
 CORE_TESTS := $(patsubst %,tests/test_%.py,batch correction metrics migrating mutations shapes structure testing) \
     tests/methods tests/stages tests/training
 LIBRARY_TESTS := $(filter-out %/test_packaging.py %/test_docs.py,$(wildcard tests/test_*.py)) \
-    tests/methods tests/stages tests/training tests/lab tests/extras
+    tests/cli tests/methods tests/stages tests/training tests/lab tests/extras
 
 test: test-doc test-fast  ## what continuous integration runs: about twenty minutes on two cores
 

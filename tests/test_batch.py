@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import offcorr
 from offcorr import Batch, cli, gates, ratios, rejections, testing, weights
 from offcorr.batch import rises_to
+from offcorr.cli import tables
 from offcorr.methods.registry import illustration
 
 LOGP = torch.zeros(4, 128)
@@ -285,8 +286,8 @@ def test_options_without_a_default_are_required_and_illustrated(capsys):
         page = " ".join(capsys.readouterr().out.split())
         assert "low (required), high (required) bounds on the ratio" in page and "an illustration" in page
         assert "offcorr.get('banded', low=0.9, high=1.1)" in page
-        assert "| `banded(low, high, cap=2.0)` |" in cli.markdown(cli.options_table())
-        assert "band" in cli.markdown(cli.trainers_table()) and "band" in cli.markdown(cli.methods_table())
+        assert "| `banded(low, high, cap=2.0)` |" in tables.markdown(tables.options_table())
+        assert "band" in tables.markdown(tables.trainers_table()) and "band" in tables.markdown(tables.methods_table())
     finally:
         offcorr.unregister("banded")
 

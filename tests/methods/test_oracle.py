@@ -97,6 +97,10 @@ def random_case(rng: random.Random, *, engine: bool = True, broken: bool = True)
                 rollout[b][t] = rng.choice([math.nan, math.inf, -math.inf])
             if rng.random() < bad_tokens:
                 rng.choice([logp, old])[b][t] = rng.choice([math.nan, math.inf, -math.inf])
+    valid = [(b, t) for b in range(rows) for t in range(width) if mask[b][t]]
+    for table in (logp, old):
+        if valid and not any(math.isfinite(table[b][t]) for b, t in valid):  # that would be an error
+            table[valid[0][0]][valid[0][1]] = -1.0
     if not per_token:
         advantages = [rng.gauss(0, 1) if rng.random() < 0.9 else 0.0 for _ in range(rows)]
     return {
