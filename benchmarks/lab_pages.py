@@ -15,6 +15,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ ARENAS = (
 )
 RESULTS = ("exact", "loop", "loop_long", "loop_variants", *ARENAS, "arena_ess")
 OWN = "near_overlap"
+SAFEST = "minpro"
+"""What docs/which.md advises where nothing is known: its numbers stand in every row there."""
+
 LEVEL = 2.0
 """Standard errors of a paired difference within which two methods are said to be level."""
 
@@ -212,6 +216,8 @@ def situations() -> list[Row]:
                 "loop: far from it": _names({n: looped[n] for n in WELL_KNOWN}, lambda value: value < FAR),
                 "arena: near the best": _names(arena, lambda value: value >= NEAR_THE_BEST) if cells else "",
                 "arena: far from it": _names(arena, lambda value: value < FAR) if cells else "",
+                f"`{SAFEST}`, loop": f"{looped[SAFEST]:.2f}",
+                f"`{SAFEST}`, arena": f"{arena[SAFEST]:.2f}" if SAFEST in arena else "",
             }
         )
     return rows
@@ -296,6 +302,23 @@ def _by_lam(rows: Sequence[Mapping[str, Any]]) -> dict[float, Mapping[str, Any]]
     return found
 
 
+def length() -> list[Row]:
+    """Mean multipliers by length, as definitions alone decide them: of a positive and of a negative advantage."""
+    data = result("length")
+    cells = {(row["method"], row["sigma"], row["length"]): row for row in data["rows"]}
+    setting = data["setting"]
+    grid = list(product(setting["sigmas"], setting["lengths"]))
+
+    def shown(method: str, sigma: float, tokens: int) -> str:
+        cell = cells[method, sigma, tokens]
+        return f"{cell['up']:.2f} / {cell['down']:.2f}"
+
+    return [
+        {"method": f"`{method}`"} | {f"σ {sigma}, {n:,} tokens": shown(method, sigma, n) for sigma, n in grid}
+        for method in setting["methods"]
+    ]
+
+
 def seeds() -> list[Row]:
     """How many seeds tell two methods apart in the arena."""
     return [
@@ -371,6 +394,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
         seeds,
         warnings,
         situations,
+        length,
         sources,
     )
 }
