@@ -58,6 +58,7 @@ class Evidence:
         floor: mean |d| (nats) up to which nothing is to be explained: that of one set of weights scored twice, or what
             was left by the approximate removal of a cause.
         balanced: whether the surprisal balance is still to be explained.
+        selected: whether the tokens were chosen by the sign of d, so that it and the mean of d say nothing.
     """
 
     records: Sequence[Record]
@@ -69,6 +70,7 @@ class Evidence:
     position: Integers
     floor: float = SAME
     balanced: bool = True
+    selected: bool = False
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Evidence:
@@ -121,6 +123,10 @@ class Evidence:
     def unbalanced(self) -> Evidence:
         """With a surprisal balance that is explained."""
         return dataclasses.replace(self, balanced=False)
+
+    def selection(self, which: Booleans) -> Evidence:
+        """Without the other tokens, chosen by the sign of d."""
+        return dataclasses.replace(self.keep(which), selected=True)
 
     # -- one number per token --------------------------------------------------------------------------------
 

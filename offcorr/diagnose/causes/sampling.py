@@ -30,7 +30,7 @@ class Unnormalised(Cause):
         identity = evidence.ratio_identity
         off = abs(identity.value - 1) / max(identity.error, 1e-12)
         above, below = float(np.clip(d, 0, 3).sum()), float(np.clip(-d, 0, 3).sum())
-        if evidence.gap < max(0.003, evidence.floor) or len(evidence) < 32 or off < SIGNIFICANT:
+        if evidence.gap < max(0.003, evidence.floor) or len(evidence) < 32 or off < SIGNIFICANT or evidence.selected:
             return None
         if above < 20 * below and (below < 20 * above or not _of_context(evidence)):
             return None
@@ -148,7 +148,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
 
     The sum of d is the log-likelihood ratio of the sampled tokens under both log-probs, the trainer's first.
     """
-    if evidence.gap < 0.002 or len(evidence) < 64:
+    if evidence.gap < 0.002 or len(evidence) < 64 or evidence.selected:
         return None
     if (evidence.d.sum() > 0) != sampled_by_trainer:
         return None
@@ -230,12 +230,16 @@ class Kept:
     tail: float  # the 2 % quantile of the truncated d over their mean
 
 
+TOLD = 32
+"""Tokens that tell what else differs, at least."""
+
+
 def kept(evidence: Evidence) -> Kept | None:
     """The features; None: the sampler's probabilities do not exceed the trainer's."""
     lost = Estimate(1 - evidence.ratio_identity.value, evidence.ratio_identity.error)
     d = evidence.d
     above, below = float(np.clip(d, 0, 1).sum()), float(np.clip(-d, 0, 1).sum())
-    if lost.value < max(0.0005, SIGNIFICANT * lost.error):
+    if lost.value < max(0.0005, SIGNIFICANT * lost.error) or evidence.selected:
         return None
     if above > 0.03 * below:
         return _kept_among_others(evidence, lost)
@@ -245,12 +249,16 @@ def kept(evidence: Evidence) -> Kept | None:
         return None
     alone = (evidence.sampler > -1e-6) & truncated
     least = float(np.quantile(d[truncated], 0.01))
-    above_all = (evidence.trainer > least + 0.002) & (evidence.trainer < -noise)
+    raised = d[d > 1e-4]  # by what else differs, which moves the border of the kept tokens by as much
+    border = 2 * float(np.quantile(raised, 0.9)) if len(raised) >= 8 else 0.0
+    above_all = (evidence.trainer > least + 0.002 + border) & (evidence.trainer < -noise - border / 2)
     certain = float((evidence.sampler > -1e-6)[above_all].mean()) if above_all.sum() >= 4 else np.nan
     others = np.exp(np.minimum(d, 0)) - np.exp(evidence.trainer)
-    crowded = float((others > np.exp(least) + 0.01)[truncated].mean())
+    crowded = float((others > np.exp(least) + 0.01 + border)[truncated].mean())
     tail = float(np.quantile(d[truncated], 0.02) / d[truncated].mean())
+    # Where d is above 0, no kept mass hides what else differs; a few such tokens tell nothing.
     left = evidence.unbalanced().explained(np.minimum(d, 0))
+    left = left.selection(d > 1e-4) if len(raised) >= TOLD else left.with_floor(np.inf)
     return Kept(lost, int(alone.sum()), certain, crowded, evidence.balance, left, float(np.exp(least)), tail)
 
 
