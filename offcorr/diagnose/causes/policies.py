@@ -117,7 +117,7 @@ class MoERouting(Cause):
         first, _, _ = profile.level(0, 1)
         # Other experts for one token also move those after it, by less; other tokens make those after them unlikely.
         smooth = profile.smoothness > 0.75 and (profile.tail < 5 or float(evidence.size.max()) > GROSS)
-        if heavy < 5 or smooth or first > 2 or profile.median > 0.02:
+        if heavy < 5 or smooth or first > 2 or profile.median > 0.02 or _one_sided(evidence):
             return None
         return Found(
             heavy,
@@ -127,6 +127,13 @@ class MoERouting(Cause):
             f"the relative difference |d| / (1 - p) has a mean of {profile.mean:.2g} and a median of "
             f"{profile.median:.2g}: most tokens agree, and a few, at no position in particular, are far off",
         )
+
+
+def _one_sided(evidence: Evidence) -> bool:
+    """Whether the tokens that are far off are so in one direction, as under a penalty or a ban; other experts do both."""
+    far = evidence.d[evidence.size > 5 * evidence.gap]
+    above = int((far > 0).sum())
+    return len(far) >= 8 and not 0.1 <= above / len(far) <= 0.9
 
 
 class WeightsSwapped(Cause):

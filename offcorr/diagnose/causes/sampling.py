@@ -148,7 +148,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
 
     The sum of d is the log-likelihood ratio of the sampled tokens under both log-probs, the trainer's first.
     """
-    if evidence.gap < 0.002 or len(evidence) < 64 or evidence.selected:
+    if evidence.gap < max(0.002, evidence.floor) or len(evidence) < 64 or evidence.selected:
         return None
     if (evidence.d.sum() > 0) != sampled_by_trainer:
         return None
@@ -156,6 +156,8 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     # Without entropy, noise in the trainer's log-probs looks like a temperature of the sampler above the trainer's.
     likely = sampled_by_trainer or fit.power.value > 1
     needed = 0.5 if evidence.with_entropy is evidence or not likely else 0.25
+    if fit.power.value > 1 and not sampled_by_trainer and evidence.balance is not None and evidence.balance.z < -6:
+        needed = 0.15  # how the tokens were drawn says the same as how their log-probs differ
     if fit.explained < needed or not away(fit.power) or not 0.35 < fit.power.value < 5:
         return None
     below = float(np.maximum(-evidence.d, 0).mean())
@@ -181,6 +183,10 @@ def _rest(evidence: Evidence, fit: Power) -> Evidence:
     return evidence.explained(fit.fitted).with_floor(share * float(np.abs(fit.fitted).mean()))
 
 
+PENALISED = 5.0
+"""Standard errors between tokens that were seen before and new ones."""
+
+
 class RepetitionPenalty(Cause):
     """Tokens that stood in the context before are less likely to the sampler; all others are more likely."""
 
@@ -198,14 +204,14 @@ class RepetitionPenalty(Cause):
         error = float(np.sqrt(seen.var() / len(seen) + new.var() / len(new)))
         above = float(np.maximum(new, 0).sum() / max(np.abs(new).sum(), 1e-12))
         z = difference / max(error, 1e-12)
-        if z < 8 or seen.mean() < 0 or above > 0.1:
+        if z < PENALISED or seen.mean() < 0 or above > 0.1:
             return None
         after = np.where(evidence.seen, seen.mean(), new.mean()) * able
         left = evidence.unbalanced().explained(after)
         return Found(
             difference,
             error,
-            8 * error,
+            PENALISED * error,
             z / 8,
             f"d is {seen.mean():+.3f} nats on average at tokens that stand earlier in the prompt or completion, and "
             f"{new.mean():+.3f} at new ones, where it is at most 0 for {1 - float((new > 1e-4).mean()):.0%} of them",
