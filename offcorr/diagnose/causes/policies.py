@@ -172,23 +172,34 @@ class WeightsSwapped(Cause):
         rise, place, sharp = split.rise[large], split.place[large], split.sharpness[large]
         typical = float(np.median(rise))
         agree = float((np.sign(rise) == np.sign(typical)).mean())
-        if abs(typical) < 1.1 or agree < 0.85 or np.median(place) < 4 or np.median(sharp) < 0.6:
+        if abs(typical) < 0.9 or agree < 0.85 or np.median(place) < 4 or np.median(sharp) < 0.6:
             return None
-        if typical < 0 and noise(evidence) and not repeatable(evidence):  # another context fades, too, as does dropout
+        dropped = typical < 0 and _dropped(profile)
+        if not dropped and (abs(typical) < 1.1 or (typical < 0 and _may_fade(evidence, typical))):
             return None
-        first, gain = profile.level(0, 4)[0], float(np.median(split.gain[large]))
-        if typical < 0 and abs(typical) < 2.2 and first > 0.5:  # another context fades, too, by token id unlike weights
-            if gain < 30 or first > 2 or noise(evidence):
-                return None
+        gain = float(np.median(split.gain[large]))
+        margin = float(np.log(gain / 12)) + float(large.mean())
         return Found(
             gain,
             float(split.gain[large].std() / np.sqrt(large.sum())),
             12.0,
-            float(np.log(gain / 12)) + float(large.mean()),
+            max(margin, float(np.sqrt(profile.common_step.gain)) / 2) if dropped else margin,
             f"in {large.sum()} of {len(large)} sequences |d| {'rises' if typical > 0 else 'falls'} by a factor of "
             f"{np.exp(abs(typical)):.0f} from one token to the next and stays there; the change is mostly between "
             f"index {np.quantile(place, 0.1):.0f} and {np.quantile(place, 0.9):.0f} of the completion",
         )
+
+
+def _dropped(profile: Profile) -> bool:
+    """Whether d falls at one position of all sequences, by more than a fade along the completion explains."""
+    step = profile.common_step
+    return step.gain > 20 and step.rise < -0.4 and step.place >= 8 and -1.5 < profile.level(0, 1)[0] < 3
+
+
+def _may_fade(evidence: Evidence, typical: float) -> bool:
+    """Whether what falls within the sequences may fade, as d after another context and under dropout does."""
+    first = Profile.of(evidence).level(0, 1)[0]
+    return typical > -1.8 or first < -1.5 or first > 2 or (noise(evidence) and not repeatable(evidence))
 
 
 class StaleWeights(Cause):
