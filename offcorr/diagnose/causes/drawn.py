@@ -16,6 +16,7 @@ FLAT = float(np.log(2))
 LEAST_SHARE = 0.3
 """Smallest top_p that is looked for."""
 
+
 def power_of_draws(logp: Floats, entropy: Floats) -> float:
     """The power of the distribution that the tokens were drawn from, 1 / temperature, if it is a power of this one.
 
@@ -85,7 +86,9 @@ def truncation(logp: Floats, entropy: Floats) -> Truncation:
     logs = np.log((1 - LEAST_SHARE) / (1 - shares[shares > LEAST_SHARE + 0.002]))
     flat = entropy > FLAT
     power = power_of_draws(logp[flat], entropy[flat]) if flat.sum() >= 16 else 1.0
-    missing = [_missing(logp[sure], entropy[sure], power, at) for at in (0.5, share) for sure in [entropy < _binary(at)]]
+    missing = [
+        _missing(logp[sure], entropy[sure], power, at) for at in (0.5, share) for sure in [entropy < _binary(at)]
+    ]
     return Truncation(share, _ends(logs) + max(missing))
 
 
@@ -95,7 +98,9 @@ def _missing(logp: Floats, entropy: Floats, power: float, share: float) -> float
     Both are of a Poisson distribution; 0 where no fewer were drawn.
     """
     drawn, expected = int((logp < np.log(share) - 1e-3).sum()), others_expected(logp, entropy, power)
-    return expected - drawn + drawn * np.log(drawn / expected if drawn else 1.0) if drawn < expected else 0.0
+    if drawn >= expected:
+        return 0.0
+    return expected - drawn + (drawn * float(np.log(drawn / expected)) if drawn else 0.0)
 
 
 def others_expected(logp: Floats, entropy: Floats, power: float) -> float:

@@ -263,7 +263,8 @@ def repeatable(evidence: Evidence) -> bool:
 def _two_policies(evidence: Evidence) -> bool:
     """Whether nothing speaks against two deterministic policies: no dropout, mean ratio 1, no change of temperature."""
     identity = evidence.ratio_identity
-    if not repeatable(evidence) or abs(identity.value - 1) > 6 * identity.error:
+    off = abs(identity.value - 1) > 6 * identity.error and not evidence.selected
+    if not repeatable(evidence) or off:
         return False
     return evidence.with_entropy is not None or not away(power(evidence).power)
 

@@ -56,6 +56,8 @@ def _of_context(evidence: Evidence) -> bool:
     h = evidence.entropy
     if balance is None or h is None or evidence.with_entropy is not evidence or balance.z < -4:
         return False
+    if balance.value < -1.2 * (1 - evidence.ratio_identity.value):  # unlikely tokens were not drawn: a truncation
+        return False
     context = np.stack([np.ones_like(h), h, h * h, np.sqrt(np.maximum(h, 0))], 1)
     residual = d - context @ np.linalg.lstsq(context, d, rcond=None)[0]
     return float(residual.var() / d.var()) < 0.15
