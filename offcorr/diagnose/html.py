@@ -23,6 +23,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto
 overflow-wrap: anywhere } h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem } h3 { font-size: 1rem }
 table { border-collapse: collapse } td { padding: .25rem 1.4rem .25rem 0; border-bottom: 1px solid #ddd;
 vertical-align: top } img { width: 100% }
+@media (min-width: 40.1rem) { td:first-child { white-space: nowrap } td:nth-child(2) { min-width: 11rem } }
 @media (max-width: 40rem) { td { display: block; padding: 0; border: 0 } td:first-child { margin-top: .6rem;
 font-weight: 600 } }
 .note, figcaption { color: #555 } .tokens { font: 14px/1.9 ui-monospace, monospace; white-space: pre-wrap }
@@ -69,13 +70,13 @@ def _said(text: object) -> str:
 
 
 MEANINGS = {
-    "mean |d|": "d is the trainer's log-prob of a sampled token minus the sampler's, and |d| its size without the sign. A "
-    "log-prob is the natural logarithm of a token's probability, in nats; where d is 0.01 nats, the two "
+    "mean |d|": "d is the trainer's log-prob of a sampled token minus the sampler's, and |d| its size without sign. "
+    "A log-prob is the natural logarithm of a token's probability, in nats; where d is 0.01 nats, the two "
     "probabilities differ by 1 %. 0 everywhere would be exact agreement.",
     "mean ratio e^d": "e^d is the trainer's probability of a token divided by the sampler's. Its mean is 1 if both "
     "log-probs are right, even where the weights differ.",
-    "k3": "The mean of e^d - 1 - d, an estimate of how far the two distributions are apart (the KL divergence). It is 0 "
-    "if they are the same and never negative.",
+    "k3": "The mean of e^d - 1 - d, an estimate of how far the two distributions are apart (the KL divergence): 0 if "
+    "they are the same, and never negative.",
     "surprisal balance": "How much less likely the sampled tokens are to the trainer than draws from its own "
     "distributions would be: the mean of (- log-prob - entropy). It is 0 if the tokens were drawn from them.",
 }
@@ -86,8 +87,8 @@ ERRORS = (
     "is several standard errors away from its usual value is hardly chance."
 )
 READING = (
-    "p is the probability that the trainer gives a token. Two models hardly differ about a token that is nearly certain "
-    "(p close to 1), so their difference is also given relative to 1 - p: |d| / (1 - p), the relative difference. A "
+    "p is the probability that the trainer gives a token. Two models hardly differ about one that is nearly certain (p "
+    "close to 1), so their difference is also given relative to 1 - p: |d| / (1 - p), the relative difference. A "
     "confidence of 0.5 means that a test only just finds a cause, and 1 that it is certain."
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from offcorr.diagnose.evidence import Estimate, Evidence
+from offcorr.diagnose.evidence import Booleans, Estimate, Evidence
 from offcorr.diagnose.record import Floats, Integers
 
 FLAT = float(np.log(2))
@@ -210,7 +210,7 @@ def likely_seen(evidence: Evidence) -> Floats:
     return np.asarray(share[(starts + prompts)[evidence.sequence] + evidence.position])
 
 
-def _stream(evidence: Evidence) -> tuple[Integers, Integers, Integers, Integers]:
+def _stream(evidence: Evidence) -> tuple[Integers, Integers, Integers, Booleans]:
     """Ids of all prompts and completions one after the other, their sequences, places, and which follow another one."""
     parts = [np.concatenate([record.prompt_ids, record.completion_ids]) for record in evidence.records]
     lengths = [len(part) for part in parts]

@@ -130,7 +130,7 @@ class MoERouting(Cause):
 
 
 def _one_sided(evidence: Evidence) -> bool:
-    """Whether the tokens that are far off are so in one direction, as under a penalty or a ban; other experts do both."""
+    """Whether the tokens that are far off are so in one direction, as under a penalty; other experts do both."""
     far = evidence.d[evidence.size > 5 * evidence.gap]
     above = int((far > 0).sum())
     return len(far) >= 8 and not 0.1 <= above / len(far) <= 0.9

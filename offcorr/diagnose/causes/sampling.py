@@ -157,7 +157,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     fit = power(evidence)
     # Without entropy, noise in the trainer's log-probs looks like a temperature of the sampler above the trainer's.
     likely = sampled_by_trainer or fit.power.value > 1
-    needed = 0.5 if evidence.with_entropy is evidence or not likely else 0.25
+    usual = needed = 0.5 if evidence.with_entropy is evidence or not likely else 0.25
     if fit.power.value > 1 and not sampled_by_trainer and evidence.balance is not None and evidence.balance.z < -6:
         needed = 0.15  # how the tokens were drawn says the same as how their log-probs differ
     if fit.explained < needed or not away(fit.power) or not 0.35 < fit.power.value < 5:
@@ -172,7 +172,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         fit.power.value,
         fit.power.error,
         1.0,
-        (fit.explained - needed) * 8,
+        max((fit.explained - usual) * 8, (fit.explained - needed) * 2),
         f"the sampler's log-probs are the trainer's at about {carried:.2f} times its temperature, which explains "
         f"{fit.explained:.0%} of the spread of d; the tokens were drawn at {which} temperature",
         _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit),

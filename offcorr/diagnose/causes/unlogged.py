@@ -35,14 +35,17 @@ class TemperatureSilent(Cause):
     def found(self, evidence: Evidence) -> Found | None:
         for sign in (-1, 1):
             balance = _unlogged(evidence, sign)
-            if balance is None or (_ended(evidence) if sign < 0 else _penalised(evidence)):
+            if balance is None:
                 continue
-            return _silent(evidence, balance, "less" if sign < 0 else "more")
+            if sign > 0:
+                return None if _penalised(evidence) else _silent(evidence, balance, "more", abs(balance.z) / 8)
+            ended = _truncation(evidence).support
+            return None if ended > ENDS else _silent(evidence, balance, "less", 0.2 + (ENDS - ended) / 2)
         return None
 
 
 class TopPSilent(Cause):
-    """No unlikely token was drawn where the likeliest holds most of the mass."""
+    """The tokens are less surprising than they should be, and unlikely ones end rather than become rare."""
 
     id = "top_p_silent"
     stage = "unlogged"
@@ -50,15 +53,16 @@ class TopPSilent(Cause):
     advice = f"sample with top_p=1.0, top_k=0, min_p=0.0, and {PROCESSED}"
 
     def found(self, evidence: Evidence) -> Found | None:
-        balance, ended = _unlogged(evidence, -1), _ended(evidence)
-        if balance is None or ended is None:
+        balance, ended = _unlogged(evidence, -1), _truncation(evidence)
+        if balance is None or ended.support <= ENDS:
             return None
         return _silent(
             evidence,
             balance,
             "less",
+            0.2 + (ended.support - ENDS) / 2,
             f", and unlikely tokens end as under a top_p of {ended.share:.2f} or more, rather than become rare as at a "
-            f"low temperature (log-likelihood ratio {ended.support:.1f})",
+            f"low temperature: the tokens are e^{ended.support:.1f} times likelier to be drawn so",
         )
 
 
@@ -88,12 +92,13 @@ class PenaltySilent(Cause):
         )
 
 
-def _silent(evidence: Evidence, balance: Estimate, which: str, more: str = "") -> Found:
+def _silent(evidence: Evidence, balance: Estimate, which: str, apart: float, more: str = "") -> Found:
+    """The finding; ``apart``: a margin that says how far it is from the other silent causes."""
     return Found(
         balance.value,
         balance.error,
         3.5 * balance.error,
-        abs(balance.z) / 8,
+        min(abs(balance.z) / 8, apart),
         f"the sampled tokens are {which} surprising than draws from the trainer's distributions would be, by "
         f"{abs(balance.value):.3f} nats per token, although the two log-probs agree (mean |d| {evidence.gap:.2g} nats)"
         f"{more}",
@@ -102,19 +107,20 @@ def _silent(evidence: Evidence, balance: Estimate, which: str, more: str = "") -
     )
 
 
-def _ended(evidence: Evidence) -> Truncation | None:
-    """The truncation, where it explains the draws better than a temperature."""
+def _truncation(evidence: Evidence) -> Truncation:
+    """How much better a truncation explains the draws than a temperature."""
     known = evidence.with_entropy
     if known is None or known.entropy is None:
-        return None
-    found = truncation(known.trainer, known.entropy)
-    return found if found.support > ENDS else None
+        return Truncation(0.0, 0.0)
+    return truncation(known.trainer, known.entropy)
 
 
 def _penalised(evidence: Evidence) -> Repeats | None:
     """The excess of surprise, where it is larger after repetitions: a temperature has no regard to them."""
     found = repeats(evidence) if evidence.balanced else None
     if found is None or found.z < REPEATED or found.seen.z < 2 or found.seen.value < found.overall.value:
+        return None
+    if found.overall.z < -2:  # a low temperature or a truncation
         return None
     # Two policies that differ can move the balance by about 2 |d|.
     return found if 0.5 * found.seen.value > 2 * (evidence.gap + evidence.moved) else None
