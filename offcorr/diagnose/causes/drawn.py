@@ -1,4 +1,4 @@
-"""How tokens were drawn: a temperature, a truncation or a penalty, from log-prob and entropy under one policy alone."""
+"""Statistics of how tokens were drawn (a temperature, a truncation, a penalty) from log-prob and entropy alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def least_share(logp: Floats, entropy: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Truncation:
-    """How much better a top_p explains the draws than a temperature.
+    """A top_p that may explain the draws, and by how much better than a temperature.
 
     Args:
         share: the least top_p under which every token can have been drawn.
@@ -104,7 +104,7 @@ def _missing(logp: Floats, entropy: Floats, power: float, share: float) -> float
 
 
 def others_expected(logp: Floats, entropy: Floats, power: float) -> float:
-    """How often another token than the likeliest would be drawn at a power, in contexts whose likeliest has over half.
+    """Expected draws of other tokens than the likeliest at a power, in contexts whose likeliest has over half.
 
     The draws of the likeliest tokens tell their probabilities p; each stands for (odds against it) draws of the
     others.  These have the mass 1 - p and the entropy that is left, from which their sum of powers follows, at least.

@@ -108,7 +108,7 @@ def _silent(evidence: Evidence, balance: Estimate, which: str, apart: float, mor
 
 
 def _truncation(evidence: Evidence) -> Truncation:
-    """How much better a truncation explains the draws than a temperature."""
+    """The truncation that may explain the draws, against a temperature."""
     known = evidence.with_entropy
     if known is None or known.entropy is None:
         return Truncation(0.0, 0.0)
