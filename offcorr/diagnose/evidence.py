@@ -58,6 +58,8 @@ class Evidence:
         floor: mean |d| (nats) up to which nothing is to be explained: that of one set of weights scored twice, or what
             was left by the approximate removal of a cause.
         balanced: whether the surprisal balance is still to be explained.
+        whole: the tokens that these were chosen from by the sign of d, so that it and the mean of d say nothing; None:
+            they were not.
     """
 
     records: Sequence[Record]
@@ -69,6 +71,7 @@ class Evidence:
     position: Integers
     floor: float = SAME
     balanced: bool = True
+    whole: Evidence | None = None
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Evidence:
@@ -121,6 +124,15 @@ class Evidence:
     def unbalanced(self) -> Evidence:
         """With a surprisal balance that is explained."""
         return dataclasses.replace(self, balanced=False)
+
+    def selection(self, which: Booleans) -> Evidence:
+        """Without the other tokens, chosen by the sign of d."""
+        return dataclasses.replace(self.keep(which), whole=self)
+
+    @property
+    def selected(self) -> bool:
+        """Whether the tokens were chosen by the sign of d."""
+        return self.whole is not None
 
     # -- one number per token --------------------------------------------------------------------------------
 
@@ -231,6 +243,8 @@ class Evidence:
         They are in units of 1 - p + .01, as noise on the logits is.  Samples of one prompt share their beginnings; both
         sides score each beginning once per sample.  Samples of other weights, by version or step, are apart.
         """
+        if self.whole is not None:
+            return self.whole.same_context
         early = self.position <= DEEPEST
         rows, columns = self.sequence[early], self.position[early]
         _, context, count = np.unique(_contexts(self.records)[rows, columns], return_inverse=True, return_counts=True)

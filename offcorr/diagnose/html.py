@@ -10,7 +10,7 @@ import numpy as np
 from offcorr.diagnose.diagnosis import Report
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.plots import bounded, figure, gaps, plots
-from offcorr.diagnose.text import GLOSSARY, headline, how_sure, measured, to_do
+from offcorr.diagnose.text import headline, how_sure, measured, to_do
 
 Decode = Callable[[int], str]
 WORST = 8
@@ -23,6 +23,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto
 overflow-wrap: anywhere } h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem } h3 { font-size: 1rem }
 table { border-collapse: collapse } td { padding: .25rem 1.4rem .25rem 0; border-bottom: 1px solid #ddd;
 vertical-align: top } img { width: 100% }
+@media (min-width: 40.1rem) { td:first-child { white-space: nowrap } td:nth-child(2) { min-width: 11rem } }
 @media (max-width: 40rem) { td { display: block; padding: 0; border: 0 } td:first-child { margin-top: .6rem;
 font-weight: 600 } }
 .note, figcaption { color: #555 } .tokens { font: 14px/1.9 ui-monospace, monospace; white-space: pre-wrap }
@@ -68,21 +69,51 @@ def _said(text: object) -> str:
     return html.escape(str(text))
 
 
+MEANINGS = {
+    "mean |d|": "d is the trainer's log-prob of a sampled token minus the sampler's, and |d| its size without sign. "
+    "A log-prob is the natural logarithm of a token's probability, in nats; where d is 0.01 nats, the two "
+    "probabilities differ by 1 %. 0 everywhere would be exact agreement.",
+    "mean ratio e^d": "e^d is the trainer's probability of a token divided by the sampler's. Its mean is 1 if both "
+    "log-probs are right, even where the weights differ.",
+    "k3": "The mean of e^d - 1 - d, an estimate of how far the two distributions are apart (the KL divergence): 0 if "
+    "they are the same, and never negative.",
+    "surprisal balance": "How much less likely the sampled tokens are to the trainer than draws from its own "
+    "distributions would be: the mean of (- log-prob - entropy). It is 0 if the tokens were drawn from them.",
+}
+"""One or two plain sentences for each number of the report."""
+
+ERRORS = (
+    "± is one standard error: by about this much a number differs by chance between dumps of this size. A number that "
+    "is several standard errors away from its usual value is hardly chance."
+)
+READING = (
+    "p is the probability that the trainer gives a token. Two models hardly differ about one that is nearly certain (p "
+    "close to 1), so their difference is also given relative to 1 - p: |d| / (1 - p), the relative difference. A "
+    "confidence of 0.5 means that a test only just finds a cause, and 1 that it is certain."
+)
+
+
 def _numbers(report: Report) -> str:
+    rows = [(name, value) for name, value, _ in measured(report)]
+    rows.insert(3, ("k3", f"{report.numbers['k3']:.3g} nats"))
     lines = "".join(
-        f"<tr><td>{_said(name)}</td><td>{_said(value).replace('+-', '±')}</td><td>{_said(meaning)}</td></tr>"
-        for name, value, meaning in measured(report)
+        f"<tr><td>{_said(name)}</td><td>{_said(value).replace('+-', '±')}</td>"
+        f"<td>{_said(MEANINGS.get(name, ''))}</td></tr>"
+        for name, value in rows
     )
-    return f'<table>{lines}</table><p class="note">{_said(GLOSSARY).replace("+-", "±")}</p>'
+    return f'<table>{lines}</table><p class="note">{_said(ERRORS)}</p>'
 
 
 def _causes(report: Report) -> str:
-    return "\n".join(
+    parts = [f'<p class="note">{_said(READING)}</p>']
+    parts += [
         f"<h3>{place}. {_said(one.title)}</h3>\n<p><code>{one.cause}</code>, {_said(how_sure(one))}</p>\n"
         f"<p><b>Evidence:</b> {_said(one.evidence)}.</p>\n<p><b>To do:</b> {_said(one.advice)}.</p>\n"
-        f'<p class="note">Test statistic: {one.statistic:.3g} ± {one.se:.1g}, threshold {one.threshold:.3g}.</p>'
+        f'<p class="note">Test statistic, the number by which this cause is told: {one.statistic:.3g} ± {one.se:.1g}; '
+        f"threshold, the value beyond which it is named: {one.threshold:.3g}.</p>"
         for place, one in enumerate(report.causes, 1)
-    )
+    ]
+    return "\n".join(parts)
 
 
 # -- sequences -----------------------------------------------------------------------------------------------

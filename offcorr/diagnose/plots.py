@@ -29,31 +29,37 @@ def plots(evidence: Evidence) -> list[tuple[str, Any]]:
     """
     made = [
         (
-            "Histogram of d, on a logarithmic scale. Everything on one side of 0 is a truncated distribution.",
+            "Histogram of d: how many tokens have which d, on a logarithmic scale. Everything on one side of 0 is a "
+            "truncated distribution.",
             _histogram,
         ),
         (
-            "Quantiles of d against those of a normal distribution. A straight line is rounding noise; long ends are "
-            "a few tokens that differ much.",
+            "QQ plot: the sorted values of d (its quantiles) against those of as many draws from a normal "
+            "distribution. A straight line is rounding noise; long ends are a few tokens that differ much.",
             _quantiles,
         ),
-        ("d against the trainer's log-prob. A slope or a curve is a temperature.", _against_logp),
         (
-            "Mean |d| over the position in the completion. A spike at the start is another prompt, a step is a change "
-            "of weights.",
+            "d against the trainer's log-prob, the logarithm of the probability that it gives a token. A slope or a "
+            "curve is a temperature.",
+            _against_logp,
+        ),
+        (
+            "Mean |d|, the size of d without its sign, over the position in the completion. A spike at the start is "
+            "another prompt, a step is a change of weights.",
             _positions,
         ),
         (
-            "Correlation of the trainer's log-probs with the sampler's of tokens before or after. The highest bar "
-            "belongs at a lag of 0; at 1 or -1 it means that log-probs are shifted by one token.",
+            "Lag correlation: how closely the trainer's log-probs follow the sampler's of the token so many places "
+            "before or after (1: exactly; 0: not at all). The highest bar belongs at a lag of 0; at 1 or -1 it means "
+            "that log-probs are shifted by one token.",
             _lags,
         ),
     ]
     if len(_halves(evidence)[0]):
         made.append(
             (
-                "Mean d of each token id in two halves of the sequences. Along the diagonal the two policies differ "
-                "in the same way everywhere, as with older weights.",
+                "Mean d of each token id, one dot per id, in two halves of the sequences. Along the diagonal the two "
+                "policies differ in the same way everywhere, as with older weights; a round cloud is noise.",
                 _token_ids,
             )
         )

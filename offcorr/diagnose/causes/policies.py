@@ -117,7 +117,7 @@ class MoERouting(Cause):
         first, _, _ = profile.level(0, 1)
         # Other experts for one token also move those after it, by less; other tokens make those after them unlikely.
         smooth = profile.smoothness > 0.75 and (profile.tail < 5 or float(evidence.size.max()) > GROSS)
-        if heavy < 5 or smooth or first > 2 or profile.median > 0.02:
+        if heavy < 5 or smooth or first > 2 or profile.median > 0.02 or _one_sided(evidence):
             return None
         return Found(
             heavy,
@@ -127,6 +127,13 @@ class MoERouting(Cause):
             f"the relative difference |d| / (1 - p) has a mean of {profile.mean:.2g} and a median of "
             f"{profile.median:.2g}: most tokens agree, and a few, at no position in particular, are far off",
         )
+
+
+def _one_sided(evidence: Evidence) -> bool:
+    """Whether the tokens that are far off are so in one direction, as under a penalty; other experts do both."""
+    far = evidence.d[evidence.size > 5 * evidence.gap]
+    above = int((far > 0).sum())
+    return len(far) >= 8 and not 0.1 <= above / len(far) <= 0.9
 
 
 class WeightsSwapped(Cause):
@@ -165,23 +172,34 @@ class WeightsSwapped(Cause):
         rise, place, sharp = split.rise[large], split.place[large], split.sharpness[large]
         typical = float(np.median(rise))
         agree = float((np.sign(rise) == np.sign(typical)).mean())
-        if abs(typical) < 1.1 or agree < 0.85 or np.median(place) < 4 or np.median(sharp) < 0.6:
+        if abs(typical) < 0.9 or agree < 0.85 or np.median(place) < 4 or np.median(sharp) < 0.6:
             return None
-        if typical < 0 and noise(evidence) and not repeatable(evidence):  # another context fades, too, as does dropout
+        dropped = typical < 0 and _dropped(profile)
+        if not dropped and (abs(typical) < 1.1 or (typical < 0 and _may_fade(evidence, typical))):
             return None
-        first, gain = profile.level(0, 4)[0], float(np.median(split.gain[large]))
-        if typical < 0 and abs(typical) < 2.2 and first > 0.5:  # another context fades, too, by token id unlike weights
-            if gain < 30 or first > 2 or noise(evidence):
-                return None
+        gain = float(np.median(split.gain[large]))
+        margin = float(np.log(gain / 12)) + float(large.mean())
         return Found(
             gain,
             float(split.gain[large].std() / np.sqrt(large.sum())),
             12.0,
-            float(np.log(gain / 12)) + float(large.mean()),
+            max(margin, float(np.sqrt(profile.common_step.gain)) / 2) if dropped else margin,
             f"in {large.sum()} of {len(large)} sequences |d| {'rises' if typical > 0 else 'falls'} by a factor of "
             f"{np.exp(abs(typical)):.0f} from one token to the next and stays there; the change is mostly between "
             f"index {np.quantile(place, 0.1):.0f} and {np.quantile(place, 0.9):.0f} of the completion",
         )
+
+
+def _dropped(profile: Profile) -> bool:
+    """Whether d falls at one position of all sequences, by more than a fade along the completion explains."""
+    step = profile.common_step
+    return step.gain > 20 and step.rise < -0.4 and step.place >= 8 and -1.5 < profile.level(0, 1)[0] < 3
+
+
+def _may_fade(evidence: Evidence, typical: float) -> bool:
+    """Whether what falls within the sequences may fade, as d after another context and under dropout does."""
+    first = Profile.of(evidence).level(0, 1)[0]
+    return typical > -1.8 or first < -1.5 or first > 2 or (noise(evidence) and not repeatable(evidence))
 
 
 class StaleWeights(Cause):
@@ -245,7 +263,8 @@ def repeatable(evidence: Evidence) -> bool:
 def _two_policies(evidence: Evidence) -> bool:
     """Whether nothing speaks against two deterministic policies: no dropout, mean ratio 1, no change of temperature."""
     identity = evidence.ratio_identity
-    if not repeatable(evidence) or abs(identity.value - 1) > 6 * identity.error:
+    off = abs(identity.value - 1) > 6 * identity.error and not evidence.selected
+    if not repeatable(evidence) or off:
         return False
     return evidence.with_entropy is not None or not away(power(evidence).power)
 

@@ -14,8 +14,8 @@ from offcorr.diagnose.record import Floats, Integers
 CERTAIN = 0.01
 """1 - p of a token below which no cause leaves enough of d to be seen."""
 
-BINS = ((0, 1), (1, 4), (4, 8), (8, 16), (16, 32), (32, 10**9))
-"""Positions that are looked at together."""
+FITTED = 100_000
+"""Tokens that a fade is fitted to, at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +169,33 @@ class Profile:
         return Split(*map(np.array, (gains, levels, places, sharp)))
 
     @cached_property
+    def common_step(self) -> Step:
+        """The best change of level at one position of all sequences, beyond a fade along the completion.
+
+        The fade is a polynomial of the logarithm of the position; the first token is left out, as it has no cache.
+        """
+        later = np.flatnonzero(self.position > 0)
+        chosen = later[:: -(-len(later) // FITTED) or 1]
+        chosen = chosen[self.position[chosen].argsort(kind="stable")]
+        where, x = self.position[chosen], self.logs[chosen]
+        if len(x) < 64:
+            return Step(0.0, 0.0, 0)
+        along = np.log1p(where)
+        fade = np.linalg.qr(np.stack([np.ones_like(along), along, along**2], 1))[0]
+        left = x - fade @ (fade.T @ x)
+        starts = np.flatnonzero(np.diff(where, prepend=-1))
+        starts = starts[(starts >= 8) & (starts <= len(x) - 8) & (where[starts] >= 4)]
+        shared = np.square(fade[::-1].cumsum(0)[::-1][starts]).sum(1)
+        apart = len(x) - starts - shared  # squared norm of each step without what the fade has of it
+        starts, apart = starts[apart > 1], apart[apart > 1]
+        if not len(starts):
+            return Step(0.0, 0.0, 0)
+        rise = left[::-1].cumsum()[::-1][starts] / apart
+        gain = rise**2 * apart / max(float(left.var()), 1e-12)
+        best = int(gain.argmax())
+        return Step(float(gain[best]), float(rise[best]), int(where[starts[best]]))
+
+    @cached_property
     def halves(self) -> tuple[float, float, Floats]:
         """Sequences in two parts, one that agrees and one that does not, among those that have both.
 
@@ -192,6 +219,21 @@ class Profile:
                 first += bool(x[0])
         count = len(places)
         return count / max(whole, 1), first / max(count, 1), np.array(places, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A change of level at one position of all sequences.
+
+    Args:
+        gain: squared error that it takes away, over the variance.
+        rise: of the log-size.
+        place: position of the first token after it.
+    """
+
+    gain: float
+    rise: float
+    place: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ class Unnormalised(Cause):
         identity = evidence.ratio_identity
         off = abs(identity.value - 1) / max(identity.error, 1e-12)
         above, below = float(np.clip(d, 0, 3).sum()), float(np.clip(-d, 0, 3).sum())
-        if evidence.gap < max(0.003, evidence.floor) or len(evidence) < 32 or off < SIGNIFICANT:
+        if evidence.gap < max(0.003, evidence.floor) or len(evidence) < 32 or off < SIGNIFICANT or evidence.selected:
             return None
         if above < 20 * below and (below < 20 * above or not _of_context(evidence)):
             return None
@@ -55,6 +55,8 @@ def _of_context(evidence: Evidence) -> bool:
     balance = evidence.balance
     h = evidence.entropy
     if balance is None or h is None or evidence.with_entropy is not evidence or balance.z < -4:
+        return False
+    if balance.value < -1.2 * (1 - evidence.ratio_identity.value):  # unlikely tokens were not drawn: a truncation
         return False
     context = np.stack([np.ones_like(h), h, h * h, np.sqrt(np.maximum(h, 0))], 1)
     residual = d - context @ np.linalg.lstsq(context, d, rcond=None)[0]
@@ -148,14 +150,16 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
 
     The sum of d is the log-likelihood ratio of the sampled tokens under both log-probs, the trainer's first.
     """
-    if evidence.gap < 0.002 or len(evidence) < 64:
+    if evidence.gap < max(0.002, evidence.floor) or len(evidence) < 64 or evidence.selected:
         return None
     if (evidence.d.sum() > 0) != sampled_by_trainer:
         return None
     fit = power(evidence)
     # Without entropy, noise in the trainer's log-probs looks like a temperature of the sampler above the trainer's.
     likely = sampled_by_trainer or fit.power.value > 1
-    needed = 0.5 if evidence.with_entropy is evidence or not likely else 0.25
+    usual = needed = 0.5 if evidence.with_entropy is evidence or not likely else 0.25
+    if fit.power.value > 1 and not sampled_by_trainer and evidence.balance is not None and evidence.balance.z < -6:
+        needed = 0.15  # how the tokens were drawn says the same as how their log-probs differ
     if fit.explained < needed or not away(fit.power) or not 0.35 < fit.power.value < 5:
         return None
     below = float(np.maximum(-evidence.d, 0).mean())
@@ -168,7 +172,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         fit.power.value,
         fit.power.error,
         1.0,
-        (fit.explained - needed) * 8,
+        max((fit.explained - usual) * 8, (fit.explained - needed) * 2),
         f"the sampler's log-probs are the trainer's at about {carried:.2f} times its temperature, which explains "
         f"{fit.explained:.0%} of the spread of d; the tokens were drawn at {which} temperature",
         _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit),
@@ -179,6 +183,10 @@ def _rest(evidence: Evidence, fit: Power) -> Evidence:
     """Without the fitted d.  What contexts of one entropy and log-prob do not share is of second order in power - 1."""
     share = 0.25 if evidence.with_entropy is not evidence else 0.4 * abs(fit.power.value - 1)
     return evidence.explained(fit.fitted).with_floor(share * float(np.abs(fit.fitted).mean()))
+
+
+PENALISED = 5.0
+"""Standard errors between tokens that were seen before and new ones."""
 
 
 class RepetitionPenalty(Cause):
@@ -198,14 +206,14 @@ class RepetitionPenalty(Cause):
         error = float(np.sqrt(seen.var() / len(seen) + new.var() / len(new)))
         above = float(np.maximum(new, 0).sum() / max(np.abs(new).sum(), 1e-12))
         z = difference / max(error, 1e-12)
-        if z < 8 or seen.mean() < 0 or above > 0.1:
+        if z < PENALISED or seen.mean() < 0 or above > 0.1:
             return None
         after = np.where(evidence.seen, seen.mean(), new.mean()) * able
         left = evidence.unbalanced().explained(after)
         return Found(
             difference,
             error,
-            8 * error,
+            PENALISED * error,
             z / 8,
             f"d is {seen.mean():+.3f} nats on average at tokens that stand earlier in the prompt or completion, and "
             f"{new.mean():+.3f} at new ones, where it is at most 0 for {1 - float((new > 1e-4).mean()):.0%} of them",
@@ -230,12 +238,16 @@ class Kept:
     tail: float  # the 2 % quantile of the truncated d over their mean
 
 
+TOLD = 32
+"""Tokens that tell what else differs, at least."""
+
+
 def kept(evidence: Evidence) -> Kept | None:
     """The features; None: the sampler's probabilities do not exceed the trainer's."""
     lost = Estimate(1 - evidence.ratio_identity.value, evidence.ratio_identity.error)
     d = evidence.d
     above, below = float(np.clip(d, 0, 1).sum()), float(np.clip(-d, 0, 1).sum())
-    if lost.value < max(0.0005, SIGNIFICANT * lost.error):
+    if lost.value < max(0.0005, SIGNIFICANT * lost.error) or evidence.selected:
         return None
     if above > 0.03 * below:
         return _kept_among_others(evidence, lost)
@@ -245,12 +257,16 @@ def kept(evidence: Evidence) -> Kept | None:
         return None
     alone = (evidence.sampler > -1e-6) & truncated
     least = float(np.quantile(d[truncated], 0.01))
-    above_all = (evidence.trainer > least + 0.002) & (evidence.trainer < -noise)
+    raised = d[d > 1e-4]  # by what else differs, which moves the border of the kept tokens by as much
+    border = 2 * float(np.quantile(raised, 0.9)) if len(raised) >= 8 else 0.0
+    above_all = (evidence.trainer > least + 0.002 + border) & (evidence.trainer < -noise - border / 2)
     certain = float((evidence.sampler > -1e-6)[above_all].mean()) if above_all.sum() >= 4 else np.nan
     others = np.exp(np.minimum(d, 0)) - np.exp(evidence.trainer)
-    crowded = float((others > np.exp(least) + 0.01)[truncated].mean())
+    crowded = float((others > np.exp(least) + 0.01 + border)[truncated].mean())
     tail = float(np.quantile(d[truncated], 0.02) / d[truncated].mean())
+    # Where d is above 0, no kept mass hides what else differs; a few such tokens tell nothing.
     left = evidence.unbalanced().explained(np.minimum(d, 0))
+    left = left.selection(d > 1e-4) if len(raised) >= TOLD else left.with_floor(np.inf)
     return Kept(lost, int(alone.sum()), certain, crowded, evidence.balance, left, float(np.exp(least)), tail)
 
 

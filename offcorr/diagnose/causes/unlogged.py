@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
+from offcorr.diagnose.causes.drawn import Repeats, Truncation, repeats, truncation
 from offcorr.diagnose.causes.sampling import PROCESSED
 from offcorr.diagnose.evidence import Estimate, Evidence
-from offcorr.diagnose.record import Floats
+
+ENDS = 2.2
+"""Log-likelihood ratio (nats) from which a truncation is named rather than a temperature."""
+
+REPEATED = 3.5
+"""Standard errors by which draws are too surprising, over all and after repetitions, before a penalty is named."""
 
 
 def _unlogged(evidence: Evidence, sign: int) -> Estimate | None:
@@ -31,14 +35,17 @@ class TemperatureSilent(Cause):
     def found(self, evidence: Evidence) -> Found | None:
         for sign in (-1, 1):
             balance = _unlogged(evidence, sign)
-            if balance is None or (_never_rare(evidence) if sign < 0 else _where_certain(evidence)):
+            if balance is None:
                 continue
-            return _silent(evidence, balance, "less" if sign < 0 else "more")
+            if sign > 0:
+                return None if _penalised(evidence) else _silent(evidence, balance, "more", abs(balance.z) / 8)
+            ended = _truncation(evidence).support
+            return None if ended > ENDS else _silent(evidence, balance, "less", 0.2 + (ENDS - ended) / 2)
         return None
 
 
 class TopPSilent(Cause):
-    """No unlikely token was drawn where the likeliest holds most of the mass."""
+    """The tokens are less surprising than they should be, and unlikely ones end rather than become rare."""
 
     id = "top_p_silent"
     stage = "unlogged"
@@ -46,19 +53,21 @@ class TopPSilent(Cause):
     advice = f"sample with top_p=1.0, top_k=0, min_p=0.0, and {PROCESSED}"
 
     def found(self, evidence: Evidence) -> Found | None:
-        balance = _unlogged(evidence, -1)
-        if balance is None or not _never_rare(evidence):
+        balance, ended = _unlogged(evidence, -1), _truncation(evidence)
+        if balance is None or ended.support <= ENDS:
             return None
         return _silent(
             evidence,
             balance,
             "less",
-            ", and almost no unlikely token was drawn where one token has most of the probability",
+            0.2 + (ended.support - ENDS) / 2,
+            f", and unlikely tokens end as under a top_p of {ended.share:.2f} or more, rather than become rare as at a "
+            f"low temperature: the tokens are e^{ended.support:.1f} times likelier to be drawn so",
         )
 
 
 class PenaltySilent(Cause):
-    """The tokens are more surprising than they should be, most of all where the trainer is nearly certain."""
+    """The tokens are more surprising than they should be, most of all where the likely ones were seen before."""
 
     id = "penalty_silent"
     stage = "unlogged"
@@ -66,18 +75,30 @@ class PenaltySilent(Cause):
     advice = f"sample with repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, and {PROCESSED}"
 
     def found(self, evidence: Evidence) -> Found | None:
-        balance = _unlogged(evidence, 1)
-        if balance is None or not _where_certain(evidence):
+        found = _penalised(evidence)
+        if found is None:
             return None
-        return _silent(evidence, balance, "more", ", most of all where the trainer is nearly certain")
+        return Found(
+            found.seen.value,
+            found.seen.error,
+            2 * found.seen.error,
+            (found.z - REPEATED) / 3 + 0.3,
+            f"where the likely next tokens stood in the context before, the sampled tokens are more surprising than "
+            f"draws from the trainer's distributions would be, relative to the others by {found.seen.value:.2f} +- "
+            f"{found.seen.error:.2f} of what the entropy allows, although the two log-probs agree (mean |d| "
+            f"{evidence.gap:.2g} nats)",
+            evidence.unbalanced(),
+            share=1.0,
+        )
 
 
-def _silent(evidence: Evidence, balance: Estimate, which: str, more: str = "") -> Found:
+def _silent(evidence: Evidence, balance: Estimate, which: str, apart: float, more: str = "") -> Found:
+    """The finding; ``apart``: a margin that says how far it is from the other silent causes."""
     return Found(
         balance.value,
         balance.error,
         3.5 * balance.error,
-        abs(balance.z) / 8,
+        min(abs(balance.z) / 8, apart),
         f"the sampled tokens are {which} surprising than draws from the trainer's distributions would be, by "
         f"{abs(balance.value):.3f} nats per token, although the two log-probs agree (mean |d| {evidence.gap:.2g} nats)"
         f"{more}",
@@ -86,47 +107,20 @@ def _silent(evidence: Evidence, balance: Estimate, which: str, more: str = "") -
     )
 
 
-def _never_rare(evidence: Evidence) -> bool:
-    """Whether no token below a share was drawn in any context whose entropy shows that one token has more than it.
-
-    The least entropy without a token of more than a share s is that of (s, 1 - s).  Draws at the temperature that the
-    other contexts suggest would hold a few such tokens.
-    """
+def _truncation(evidence: Evidence) -> Truncation:
+    """The truncation that may explain the draws, against a temperature."""
     known = evidence.with_entropy
     if known is None or known.entropy is None:
-        return False
-    h, t = known.entropy, known.trainer
-    flat = (h > np.log(2)) & (h < 2.5)
-    if flat.sum() < 16:
-        return False
-    surprise = (-t - h)[flat]
-    power = float(np.clip(1 - surprise.mean() / surprise.var(), 1.03, 2.0))  # to first order in 1 / T - 1
-    grid = np.linspace(1e-6, 0.5, 4000)
-    rare = np.interp(np.minimum(h, np.log(2)), _binary(grid), grid)
-    tempered = rare**power / (rare**power + (1 - rare) ** power)
-    for share in (0.7, 0.8, 0.9, 0.95, 0.98):
-        sure = h < _binary(np.array(share))
-        drawn, expected = int((t[sure] < np.log(share) - 1e-3).sum()), float(tempered[sure].sum())
-        if expected >= 2.5 and (drawn == 0 or drawn < 0.02 * expected):
-            return True
-    return False
+        return Truncation(0.0, 0.0)
+    return truncation(known.trainer, known.entropy)
 
 
-def _binary(share: Floats) -> Floats:
-    return -(share * np.log(share) + (1 - share) * np.log(1 - share))
-
-
-def _where_certain(evidence: Evidence) -> bool:
-    """Whether the excess of surprise is largest, relative to the entropy, where the trainer is nearly certain.
-
-    A temperature scales all contexts; a penalty overturns those whose likeliest token was seen before.
-    """
-    known = evidence.with_entropy
-    if known is None or known.entropy is None:
-        return False
-    h, surprise = known.entropy, -known.trainer - known.entropy
-    low, high = (h > 0.05) & (h < np.log(2)), h > np.log(2)
-    if min(low.sum(), high.sum()) < 16:
-        return False
-    among = [float(surprise[some].mean() / h[some].mean()) for some in (low, high)]
-    return among[0] > 4 * max(among[1], 0.01)
+def _penalised(evidence: Evidence) -> Repeats | None:
+    """The excess of surprise, where it is larger after repetitions: a temperature has no regard to them."""
+    found = repeats(evidence) if evidence.balanced else None
+    if found is None or found.z < REPEATED or found.seen.z < 2 or found.seen.value < found.overall.value:
+        return None
+    if found.overall.z < -2:  # a low temperature or a truncation
+        return None
+    # Two policies that differ can move the balance by about 2 |d|.
+    return found if 0.5 * found.seen.value > 2 * (evidence.gap + evidence.moved) else None

@@ -1,0 +1,120 @@
+"""How tokens were drawn, from the trainer's log-prob and entropy alone, on chains whose sampler is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offcorr.diagnose import Evidence, Record, diagnose
+from offcorr.diagnose.causes.drawn import least_share, likely_seen, power_of_draws, repeats, truncation
+from tests.diagnose.simulated import draw, log_softmax, nucleus
+
+VOCABULARY = 40
+
+
+def chain(sampler, seed=0, sequences=32, tokens=80, prompt=12):
+    """Records of one Markov chain, whose next token depends on the last; both sides log its untransformed log-probs."""
+    rng = np.random.default_rng(seed)
+    table = rng.standard_normal((VOCABULARY, VOCABULARY)) * rng.choice([1.5, 3.0], (VOCABULARY, 1))
+    ids = np.zeros((sequences, prompt + tokens), int)
+    seen = np.zeros((sequences, VOCABULARY), bool)
+    logp, entropy = np.zeros(ids.shape), np.zeros(ids.shape)
+    rows = np.arange(sequences)
+    for at in range(1, prompt + tokens):
+        plain = log_softmax(table[ids[:, at - 1]])
+        made = log_softmax(sampler(table[ids[:, at - 1]], seen)) if at >= prompt else plain
+        ids[:, at] = draw(made, rng)
+        seen[rows, ids[:, at]] = True
+        logp[:, at] = plain[rows, ids[:, at]]
+        entropy[:, at] = -(np.exp(plain) * plain).sum(-1)
+    return [
+        Record.of(
+            {
+                "prompt_ids": ids[row, :prompt],
+                "completion_ids": ids[row, prompt:],
+                "rollout_logp": logp[row, prompt:],
+                "old_logp": logp[row, prompt:],
+                "entropy": entropy[row, prompt:],
+            }
+        )
+        for row in rows
+    ]
+
+
+def plain(logits, seen):
+    return logits
+
+
+def hot(logits, seen):
+    return logits / 1.3
+
+
+def cold(logits, seen):
+    return logits / 0.7
+
+
+def truncated(logits, seen):
+    return nucleus(0.8)(logits, None)
+
+
+def penalised(logits, seen):
+    return logits - 1.5 * seen
+
+
+@pytest.mark.parametrize(
+    ("sampler", "verdict"),
+    [
+        (plain, "clean"),
+        (hot, "temperature_silent"),
+        (cold, "temperature_silent"),
+        (truncated, "top_p_silent"),
+        (penalised, "penalty_silent"),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_what_neither_side_logs_is_told_by_how_the_tokens_were_drawn(sampler, verdict, seed):
+    assert diagnose(chain(sampler, seed)).verdict == verdict
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0.8, 1.0])
+def test_the_power_of_the_draws_is_one_over_the_temperature(temperature):
+    rng = np.random.default_rng(3)
+    logp = log_softmax(2 * rng.standard_normal((20_000, 30)))
+    ids = draw(log_softmax(logp / temperature), rng)
+    entropy = -(np.exp(logp) * logp).sum(-1)
+    found = power_of_draws(logp[np.arange(len(ids)), ids], entropy)
+    assert found == pytest.approx(1 / temperature, rel=0.15)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8, 0.95])
+def test_no_draw_of_a_top_p_contradicts_its_share(share):
+    rng = np.random.default_rng(4)
+    logits = rng.standard_normal((20_000, 1, 30)) * rng.choice([1.0, 3.0, 6.0], (20_000, 1, 1))
+    logp = log_softmax(logits)[:, 0]
+    ids = draw(log_softmax(nucleus(share)(logits, None))[:, 0], rng)
+    entropy = -(np.exp(logp) * logp).sum(-1)
+    drawn = logp[np.arange(len(ids)), ids]
+    assert least_share(drawn, entropy).max() < share
+    free = logp[np.arange(len(ids)), draw(logp, rng)]
+    assert least_share(free, entropy).max() > share  # untruncated draws do contradict it
+    assert truncation(drawn, entropy).support > 3 > truncation(free, entropy).support
+
+
+def test_likely_next_tokens_are_those_of_other_sequences():
+    def record(prompt, ids):
+        return Record.of(
+            {"prompt_ids": prompt, "completion_ids": ids, "rollout_logp": [-1.0] * len(ids), "logp": [-1.0] * len(ids)}
+        )
+
+    # After 1 the others went on with 2 three times, and once with 3.
+    others = [record([1], [2]), record([1], [2]), record([1], [2]), record([1], [3])]
+    seen = likely_seen(Evidence.of([record([2, 1], [4]), record([5, 1], [4]), *others]))
+    assert seen[:2].tolist() == [3 / 5, 0.0]  # of 2, 2, 2, 3 and the other's 4, the 2 stands in the first prompt
+    assert np.isnan(likely_seen(Evidence.of([record([1], [2])]))).all()
+
+
+def test_without_entropy_or_with_few_tokens_repetitions_say_nothing():
+    records = chain(plain, sequences=2, tokens=8)
+    assert repeats(Evidence.of(records)) is None
+    bare = [Record(one.prompt_ids, one.completion_ids, one.rollout_logp, one.old_logp) for one in records]
+    assert repeats(Evidence.of(bare)) is None
