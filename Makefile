@@ -126,13 +126,16 @@ demo-vllm: .venv .venv-vllm  ## the same with a real engine: a vLLM server on th
 ALL_TESTS := $(PYTEST) -q -n $(WORKERS) --dist loadfile --nothing-missing --durations=10
 CORE_TESTS := $(patsubst %,tests/test_%.py,batch correction metrics migrating mutations shapes structure testing) \
     tests/methods tests/stages tests/training
+# Ranks and torch.compile take a fifth of the time; test-fast has them.
+NOT_CORE := --ignore tests/training/test_parallel.py \
+    --deselect tests/test_correction.py::test_a_compiled_loss_has_the_same_gradient
 LIBRARY_TESTS := $(filter-out %/test_packaging.py %/test_docs.py,$(wildcard tests/test_*.py)) \
     tests/cli tests/methods tests/stages tests/training tests/lab tests/extras
 
 test: test-doc test-fast  ## what continuous integration runs: about twenty minutes on two cores
 
 test-core: .venv  ## the core alone (stages, methods, metrics, training), fewer random draws: under a minute
-	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 12 $(CORE_TESTS)
+	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 12 $(NOT_CORE) $(CORE_TESTS)
 
 test-library: .venv  ## the same with the lab, extras, tokens, exact and the command line; not the trainers
 	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 20 $(LIBRARY_TESTS)
