@@ -296,7 +296,9 @@ class Correction:
         """The stages as data, for a batch like this one; controllers must have been resolved."""
         engine_known = batch.rollout_logp is not None
         if engine_known not in self._plans:
-            self._plans[engine_known] = Plan.of(self, engine_known)
+            plan = Plan.of(self, engine_known)
+            reference.check_rejections(plan, batch)
+            self._plans[engine_known] = plan
         return self._plans[engine_known]
 
     def prepared(self, batch: Batch) -> Batch:

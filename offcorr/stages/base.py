@@ -48,6 +48,7 @@ class Spec(NamedTuple):
     limit: float  # nats; infinite for a ratio
     counts_as: str  # "truncated", "vetoed" or "": see ``Weight.counts_as``
     owner: str  # the stage's class, for errors
+    kind: str  # "ratio", "weight" or "rejection"
 
 
 class GateSpec(NamedTuple):
@@ -146,6 +147,7 @@ def spec_of(stage: Any, engine_known: bool) -> Spec:
         getattr(stage, "limit", math.inf),
         getattr(stage, "counts_as", ""),
         type(stage).__name__,
+        stage.KIND,
     )
 
 

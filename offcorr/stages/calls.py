@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -62,3 +63,28 @@ def check_values(what: str, values: Any, gives: Sequence[str], like: Tensor) -> 
                 f"{what} returned {name} with shape {tuple(value.shape)} and {value.dtype}, expected "
                 f"{tuple(like.shape)} and {dtype}"
             )
+
+
+_SEEN: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+"""The rules of users' rejections whose factor has been looked at."""
+
+
+def seen(rule: Callable[..., Any]) -> bool:
+    """Whether ``check_drops_only`` has looked at a factor of this rule."""
+    return rule in _SEEN
+
+
+def check_drops_only(what: str, rule: Callable[..., Any], factor: Tensor, kept: Tensor) -> None:
+    """Raise TypeError where a rejection's rule multiplies a kept token by another factor than 1.
+
+    On a device the factor is looked at once for each rule, since reading it synchronises; on a CPU every time.
+    """
+    if seen(rule) and factor.device.type != "cpu":
+        return
+    _SEEN.add(rule)
+    wrong = kept & (factor != 1)
+    if wrong.any():
+        raise TypeError(
+            f"{what} returned a factor of {float(factor[wrong][0]):g} for a token that it keeps, expected 1: a "
+            "rejection only drops tokens. Return ops.zeros_like(value) + 1, or subclass offcorr.weights.Weight"
+        )

@@ -46,7 +46,7 @@ _SPAN_OF_LEVEL = {
 
 
 class Rejection(Stage, kind="rejection"):
-    """Base class.  ``rule`` gives (1, kept)."""
+    """Base class.  ``rule`` gives (1, kept); a factor other than 1 is refused where it runs."""
 
     PARTS: ClassVar[Mapping[str, int]] = {"measure": 1, "rule": 2}
     counts_as: str = ""

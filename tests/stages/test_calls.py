@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offcorr
-from offcorr import controllers, gates, ops, ratios, spans, weights
+from offcorr import controllers, gates, ops, ratios, rejections, spans, weights
 
 BATCH = offcorr.testing.example()
 
@@ -184,3 +184,32 @@ def test_a_weight_from_outside_is_named():
     batch = BATCH.replaced(weight=torch.full((7,), math.inf, dtype=torch.float64))
     with pytest.raises(ValueError, match="Batch.weight is inf, at sequence 0"):
         offcorr.get("ppo", strict=True)(batch)
+
+
+# -- rejections, and inputs that are changed ------------------------------------------------------------------
+
+
+def rejecting(rule: Any) -> rejections.Rejection:
+    cls = type("Mine", (rejections.Rejection,), {"rule": staticmethod(rule), "__module__": __name__})
+    return cls()
+
+
+@pytest.mark.parametrize(
+    "run", [lambda loss_fn: loss_fn(BATCH), offcorr.testing.check, lambda loss_fn: loss_fn.plan(BATCH)]
+)
+def test_a_rejection_that_multiplies_is_refused(run):
+    def multiplying(value):
+        return ops.exp(value), value == value
+
+    loss_fn = offcorr.Correction(weight=weights.Truncate(), reject=rejecting(multiplying))
+    with pytest.raises(
+        TypeError, match="^Mine.rule returned a factor of .* for a token that it keeps, expected 1: a rej"
+    ):
+        run(loss_fn)
+
+
+def test_the_factor_of_a_dropped_token_may_be_anything():
+    def dropping(value):
+        return ops.where(value > 0, ops.exp(value), 1.0), value <= 0
+
+    assert offcorr.Correction(reject=rejecting(dropping))(BATCH).loss.isfinite()
