@@ -23,6 +23,7 @@ from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, check_denomi
 from offcorr.stages.base import Controller, Number, Plan, Stage, plain
 from offcorr.stages.blame import maker_of_nonfinite
 from offcorr.stages.checks import one_of, warn_once
+from offcorr.stages.definition import check_uses_ratio
 from offcorr.stages.gates import Clip, Gate
 from offcorr.stages.ratios import Ratio, Token
 from offcorr.stages.rejections import Rejection
@@ -118,6 +119,7 @@ class Correction:
             raise ValueError("gate is None, expected one of offcorr.gates; gates.ScoreFunction() limits nothing")
         gate = self.gate
         if isinstance(gate, Gate):
+            check_uses_ratio(type(gate).__name__, gate.uses_ratio, gate.surrogate)
             if self.ratio is None and gate.uses_ratio:
                 raise ValueError(f"ratio is None, but gate {gate!r} needs one, for instance offcorr.ratios.Token()")
             if self.ratio is not None and self.ratio.mismatch == "engine" and not gate.detached:

@@ -75,6 +75,25 @@ def check(cls: Any) -> None:
                 "NamedTuple of numbers"
             )
 
+    if cls.KIND == "gate":
+        uses_ratio, surrogate = (inspect.getattr_static(cls, attribute) for attribute in ("uses_ratio", "surrogate"))
+        if isinstance(surrogate, staticmethod):
+            check_uses_ratio(name, uses_ratio, surrogate.__func__)
+
+
+OF_RATIO = ("log_ratio", "raw_log_ratio", "value")
+"""The inputs that a gate may ask for only if it uses a ratio."""
+
+
+def check_uses_ratio(name: str, uses_ratio: Any, surrogate: Any) -> None:
+    """Raise TypeError for a gate, the class ``name``, that asks for the ratio and says that it uses none."""
+    asked = [argument for argument in inspect.signature(surrogate).parameters if argument in OF_RATIO]
+    if uses_ratio is False and asked:
+        raise TypeError(
+            f"{name}.uses_ratio is False, but {name}.surrogate asks for {asked[0]!r}, which is of the ratio: leave "
+            "uses_ratio out, or ask for none of " + _listed(OF_RATIO)
+        )
+
 
 METRICS_FED = ("", "truncated", "vetoed")
 """The values of ``counts_as``."""

@@ -115,6 +115,22 @@ def test_a_class_attribute_that_would_be_ignored_is_refused(base_class, attribut
         define(base_class, **attributes)
 
 
+@pytest.mark.parametrize("argument", ["log_ratio", "raw_log_ratio", "value"])
+def test_a_gate_that_asks_for_the_ratio_uses_one(argument):
+    code = f"def surrogate({argument}, logp, advantage):\n    return ops.exp({argument}) * logp * advantage, advantage"
+    names = {"ops": ops}
+    exec(code, names)
+    message = f"Mine.uses_ratio is False, but Mine.surrogate asks for '{argument}', which is of the ratio: leave"
+    with pytest.raises(TypeError, match=message):
+        define(gates.Gate, surrogate=staticmethod(names["surrogate"]), uses_ratio=False)
+
+
+def test_a_gate_whose_field_chooses_the_surrogate_is_checked_where_it_is_used():
+    gate = define(gates.Gate, uses_ratio=False, surrogate=property(lambda self: without_params))()
+    with pytest.raises(TypeError, match="Mine.uses_ratio is False, but Mine.surrogate asks for 'log_ratio'"):
+        offcorr.Correction(ratio=None, gate=gate)
+
+
 def test_a_ratio_has_another_pair_of_policies_by_an_annotated_default():
     @dataclass(frozen=True)
     class OfTotal(ratios.Ratio):
