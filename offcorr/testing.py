@@ -24,6 +24,7 @@ from offcorr.correction import Correction, Output
 from offcorr.kernels.dispatch import backend, use
 from offcorr.methods.registry import catalogue, from_config, get, illustration, registered
 from offcorr.stage_checks import check_controllers, check_finite, culprit
+from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.checks import warn_once
 from offcorr.stages.reference import gated
 
@@ -175,7 +176,7 @@ def splitting(loss_fn: Correction) -> None:
     if not loss_fn.count_rejected:
         return
     batch = example()
-    denominator = float(batch.mask.sum()) if loss_fn.aggregate == "token-mean" else float(batch.sequences)
+    denominator = _denominator(loss_fn, batch)
     whole = loss_fn(batch, denominator=denominator)
     for cuts in ((3,), (1, 2, 6)):
         parts = [batch.rows(slice(a, b)) for a, b in zip((0, *cuts), (*cuts, batch.sequences), strict=True)]
@@ -362,6 +363,12 @@ def _resolve(method: Any) -> tuple[Correction, bool]:
     if not isinstance(built, Correction):
         raise TypeError(f"{method!r} built a {type(built).__name__}, expected an offcorr.Correction")
     return built.with_max_length(32), known.on_policy if known else True
+
+
+def _denominator(loss_fn: Correction, batch: Batch) -> float | None:
+    """Z of the whole batch, which its micro-batches divide by; None where the aggregation divides by nothing."""
+    counts = {"tokens": float(batch.mask.sum()), "sequences": float(batch.sequences), "none": None}
+    return counts[AGGREGATIONS[loss_fn.aggregate].unit]
 
 
 def _cast(fields: Mapping[str, Any], dtype: torch.dtype) -> Batch:

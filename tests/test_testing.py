@@ -11,6 +11,7 @@ import torch
 import offcorr
 from offcorr import gates, ops, ratios, rejections, testing, weights
 from offcorr.methods.registry import catalogue
+from offcorr.stages.aggregate import AGGREGATIONS
 from tests import fresh
 
 METHODS = {method.name: method for method in catalogue()}
@@ -74,6 +75,11 @@ def test_other_forms_of_methods(spec):
 def test_free_composition(loss_fn):
     # Some of these may reject an on-policy token, so equality with REINFORCE on-policy is not required.
     assert len(testing.check(loss_fn, on_policy=False)) == len(testing.CHECKS) - 1
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATIONS)
+def test_the_contract_holds_for_every_aggregation(aggregate):
+    assert len(testing.check(f"dapo?aggregate={aggregate}")) == len(testing.CHECKS)
 
 
 def test_check_names_what_is_wrong():
