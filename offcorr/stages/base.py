@@ -84,6 +84,7 @@ class Stage:
         super().__init_subclass__(**kwargs)
         if kind is not None:
             cls.KIND = kind
+            definition.KINDS[kind] = cls
             return
         definition.check(cls)
         if not cls.__name__.startswith("_"):

@@ -32,6 +32,9 @@ INPUTS = {
 }
 """The inputs of a pointwise function, chosen by the names of its arguments; ``p`` is the stage's ``params``."""
 
+KINDS: dict[str, Any] = {}
+"""The base class of each kind of stage, by its name."""
+
 _NOT_CALLED = ("__call__", "spec", "truncated", "kept")
 
 
@@ -120,6 +123,8 @@ def _check_attributes(cls: Any) -> None:
         if name == "mismatch" and cls.KIND == "gate" and not hasattr(cls, "resolve"):
             raise TypeError(f"{what} is {value!r}, which nothing reads: a gate compares the policies of its ratio")
         known = _public_names(cls.__mro__[1:-1])
+        if name not in known and hasattr(cls, "resolve"):
+            _check_of_resolved(cls, name)
         if name not in known:
             _check_unknown(cls, name, known)
         elif not _computed(value):
@@ -141,6 +146,19 @@ def _check_unknown(cls: Any, name: str, known: set[str]) -> None:
         return
     if difflib.get_close_matches(name, known, n=1, cutoff=0.85):
         raise TypeError(f"{cls.__name__}.{name} is {value!r}, which nothing reads{nearest(name, known)}")
+
+
+def _check_of_resolved(cls: Any, name: str) -> None:
+    """Raise TypeError for a controller's attribute that is read of the stage that it resolves to, or is meant to be."""
+    if name in vars(cls).get("__annotations__", {}):
+        return  # a field
+    known = _public_names(base for kind, base in KINDS.items() if kind in _BECOMES)
+    if name in known or difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+        raise TypeError(
+            f"{cls.__name__}.{name} is {vars(cls)[name]!r}, which nothing reads in a controller"
+            f"{'' if name in known else nearest(name, known)}{'; ' if name in known else ' '}it belongs to the stage "
+            "that resolve returns"
+        )
 
 
 def _check_known(what: str, name: str, value: Any) -> None:

@@ -131,6 +131,40 @@ def test_a_gate_whose_field_chooses_the_surrogate_is_checked_where_it_is_used():
         offcorr.Correction(ratio=None, gate=gate)
 
 
+def controller(**attributes: Any) -> type:
+    given = {"becomes": "gate", "statistics": lambda self, tokens: None, "resolve": lambda self, statistics: None}
+    return define(offcorr.controllers.Controller, **given, **attributes)
+
+
+@pytest.mark.parametrize(
+    "attributes, message",
+    [
+        ({"log_limit": 5.0}, "Mine.log_limit is 5.0, which nothing reads in a controller; it belongs to the stage"),
+        (
+            {"detached": True},
+            "Mine.detached is True, which nothing reads in a controller; it belongs to the stage that",
+        ),
+        ({"detatched": True}, "Mine.detatched is True, which nothing reads in a controller, did you mean 'detached'"),
+        ({"limt": 3}, "Mine.limt is 3, which nothing reads in a controller, did you mean 'limit'"),
+        (SURROGATE, "Mine.surrogate is .* which nothing reads in a controller; it belongs to the stage"),
+        ({"loged": lambda self, resolved: {}}, "Mine.loged is .* which nothing reads, did you mean 'logged'"),
+    ],
+)
+def test_a_controllers_attribute_that_would_be_ignored_is_refused(attributes, message):
+    with pytest.raises(TypeError, match=message):
+        controller(**attributes)
+
+
+def test_a_controller_has_fields_constants_and_what_it_says_of_its_stage():
+    @dataclass(frozen=True)
+    class Fine(controller()):
+        limit: float = 3.0
+        uses_ratio = False
+        STEPS = 5
+
+    assert Fine().limit == 3.0
+
+
 def test_a_ratio_has_another_pair_of_policies_by_an_annotated_default():
     @dataclass(frozen=True)
     class OfTotal(ratios.Ratio):
