@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from offcorr.batch import Batch, Tokens, check_batch
 from offcorr.kernels import dispatch
 from offcorr.metrics import CONTROL, Gather, Mean, Metrics
 from offcorr.shapes import Scalar
-from offcorr.stages import pointwise, reference
+from offcorr.stages import calls, pointwise, reference
 from offcorr.stages.advantages import Advantages
 from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, check_denominator, own_total, row_constant
 from offcorr.stages.base import Controller, Number, Plan, Stage, plain
@@ -223,8 +223,7 @@ class Correction:
                 statistics = statistics or self.statistics(batch)
                 resolved = self.resolve(statistics)
                 control = self._control(resolved, batch.logp.device)
-            if resolved._prepare:
-                batch = resolved.prepared(batch)
+            batch = resolved.prepared(batch)
             plan = resolved.plan(batch)
             if kept and not AGGREGATIONS[self.aggregate].divides_by_count:
                 plan = plan._replace(count_rejected=True)  # Z is known, and nothing else depends on what is kept
@@ -262,7 +261,7 @@ class Correction:
         if not self.controllers:
             return None
         with torch.no_grad():
-            parts = {place: stage.statistics(batch.tokens) for place, stage in self.controllers.items()}
+            parts = {place: calls.statistics_of(stage, batch.tokens) for place, stage in self.controllers.items()}
         for place, part in parts.items():
             _check_statistics(part, self.stages[place])
         return Statistics(parts)
@@ -288,7 +287,7 @@ class Correction:
             return self
         known: dict[str, Any] = dict(self.stages)
         for place, controller in self.controllers.items():
-            known[place] = controller.resolve(statistics.parts[place])
+            known[place] = calls.resolved(controller, statistics.parts[place])
         slots: dict[str, Any] = {"advantages": known.get("advantages")}
         for slot in ("weight", "reject"):
             slots[slot] = tuple(stage for place, stage in known.items() if place.startswith(slot))
@@ -305,8 +304,8 @@ class Correction:
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch with the fields that stages replace (rewards, weight, advantages)."""
-        for prepare in self._prepare:
-            batch = prepare(batch)
+        for stage in self._preparing:
+            batch = calls.prepared(stage, batch)
         return batch
 
     # -- configuration -----------------------------------------------------------------------------------------
@@ -345,8 +344,9 @@ class Correction:
         return [type(self.stages[place]).__name__ if place in self.controllers else "" for place in places]
 
     @functools.cached_property
-    def _prepare(self) -> list[Callable[[Batch], Batch]]:
-        return [stage.prepare for stage in self.stages.values() if stage.prepare is not None]
+    def _preparing(self) -> list[Stage]:
+        """The stages that replace fields of the batch."""
+        return [stage for stage in self.stages.values() if stage.prepare is not None]
 
     @functools.cached_property
     def _plans(self) -> dict[bool, Plan]:
@@ -403,7 +403,7 @@ class Correction:
         """The ``offcorr/control/`` series: numbers of the resolved controllers."""
         numbers: dict[str, Number] = {}
         for place, controller in self.controllers.items():
-            numbers |= controller.logged(resolved.stages[place])
+            numbers |= calls.numbers_logged(controller, resolved.stages[place])
         one = torch.ones((), dtype=torch.float64, device=device)  # a list would be copied from the host
         return {CONTROL + name: Mean(torch.stack([one * value, one])) for name, value in numbers.items()}
 

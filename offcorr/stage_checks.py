@@ -12,18 +12,21 @@ from torch import Tensor
 from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.stages import gates, ratios
+from offcorr.stages.base import Plan
+from offcorr.stages.calls import resolved, statistics_of
+from offcorr.stages.reference import Gated
 
 
 def check_controllers(loss_fn: Correction, batch: Batch) -> None:
     """Raise AssertionError for a controller that answers a second time otherwise than the first."""
     for controller in loss_fn.controllers.values():
         name = type(controller).__name__
-        first, second = (controller.statistics(batch.tokens) for _ in range(2))
+        first, second = (statistics_of(controller, batch.tokens) for _ in range(2))
         assert _equal(first, second), (
             f"{name}.statistics gave two answers for one batch; a controller has no state, and what it counts comes "
             "from the batch alone"
         )
-        answers = [controller.resolve(first) for _ in range(2)]
+        answers = [resolved(controller, first) for _ in range(2)]
         assert _equal(*answers) and _equal(*[answer.params for answer in answers]), (
             f"{name}.resolve gave two answers for equal statistics, {answers[0]!r} and {answers[1]!r}; a controller "
             "has no state between steps, and what varies over training is an option with a schedule"
@@ -36,6 +39,17 @@ def check_finite(loss_fn: Correction, batch: Batch) -> None:
         dataclasses.replace(loss_fn, strict=True)(batch)
     except ValueError as error:
         raise AssertionError(str(error)) from error
+
+
+def check_gradient_passes(plan: Plan, terms: Gated) -> None:
+    """Raise AssertionError where no gradient passes through a gate's surrogate, computed with gradient enabled."""
+    gate = plan.gate
+    through = (
+        "logp, through which alone the gradient of a gate with detached = True passes"
+        if gate.detached
+        else ("log_ratio or logp, through which the gradient passes")
+    )
+    assert terms.surrogate.requires_grad, f"{gate.owner}.surrogate does not use {through}"
 
 
 def culprit(run: Callable[[Correction], None], loss_fn: Correction) -> str:

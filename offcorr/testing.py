@@ -23,7 +23,7 @@ from offcorr.closeness import check_close, check_equal_numbers
 from offcorr.correction import Correction, Output
 from offcorr.kernels.dispatch import backend, use
 from offcorr.methods.registry import catalogue, from_config, get, illustration, registered
-from offcorr.stage_checks import check_controllers, check_finite, culprit
+from offcorr.stage_checks import check_controllers, check_finite, check_gradient_passes, culprit
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.checks import warn_once
 from offcorr.stages.reference import gated
@@ -267,6 +267,7 @@ def coefficient_is_the_gradient(loss_fn: Correction) -> None:
         batch = resolved.prepared(batch)
         plan, tokens = resolved.plan(batch), Tokens(batch)
         terms = gated(plan.ratio, plan.gate, tokens)
+        check_gradient_passes(plan, terms)
         (derived,) = torch.autograd.grad(torch.where(tokens.mask, terms.surrogate, 0).sum(), logp)
         stated = torch.where(tokens.mask, terms.derivative, 0)
         check_close(stated, derived, "stated derivative against autograd of the surrogate")

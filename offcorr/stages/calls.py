@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from offcorr.batch import Batch, Tokens
+from offcorr.stages.base import Controller, Number, Stage
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError)
 """The errors of a function that cannot work, beside torch's; others (a lack of memory, say) are passed on."""
@@ -88,3 +91,73 @@ def check_drops_only(what: str, rule: Callable[..., Any], factor: Tensor, kept: 
             f"{what} returned a factor of {float(factor[wrong][0]):g} for a token that it keeps, expected 1: a "
             "rejection only drops tokens. Return ops.zeros_like(value) + 1, or subclass offcorr.weights.Weight"
         )
+
+
+# -- methods of a stage ---------------------------------------------------------------------------------------
+
+
+def statistics_of(controller: Controller, tokens: Tokens) -> Any:
+    """Its statistics of a micro-batch; an error names class and method."""
+    return _by_method(controller, "statistics", tokens)
+
+
+def resolved(controller: Controller, statistics: Any) -> Stage:
+    """The stage that a controller resolves to.
+
+    Raises:
+        TypeError: its method raised an error or returned something else; the message names class and method.
+    """
+    stage: Stage = _by_method(controller, "resolve", statistics)
+    if not isinstance(stage, Stage) or isinstance(stage, Controller) or stage.KIND != controller.KIND:
+        kind = controller.KIND.removesuffix("s")
+        raise TypeError(f"{type(controller).__name__}.resolve returned {stage!r}, expected one of offcorr.{kind}s")
+    return stage
+
+
+def numbers_logged(controller: Controller, stage: Stage) -> Mapping[str, Number]:
+    """The numbers that a controller logs of the stage it resolved to.
+
+    Raises:
+        TypeError: its method raised an error or returned something else; the message names class and method.
+    """
+    what = f"{type(controller).__name__}.logged"
+    numbers: Mapping[str, Number] = _by_method(controller, "logged", stage)
+    if not isinstance(numbers, Mapping):
+        raise TypeError(f"{what} returned {numbers!r}, expected a dict of numbers by name")
+    for name, number in numbers.items():
+        if isinstance(number, Tensor) and number.ndim:
+            raise TypeError(f"{what}: {name} has shape {tuple(number.shape)}, expected a number or a 0-dim tensor")
+        if not isinstance(number, Tensor | int | float):
+            raise TypeError(f"{what}: {name} is {number!r}, expected a number or a 0-dim tensor")
+    return numbers
+
+
+def prepared(stage: Stage, batch: Batch) -> Batch:
+    """The batch with the fields that a stage replaces; as it came, for a stage that replaces none.
+
+    Raises:
+        TypeError: its method raised an error or returned no batch; the message names class and method.
+    """
+    if stage.prepare is None:
+        return batch
+    given = _by_method(stage, "prepare", batch)
+    if not isinstance(given, Batch):
+        came = "None" if given is None else f"a {type(given).__name__}"
+        raise TypeError(
+            f"{type(stage).__name__}.prepare returned {came}, expected a Batch, for instance "
+            "batch.replaced(advantages=...)"
+        )
+    return given
+
+
+def _by_method(stage: Stage, name: str, given: Any) -> Any:
+    """The result of a stage's method; the error of a user's begins with class and method, and ValueErrors stay so."""
+    method = getattr(stage, name)
+    if of_library(getattr(type(stage), name)):
+        return method(given)
+    try:
+        return called(f"{type(stage).__name__}.{name}", method, [given])
+    except TypeError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise ValueError(str(error)) from error.__cause__
+        raise

@@ -175,6 +175,17 @@ def Mask(  # noqa: N802
     return Bound(low, high, "mask", level, mismatch)
 
 
+def _refuse_subclass(bases: Any) -> Any:
+    """Python asks for the classes in the place of a base that is none: here the two functions above."""
+    raise TypeError(
+        "weights.Truncate and weights.Mask are functions that return a weights.Bound, expected a class: subclass "
+        "weights.Weight"
+    )
+
+
+for _function in (Truncate, Mask):
+    vars(_function)["__mro_entries__"] = _refuse_subclass
+
 register_form("weight", "truncate", Truncate)
 register_form("weight", "mask", Mask)
 

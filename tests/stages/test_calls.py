@@ -213,3 +213,87 @@ def test_the_factor_of_a_dropped_token_may_be_anything():
         return ops.where(value > 0, ops.exp(value), 1.0), value <= 0
 
     assert offcorr.Correction(reject=rejecting(dropping))(BATCH).loss.isfinite()
+
+
+# -- methods of controllers and advantages ----------------------------------------------------------------------
+
+
+def controller(**methods: Any) -> offcorr.Correction:
+    given = {
+        "becomes": "gate",
+        "statistics": lambda self, tokens: Count(tokens.mask.sum()),
+        "resolve": lambda self, statistics: gates.Clip(0.2, 0.2),
+    }
+    cls = type("Mine", (controllers.Controller,), {**given, "__module__": __name__, **methods})
+    return offcorr.Correction(gate=cls())
+
+
+def advantages(prepare: Any) -> offcorr.Correction:
+    cls = type("Mine", (offcorr.advantages.Advantages,), {"prepare": prepare, "__module__": __name__})
+    return offcorr.Correction(advantages=cls())
+
+
+@pytest.mark.parametrize(
+    "loss_fn, message",
+    [
+        (controller(statistics=lambda self, tokens: tokens.nothing), "Mine.statistics: 'Tokens' object has no attribu"),
+        (controller(resolve=lambda self, statistics: 0.2), "Mine.resolve returned 0.2, expected one of offcorr.gates"),
+        (controller(resolve=lambda self, statistics: None), "Mine.resolve returned None, expected one of offcorr.gat"),
+        (
+            controller(resolve=lambda self, statistics: self),
+            r"Mine.resolve returned <.*>, expected one of offcorr.gate",
+        ),
+        (
+            controller(resolve=lambda self, statistics: weights.Truncate()),
+            r"Mine.resolve returned Truncate\(.*\), expected one of offcorr.gates",
+        ),
+        (
+            controller(resolve=lambda self, statistics: statistics.n),
+            "Mine.resolve: 'Count' object has no attribute 'n'",
+        ),
+        (
+            controller(logged=lambda self, stage: {"c": stage.eps_hi}),
+            "Mine.logged: 'Clip' object has no attribute 'eps",
+        ),
+        (controller(logged=lambda self, stage: None), "Mine.logged returned None, expected a dict of numbers by name"),
+        (
+            controller(logged=lambda self, stage: {"c": torch.ones(3)}),
+            r"Mine.logged: c has shape \(3,\), expected a num",
+        ),
+        (controller(logged=lambda self, stage: {"c": "x"}), "Mine.logged: c is 'x', expected a number or a 0-dim ten"),
+        (advantages(lambda self, batch: None), "Mine.prepare returned None, expected a Batch, for instance batch.rep"),
+        (advantages(lambda self, batch: batch.advantages), "Mine.prepare returned a Tensor, expected a Batch"),
+        (advantages(lambda self, batch: batch.nothing), "Mine.prepare: 'Batch' object has no attribute 'nothing'"),
+    ],
+)
+def test_an_error_of_a_method_begins_with_class_and_method(loss_fn, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        loss_fn(BATCH)
+    with pytest.raises(TypeError, match=f"^{message}"):
+        offcorr.testing.check(loss_fn)
+
+
+def test_a_wrong_number_of_a_resolved_stage_names_the_controller():
+    loss_fn = controller(resolve=lambda self, statistics: gates.Clip(-1.0, 0.2))
+    with pytest.raises(ValueError, match="^Mine.resolve: Clip: eps_low is -1.0, expected a finite number >= 0"):
+        loss_fn(BATCH)
+
+
+def test_a_detached_gate_through_which_no_gradient_passes_is_found():
+    cls = type("Mine", (gates.Gate,), {"surrogate": staticmethod(ratio_times_advantage), "detached": True})
+    message = "Mine.surrogate does not use logp, through which alone the gradient of a gate with detached = True passes"
+    with pytest.raises(AssertionError, match=message):
+        offcorr.testing.check(offcorr.Correction(gate=cls()))
+
+
+def ratio_times_advantage(log_ratio, advantage):
+    surrogate = ops.exp(log_ratio) * advantage
+    return surrogate, surrogate
+
+
+@pytest.mark.parametrize("function", [weights.Truncate, weights.Mask])
+def test_a_named_form_of_a_weight_is_no_base_class(function):
+    with pytest.raises(TypeError, match="Mask are functions that return a weights.Bound, .* subclass weights.Weight"):
+
+        class Mine(function):
+            pass
