@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -43,6 +44,26 @@ def called(what: str, function: Callable[..., Any], inputs: Sequence[Any]) -> An
             raise
         mend = next((f" ({mend})" for part, mend in _MENDS.items() if part in str(error)), "")
         raise TypeError(f"{what}: {error}{mend}") from error
+
+
+@contextlib.contextmanager
+def unchanged(what: str, names: Sequence[str], inputs: Sequence[Any]) -> Iterator[None]:
+    """Raise TypeError where a function changed an input in place, which other functions and metrics see, too.
+
+    ``torch.compile`` and inference mode keep no count of the changes.
+    """
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        yield
+        return
+    counted = [isinstance(value, Tensor) and not value.is_inference() for value in inputs]
+    before = [value._version if counts else 0 for value, counts in zip(inputs, counted, strict=True)]
+    yield
+    for name, value, counts, version in zip(names, inputs, counted, before, strict=True):
+        if counts and value._version != version:
+            raise TypeError(
+                f"{what} changes {name} in place, which others see, too: write {name} = {name} + 1 in the place of "
+                f"{name} += 1, and no method that ends in _"
+            )
 
 
 def check_values(what: str, values: Any, gives: Sequence[str], like: Tensor) -> None:

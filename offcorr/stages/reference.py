@@ -15,7 +15,7 @@ from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.shapes import PerToken, TokenMask
 from offcorr.stages import pointwise, spans
 from offcorr.stages.base import GateSpec, Plan, Pointwise, Spec, arguments, spec_of
-from offcorr.stages.calls import called, check_drops_only, check_values, of_library, seen
+from offcorr.stages.calls import called, check_drops_only, check_values, of_library, seen, unchanged
 
 
 class Factors(NamedTuple):
@@ -110,7 +110,8 @@ def call(spec: Spec | GateSpec, part: str, gives: Sequence[str], tokens: Tokens,
     """The values of a stage's function, of the inputs that its arguments name; ``given`` ones come first.
 
     Raises:
-        TypeError: a user's function raised an error, or returned something else than ``gives`` names, each [B, T].
+        TypeError: a user's function raised an error, changed an input in place, or returned something else than
+            ``gives`` names, each [B, T].
     """
     function: Pointwise = getattr(spec, part)
     inputs = []
@@ -120,7 +121,8 @@ def call(spec: Spec | GateSpec, part: str, gives: Sequence[str], tokens: Tokens,
     if of_library(function):
         return function(*inputs)
     what = f"{spec.owner}.{part}"
-    values = called(what, function, inputs)
+    with unchanged(what, arguments(function), inputs):
+        values = called(what, function, inputs)
     check_values(what, values, gives, tokens.old_logp)
     return values
 

@@ -297,3 +297,23 @@ def test_a_named_form_of_a_weight_is_no_base_class(function):
 
         class Mine(function):
             pass
+
+
+def in_place(log_ratio, advantage):
+    log_ratio += 1
+    ratio = ops.exp(log_ratio - 1)
+    return ratio * advantage, ratio * advantage
+
+
+@pytest.mark.parametrize("run", [lambda loss_fn: loss_fn(BATCH), offcorr.testing.check])
+def test_a_function_that_changes_its_input_is_refused(run):
+    with pytest.raises(TypeError, match="^Mine.surrogate changes log_ratio in place, .* write log_ratio = log_ratio"):
+        run(gate(in_place))
+
+
+def test_inference_mode_counts_no_changes():
+    def plain(log_ratio, advantage):
+        return ops.exp(log_ratio) * advantage, ops.exp(log_ratio) * advantage
+
+    with torch.inference_mode():
+        assert gate(plain)(offcorr.testing.example()).loss.isfinite()
