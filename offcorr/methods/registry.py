@@ -10,7 +10,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import math
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -136,8 +138,8 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
     schedules, example.
 
     Raises:
-        ValueError: another method has this name or alias, or ``example`` names other options than those that have no
-            default.
+        ValueError: another method has this name or alias, the name could not be written in a spec, or ``example``
+            names other options than those that have no default.
 
     >>> import offcorr
     >>> @offcorr.register("half_ppo", multiplier="as ppo, with half the clip range")
@@ -156,6 +158,7 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
                 f"default: {method.required}"
             )
         for word in (name, *method.aliases):
+            _check_name(word)
             known = _METHODS.get(word)
             if known is not None and _source(known.build) != _source(build):
                 raise ValueError(f"a method named {word!r} exists already: {_source(known.build)}")
@@ -164,6 +167,12 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
         return _calling(method, build) if inspect.isfunction(build) else build
 
     return decorate
+
+
+def _check_name(name: Any) -> None:
+    """Raise ValueError for a name that could not be written in a spec, where these characters have a meaning."""
+    if not isinstance(name, str) or not re.fullmatch(r"[^\s?&=:/]+", name):
+        raise ValueError(f"method name is {name!r}, expected a word without blanks and without any of ? & = : /")
 
 
 def _calling(method: Method, build: Any) -> Any:
@@ -247,7 +256,7 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
     Values are read as Python literals; any other text is a string.
 
     Raises:
-        ValueError: an option has no value, or is given twice.
+        ValueError: an option has no value, a number too large for a float, or is given twice.
 
     >>> split_spec("icepop?high=2&aggregate=token-mean")
     ('icepop', {'high': 2, 'aggregate': 'token-mean'})
@@ -260,11 +269,20 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
         option, equals, value = part.partition("=")
         if not (option and equals and value) or option in options:
             raise ValueError(f"{spec!r} holds {part!r}, expected name=value once for each option, joined by '&'")
-        try:
-            options[option] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[option] = value
+        options[option] = _literal(option, value)
     return name, options
+
+
+def _literal(option: str, text: str) -> Any:
+    """The value of an option: a Python literal, or the text itself where it is none."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    numbers = (node.value for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Constant))
+    if math.inf in numbers:  # a number too large to be one
+        raise ValueError(f"{option} is {text}, which is too large for a float, expected a finite number")
+    return value
 
 
 def _joined(spec: str, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,9 +356,13 @@ def _load_symbol(path: str, symbol: str) -> Any:
     if not file.is_file():
         raise ValueError(f"{path} is not a file, expected the file that defines {symbol}")
     module = _load_file(file)
-    if not hasattr(module, symbol):
-        raise ValueError(f"{path} defines no {symbol!r}{nearest(symbol, vars(module))}")
-    return getattr(module, symbol)
+    if hasattr(module, symbol):
+        return getattr(module, symbol)
+    method = _METHODS.get(symbol)
+    if method is not None and method.build.__module__ == module.__name__:  # by the name it was registered under
+        return method.build
+    known = [*vars(module), *(name for name, one in _METHODS.items() if one.build.__module__ == module.__name__)]
+    raise ValueError(f"{path} defines no {symbol!r}{nearest(symbol, known)}")
 
 
 @functools.cache

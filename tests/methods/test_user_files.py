@@ -52,3 +52,38 @@ def test_a_file_that_fails_leaves_nothing_behind(tmp_path):
     with pytest.raises(KeyError, match="broken"):
         offcorr.resolve(f"{file}:mine")
     assert "offcorr_user_offcorr_test_broken" not in sys.modules
+
+
+METHOD = """
+import offcorr
+
+@offcorr.register("test_by_name", aliases=("test_by_alias",), multiplier="as ppo")
+def method(eps: float = 0.2) -> offcorr.Correction:
+    return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))
+"""
+
+
+def test_a_registered_function_of_a_file_is_found_by_either_name(tmp_path):
+    file = tmp_path / "offcorr_test_either.py"
+    file.write_text(METHOD)
+    try:
+        by_function = offcorr.resolve(f"{file}:method?eps=0.1")
+        for name in ("test_by_name", "test_by_alias"):
+            assert offcorr.resolve(f"{file}:{name}?eps=0.1") == by_function
+            assert offcorr.resolve(f"{file}:{name}").method == "test_by_name"
+        with pytest.raises(ValueError, match="defines no 'test_by_nam', did you mean 'test_by_name'"):
+            offcorr.resolve(f"{file}:test_by_nam")
+        with pytest.raises(ValueError, match="defines no 'minpro'"):  # a method, but none of this file
+            offcorr.resolve(f"{file}:minpro")
+    finally:
+        offcorr.unregister("test_by_name")
+
+
+@pytest.mark.parametrize("name", ["my method?x", "a=b", "a&b", "a:b", "a/b", "", 3])
+def test_a_name_that_no_spec_could_hold_is_refused(name):
+    message = "method name is .* expected a word without blanks and without any of"
+    with pytest.raises(ValueError, match=message):
+        offcorr.register(name)(offcorr.Correction)
+    with pytest.raises(ValueError, match=message):
+        offcorr.register("test_fine", aliases=(name,))(lambda: offcorr.Correction())
+    assert "test_fine" not in offcorr.available()

@@ -294,6 +294,8 @@ def test_named_forms_of_a_bound():
     [
         ("minpro?eps_hi=0.3", {}, "minpro has no option 'eps_hi', did you mean 'eps_high'"),
         ("minpro?eps_high", {}, "holds 'eps_high', expected name=value once for each option"),
+        ("holderpo?power=1e400", {}, "power is 1e400, which is too large for a float, expected a finite number"),
+        ("ppo?weight={'name': 'truncate', 'cap': 1e999}", {}, "weight is .*'cap': 1e999}, which is too large for a"),
         ("minpro?eps_high=1&eps_high=2", {}, "holds 'eps_high=2', expected name=value once"),
         ("minpro?eps_high=0.3", {"eps_high": 0.3}, "eps_high is 0.3, but 'minpro.eps_high=0.3' holds it too"),
         (None, {}, "method is None, expected a name"),
