@@ -68,28 +68,42 @@ def chosen() -> Choice:
 def backend(loss_fn: Correction, batch: Batch) -> str:
     """ "triton", or "reference: " and the reason, for a correction on a batch like this one.
 
+    For a batch that is not on a GPU it says what would run on one, too, as far as this machine can tell: Triton's
+    compiler has not seen the functions yet.
+
     Raises:
         TypeError: ``loss_fn`` is no ``Correction`` (a name, say), or ``batch`` no ``Batch``.
 
     >>> import offcorr
     >>> backend(offcorr.get("minpro"), offcorr.testing.example())
-    'reference: logp is on cpu'
+    'reference: logp is on cpu; on a GPU it would be: reference: logp is torch.float64'
     """
     if not hasattr(loss_fn, "stages"):  # the class itself is defined on top of this module
         shown = repr(loss_fn) if isinstance(loss_fn, str) else f"a {type(loss_fn).__name__}"
         raise TypeError(f"loss_fn is {shown}, expected an offcorr.Correction, for instance offcorr.get('minpro')")
     check_batch(batch)
-    reason = _why_reference(batch)
+    reason = _why_off_device(batch)
+    on_device = _said(_why_unfit(batch) or _why_not_fused(loss_fn, batch)) if _choice.get() != "reference" else ""
     if reason is None:
-        from offcorr.kernels import launch
+        return on_device
+    return _said(reason) + (f"; on a GPU it would be: {on_device}" if on_device else "")
 
-        resolved = loss_fn.resolve(loss_fn.statistics(batch))
-        batch = resolved.prepared(batch)
-        try:
-            launch.prepare(resolved.plan(batch), batch, None)
-        except NotFused as refused:
-            reason = str(refused)
+
+def _said(reason: str | None) -> str:
     return "triton" if reason is None else f"reference: {reason}"
+
+
+def _why_not_fused(loss_fn: Correction, batch: Batch) -> str | None:
+    """Why Triton cannot run this correction on a batch that is one for the kernel."""
+    from offcorr.kernels import launch
+
+    resolved = loss_fn.resolve(loss_fn.statistics(batch))
+    batch = resolved.prepared(batch)
+    try:
+        launch.prepare(resolved.plan(batch), batch, None)
+    except NotFused as refused:
+        return str(refused)
+    return None
 
 
 def run(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Fused | None:
@@ -120,11 +134,21 @@ def _warn_once(message: str) -> None:
 
 def _why_reference(batch: Batch) -> str | None:
     """Why this batch is none for the kernel, whatever the correction."""
+    return _why_off_device(batch) or _why_unfit(batch)
+
+
+def _why_off_device(batch: Batch) -> str | None:
+    """Why the reference runs on the device of this batch."""
     choice = _choice.get()
     if choice == "reference":
         return "it was asked for"
     if choice == "auto" and not batch.logp.is_cuda:
         return f"logp is on {batch.logp.device}"
+    return None
+
+
+def _why_unfit(batch: Batch) -> str | None:
+    """Why the kernel could run on this batch on no device."""
     if torch.promote_types(batch.logp.dtype, torch.float32) != torch.float32:
         return f"logp is {batch.logp.dtype}"
     if not batch.logp.numel():

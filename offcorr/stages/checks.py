@@ -25,16 +25,24 @@ BETWEEN = ("offcorr", "torch", "trl", "transformers", "accelerate", "contextlib"
 def nearest(word: str, words: Any, end: str = "") -> str:
     """ ", did you mean ...?" for an error message, with every word that is as near as the nearest; else ``end``.
 
-    Capital and small letters count as equal.
+    Capital and small letters count as equal, and the beginning of a word, of three letters or more, as the word.
 
     >>> nearest("MinPRO", ["minpro", "ppo"])
     ", did you mean 'minpro'?"
+    >>> nearest("adv", ["advantage", "mean_advantage"])
+    ", did you mean 'advantage'?"
     """
-    lower = str(word).lower()
-    nearness = {str(known): difflib.SequenceMatcher(None, lower, str(known).lower()).ratio() for known in words}
+    nearness = {str(known): _similarity(str(word).lower(), str(known).lower()) for known in words}
     most = max(nearness.values(), default=0.0)
     best = [repr(known) for known, share in nearness.items() if share >= NEAR and share > most - 0.02]
     return f", did you mean {' or '.join(sorted(best))}?" if best else end
+
+
+def _similarity(word: str, known: str) -> float:
+    """From 0 to 1."""
+    if len(word) >= 3 and known.startswith(word):
+        return 1.0
+    return difflib.SequenceMatcher(None, word, known).ratio()
 
 
 def one_of(word: Any, words: Any) -> str:

@@ -226,7 +226,10 @@ def unregister(name: str) -> None:
 def check(name: str, owner: str) -> None:
     """Raise ValueError, in the name of ``owner``, for a span that is not known."""
     if name not in SPANS:
-        raise ValueError(f"{owner}: span is {name!r}{one_of(name, sorted(SPANS))}")
+        raise ValueError(
+            f"{owner}: span is {name!r}{one_of(name, sorted(SPANS))}; offcorr.spans.register adds another, and has to "
+            "run before"
+        )
 
 
 for _span in (

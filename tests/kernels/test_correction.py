@@ -833,9 +833,24 @@ def test_self_normalised_weights(over):
     within_budget(loss_fn, packed(batch, [65, 0, 9, 33, 1]), denominator=torch.tensor(40.0))
 
 
+def over_torch(log_ratio, advantage):
+    ratio = torch.exp(log_ratio)
+    return ratio * advantage, ratio * advantage
+
+
+@dataclass(frozen=True)
+class TorchGate(gates.Gate):
+    surrogate = staticmethod(over_torch)
+
+
 def test_the_choice():
     batch = padded()
-    assert dispatch.backend(offcorr.get("ppo"), batch) == "reference: logp is on cpu"
+    assert dispatch.backend(offcorr.get("ppo"), batch) == "reference: logp is on cpu; on a GPU it would be: triton"
+    of_torch = offcorr.Correction(gate=TorchGate())
+    reason = "reference: over_torch cannot run in Triton"
+    assert dispatch.backend(of_torch, batch).startswith(
+        f"reference: logp is on cpu; on a GPU it would be: {reason} (it"
+    )
     with dispatch.use("reference"):
         assert dispatch.backend(offcorr.get("ppo"), batch) == "reference: it was asked for"
     with pytest.raises(ValueError, match="backend is 'cuda', expected one of"), dispatch.use("cuda"):

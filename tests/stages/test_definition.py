@@ -63,6 +63,11 @@ def define(base_class: type, name: str = "Mine", **attributes: Any) -> type:
         (gates.Gate, {"surrogate": staticmethod(one_value_by_name)}, "Mine.surrogate returns 1 value, expected"),
         (gates.Gate, {"surrogate": staticmethod(three_values)}, "Mine.surrogate returns 3 values, expected"),
         (gates.Gate, {"surrogate": staticmethod(misspelt)}, "asks for 'advantages', did you mean 'advantage'"),
+        (
+            gates.Gate,
+            {"surrogate": staticmethod(lambda log_ratio, adv: (log_ratio, adv))},
+            "asks for 'adv', did you mean 'advantage'",
+        ),
         (gates.Gate, {"surrogate": staticmethod(clipped)}, "Mine.surrogate asks for p, but Mine has no params"),
         (gates.Gate, {"surrogate": staticmethod(without_params), "__call__": print}, "Mine defines __call__, which"),
         (rejections.Rejection, {}, "Mine has no rule, expected"),
@@ -233,7 +238,7 @@ def test_params_are_numbers_by_name(params, message):
 def test_a_stage_with_an_unknown_span():
     rule = staticmethod(lambda value: (value, value == value))
     stage = define(rejections.Rejection, rule=rule, span="prefx")()
-    with pytest.raises(ValueError, match="Mine: span is 'prefx', did you mean 'prefix'"):
+    with pytest.raises(ValueError, match="Mine: span is 'prefx', did you mean 'prefix'.*offcorr.spans.register adds"):
         offcorr.Correction(reject=stage)(offcorr.testing.example())
 
 
