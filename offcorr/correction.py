@@ -223,7 +223,8 @@ class Correction:
                 statistics = statistics or self.statistics(batch)
                 resolved = self.resolve(statistics)
                 control = self._control(resolved, batch.logp.device)
-            batch = resolved.prepared(batch)
+            if resolved._preparing:
+                batch = resolved.prepared(batch)
             plan = resolved.plan(batch)
             if kept and not AGGREGATIONS[self.aggregate].divides_by_count:
                 plan = plan._replace(count_rejected=True)  # Z is known, and nothing else depends on what is kept

@@ -108,7 +108,7 @@ def _why_not_fused(loss_fn: Correction, batch: Batch) -> str | None:
 
 def run(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Fused | None:
     """A plan by the kernel, without host synchronisation; None: the reference has to run."""
-    if _why_reference(batch) is not None:
+    if _why_off_device(batch) or _why_unfit(batch):
         return None
     if batch.logp.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(
@@ -130,11 +130,6 @@ def run(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Fused |
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=outside())
-
-
-def _why_reference(batch: Batch) -> str | None:
-    """Why this batch is none for the kernel, whatever the correction."""
-    return _why_off_device(batch) or _why_unfit(batch)
 
 
 def _why_off_device(batch: Batch) -> str | None:

@@ -93,9 +93,9 @@ _SEEN: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 """The rules of users' rejections whose factor has been looked at."""
 
 
-def seen(rule: Callable[..., Any]) -> bool:
-    """Whether ``check_drops_only`` has looked at a factor of this rule."""
-    return rule in _SEEN
+def trusted(rule: Callable[..., Any]) -> bool:
+    """Whether a rejection's rule is the library's own, or a user's whose factor has been looked at."""
+    return of_library(rule) or rule in _SEEN
 
 
 def check_drops_only(what: str, rule: Callable[..., Any], factor: Tensor, kept: Tensor) -> None:
@@ -103,7 +103,7 @@ def check_drops_only(what: str, rule: Callable[..., Any], factor: Tensor, kept: 
 
     On a device the factor is looked at once for each rule, since reading it synchronises; on a CPU every time.
     """
-    if seen(rule) and factor.device.type != "cpu":
+    if of_library(rule) or (trusted(rule) and factor.device.type != "cpu"):
         return
     _SEEN.add(rule)
     wrong = kept & (factor != 1)

@@ -154,10 +154,10 @@ def _check_of_resolved(cls: Any, name: str) -> None:
         return  # a field
     known = _public_names(base for kind, base in KINDS.items() if kind in _BECOMES)
     if name in known or difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+        meant = "; it" if name in known else f"{nearest(name, known)} It"
         raise TypeError(
-            f"{cls.__name__}.{name} is {vars(cls)[name]!r}, which nothing reads in a controller"
-            f"{'' if name in known else nearest(name, known)}{'; ' if name in known else ' '}it belongs to the stage "
-            "that resolve returns"
+            f"{cls.__name__}.{name} is {vars(cls)[name]!r}, which nothing reads in a controller{meant} belongs to the "
+            "stage that resolve returns"
         )
 
 

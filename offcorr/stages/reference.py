@@ -15,7 +15,7 @@ from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.shapes import PerToken, TokenMask
 from offcorr.stages import pointwise, spans
 from offcorr.stages.base import GateSpec, Plan, Pointwise, Spec, arguments, spec_of
-from offcorr.stages.calls import called, check_drops_only, check_values, of_library, seen, unchanged
+from offcorr.stages.calls import called, check_drops_only, check_values, of_library, trusted, unchanged
 
 
 class Factors(NamedTuple):
@@ -65,7 +65,7 @@ def factors(specs: Iterable[Spec], tokens: Tokens) -> Factors:
         value = carried(spec, tokens).clamp(-spec.limit, spec.limit)
         factor, inside = call(spec, "rule", OF_FACTOR, tokens, value=value)
         keeps = inside & tokens.mask
-        if _may_multiply(spec):
+        if spec.kind == "rejection":
             check_drops_only(f"{spec.owner}.rule", spec.rule, factor, keeps)
         weight = weight * pointwise.dropped_to_zero(factor, keeps)
         kept = kept & keeps
@@ -78,14 +78,9 @@ def factors(specs: Iterable[Spec], tokens: Tokens) -> Factors:
 
 def check_rejections(plan: Plan, batch: Batch) -> None:
     """Raise TypeError where a user's rejection that has not run yet multiplies: the kernel would not notice."""
-    new = [spec for spec in plan.factors if _may_multiply(spec) and not seen(spec.rule)]
+    new = [spec for spec in plan.factors if spec.kind == "rejection" and not trusted(spec.rule)]
     if new:
         factors(new, batch.tokens)
-
-
-def _may_multiply(spec: Spec) -> bool:
-    """Whether it is a rejection whose rule is a user's."""
-    return spec.kind == "rejection" and not of_library(spec.rule)
 
 
 def gated(ratio: Spec | None, gate: GateSpec, tokens: Tokens) -> Gated:
