@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -91,14 +92,7 @@ class Arguments(GRPOConfig):
         """What can be refused before data or models are loaded."""
         if self.output_dir is None:
             self.output_dir = "runs/" + re.sub(r"[^\w.=-]+", "-", self.loss_type)
-        there = next(
-            path
-            for path in (Path(self.output_dir).absolute(), *Path(self.output_dir).absolute().parents)
-            if path.exists()
-        )
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            reason = "in which nothing may be written" if there.is_dir() else "which is a file"
-            raise ValueError(f"output_dir is {self.output_dir!r}, below {there}, {reason}: name another folder")
+        check_writable(self.output_dir)
         if 0 < self.max_steps < self.logging_steps:
             self.logging_steps = self.max_steps  # a short run logs its last step, too
         super().__post_init__()
@@ -144,6 +138,18 @@ class Arguments(GRPOConfig):
         if not self.sampler.startswith("vllm://"):
             raise ValueError(f"sampler is {self.sampler!r}, expected local or vllm://host:port")
         return VLLMServer(url=self.sampler, sync_every=self.sync_every)
+
+
+def check_writable(folder: str) -> None:
+    """Refuses an output_dir in which no folder can be made; it is tried, for the root user passes any permission."""
+    path = Path(folder).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".offcorr-"):
+            pass
+    except OSError as error:
+        reason = f"{there} is a file" if there.is_file() else f"in {there}: {error.strerror}"
+        raise ValueError(f"cannot write to {folder!r} ({reason}); choose another --output_dir") from error
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

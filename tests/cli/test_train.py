@@ -188,10 +188,22 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(tmp_
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("")
     assert cli.main(["train", "--output_dir", "notes.txt/run"]) == 2
-    assert "output_dir is 'notes.txt/run', below" in capsys.readouterr().err
-    monkeypatch.setattr("os.access", lambda *_: False)
-    assert cli.main(["train", "--output_dir", "run"]) == 2
-    assert "in which nothing may be written: name another folder" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot write to 'notes.txt/run' (" in said and "notes.txt is a file); choose another --output_dir" in said
+    assert cli.main(["train", "--output_dir", "run", "--max_steps", "0", "--train_size", "0"]) == 2
+    assert "train_size is 0" in capsys.readouterr().err and not (tmp_path / "run").exists()  # the trial leaves nothing
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no folder here in which even the root user cannot write")
+def test_a_folder_that_the_system_refuses_is_named_before_anything_is_loaded(monkeypatch, capsys):
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    from offcorr import toy
+
+    monkeypatch.setattr(toy, "model_path", None)  # not reached
+    assert cli.main(["train", "--output_dir", "/proc/nowrite"]) == 2
+    assert "cannot write to '/proc/nowrite' (in /proc: " in (said := capsys.readouterr().err)
+    assert "; choose another --output_dir" in said and "Traceback" not in said
 
 
 def test_a_model_that_is_nowhere_is_one_sentence(run, tmp_path):
