@@ -403,9 +403,11 @@ EFFECT = {
 """What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
 
 CAPTION = (
-    "Rows below the accuracies: means over the run. ESS: effective sample size. Prompts without advantage: their "
-    "samples all got one reward. Tokens: those with an advantage; damped and amplified by more than 1 % against the "
-    "plain ratio."
+    "Rows below the accuracies: means over the run. ESS: effective sample size. ESS, share of sequences: how many "
+    "sequences are left if each is weighted by the product of its ratios; it falls with their length. ESS of the "
+    "tokens: how evenly the tokens share the update, each weighted by its own ratio, or by the correction's multiplier. "
+    "Prompts without advantage: their samples all got one reward. Tokens: those with an advantage; damped and "
+    "amplified by more than 1 % against the plain ratio."
 )
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 

@@ -68,6 +68,10 @@ def test_the_summary_says_what_the_correction_did():
         "prompts without advantage 0.1250",
     ):
         assert row in said
+    assert (
+        "share of sequences: how many sequences are left if each is weighted by the product of its ratios; it" in said
+    )
+    assert "falls with their length. ESS of the tokens: how evenly the tokens share the update, each weighted" in said
     assert "correction none" not in said and "factor on the learning rate" not in said
     assert "factor on the learning rate 0.5000" in shown(history(lr_scale=0.5))
 
