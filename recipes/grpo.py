@@ -405,7 +405,7 @@ EFFECT = {
 CAPTION = (
     "Rows below the accuracies: means over the run. ESS: effective sample size. ESS, share of sequences: how many "
     "sequences are left if each is weighted by the product of its ratios; it falls with their length. ESS of the "
-    "tokens: how evenly the tokens share the update, each weighted by its own ratio, or by the correction's multiplier. "
+    "tokens: how evenly the tokens share the update, each weighted by its own ratio or by the correction's factor. "
     "Prompts without advantage: their samples all got one reward. Tokens: those with an advantage; damped and "
     "amplified by more than 1 % against the plain ratio."
 )
