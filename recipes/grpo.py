@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -95,7 +95,7 @@ class Arguments(GRPOConfig):
         check_writable(self.output_dir)
         if 0 < self.max_steps < self.logging_steps:
             self.logging_steps = self.max_steps  # a short run logs its last step, too
-        super().__post_init__()
+        self._check_by_trl()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer warns again
             choose_correction(self)
@@ -126,6 +126,20 @@ class Arguments(GRPOConfig):
                     f"task is {self.task!r}{nearest(self.task, DATASETS)}, expected toy, a .jsonl file, a hub data "
                     "set (owner/name), or a name of reasoning-gym"
                 )
+
+    def _check_by_trl(self) -> None:
+        """TRL's own checks; where they refuse a batch size that was computed, with the flags that make it."""
+        computed = self.generation_batch_size is None
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if not computed or not str(error).startswith("generation_batch_size ("):
+                raise
+            raise ValueError(
+                f"{str(error).rstrip('.')}; the {self.generation_batch_size} are {self.per_device_train_batch_size} x "
+                f"{self.world_size} x {self.steps_per_generation}: --per_device_train_batch_size x --num_processes x "
+                "--steps_per_generation"
+            ) from None
 
     def make_sampler(self) -> OffPolicy | VLLMServer | None:
         """Real off-policy data, old or of another precision, with a record of both; None: TRL's own vLLM path."""
@@ -164,10 +178,17 @@ def leave_it_to_the_first_process() -> None:
 
 
 class Parser(TrlParser):
-    """TRL's parser, whose error is said once, however many processes read the same flags."""
+    """TRL's parser, whose error is said once, however many processes read the same flags, and names the YAML file."""
+
+    file: Path | None = None
+    keys: Sequence[str] = ()  # of the file
 
     def error(self, message: str) -> NoReturn:
         leave_it_to_the_first_process()
+        said = re.match(r"argument --(\w+)[^:]*: (.*)", message)  # argparse takes a key for its flag
+        flags = {word[2:].partition("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")}
+        if said and said[1] in self.keys and said[1] not in flags:
+            message = f"{self.file}: {said[1]}: {said[2]}"
         super().error(message)
 
 
@@ -182,6 +203,7 @@ def parse(arguments: type[Any]) -> Any:
             keys = [key.value for key, _ in document.value] if isinstance(document, yaml.MappingNode) else []
             if twice := {key for key in keys if keys.count(key) > 1}:
                 raise ValueError(f"{file} has the key {min(twice)!r} twice")
+            parser.file, parser.keys = file, keys
         args, unknown = parser.parse_args_and_config(return_remaining_strings=True)
     except yaml.YAMLError as error:
         parser.error(f"{file} is no YAML: {error}")
