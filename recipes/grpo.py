@@ -461,6 +461,8 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    age = means(logs, ("offcorr/staleness/lag",))
+    labels = {"reward": "reward, of samples {:.3g} updates old".format(*age.values())} if age else {}
     figure, axes = plt.subplots(1, 4, figsize=(18, 4), constrained_layout=True)
     size, dropped, damped, amplified, *ess = EFFECT
     nothing = "no correction: a loss of TRL's own" if not means(logs, tuple(EFFECT)) else "nothing: 0 throughout"
@@ -475,11 +477,12 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
         ),
         ("effective sample size", ess, "share of tokens", nothing),
     )
-    for axis, (title, names, label, otherwise) in zip(axes, panels, strict=True):
+    for axis, (title, names, unit, otherwise) in zip(axes, panels, strict=True):
         drawn = lines(logs, names)
         for name, (steps, values) in drawn.items():
-            axis.plot(steps, values, label=name.removeprefix("offcorr/"), marker="o" if name == "eval_reward" else "")
-        axis.set(title=title, xlabel="optimizer update", ylabel=label)
+            label = labels.get(name, name.removeprefix("offcorr/"))
+            axis.plot(steps, values, label=label, marker="o" if name == "eval_reward" else "")
+        axis.set(title=title, xlabel="optimizer update", ylabel=unit)
         if drawn:
             axis.legend()
         else:

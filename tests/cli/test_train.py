@@ -156,7 +156,7 @@ MISTAKES = {
     "max_steps: three": "run.yaml: max_steps: invalid int value: 'three'",
     "use_cpu: perhaps": "run.yaml: use_cpu: Truthy value expected",
     "--per_device_train_batch_size 3 --steps_per_generation 1": "generation_batch_size (3) must be divisible by "
-    "num_generations (8); the 3 are 3 x 1 x 1: --per_device_train_batch_size x --num_processes x --steps_per_generation",
+    "num_generations (8); the 3 are 3 x 1 x 1: --per_device_train_batch_size x --num_processes x --steps_per_",
     "lag: 2\nlag: 4": "has the key 'lag' twice",
     "lag: 4\n  precision: int8": "run.yaml is no YAML: mapping values are not allowed here",
 }
@@ -245,7 +245,7 @@ def test_a_flag_s_mistake_is_not_one_of_the_file(tmp_path, monkeypatch, capsys):
         ("--model no/such-model", "model is 'no/such-model', which is no folder here"),
         (
             "--per_device_train_batch_size 3 --steps_per_generation 1",
-            "num_generations (8); the 6 are 3 x 2 x 1: --per_",
+            "the 6 are 3 x 2 x 1: --per_device_train_",
         ),
     ],
 )
