@@ -17,9 +17,10 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -91,17 +92,10 @@ class Arguments(GRPOConfig):
         """What can be refused before data or models are loaded."""
         if self.output_dir is None:
             self.output_dir = "runs/" + re.sub(r"[^\w.=-]+", "-", self.loss_type)
-        there = next(
-            path
-            for path in (Path(self.output_dir).absolute(), *Path(self.output_dir).absolute().parents)
-            if path.exists()
-        )
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            reason = "in which nothing may be written" if there.is_dir() else "which is a file"
-            raise ValueError(f"output_dir is {self.output_dir!r}, below {there}, {reason}: name another folder")
+        check_writable(self.output_dir)
         if 0 < self.max_steps < self.logging_steps:
             self.logging_steps = self.max_steps  # a short run logs its last step, too
-        super().__post_init__()
+        self._check_by_trl()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer warns again
             choose_correction(self)
@@ -133,6 +127,20 @@ class Arguments(GRPOConfig):
                     "set (owner/name), or a name of reasoning-gym"
                 )
 
+    def _check_by_trl(self) -> None:
+        """TRL's own checks; where they refuse a batch size that was computed, with the flags that make it."""
+        computed = self.generation_batch_size is None
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if not computed or not str(error).startswith("generation_batch_size ("):
+                raise
+            raise ValueError(
+                f"{str(error).rstrip('.')}; the {self.generation_batch_size} are {self.per_device_train_batch_size} x "
+                f"{self.world_size} x {self.steps_per_generation}: --per_device_train_batch_size x --num_processes x "
+                "--steps_per_generation"
+            ) from None
+
     def make_sampler(self) -> OffPolicy | VLLMServer | None:
         """Real off-policy data, old or of another precision, with a record of both; None: TRL's own vLLM path."""
         if self.use_vllm and self.sampler != "local":
@@ -144,6 +152,18 @@ class Arguments(GRPOConfig):
         if not self.sampler.startswith("vllm://"):
             raise ValueError(f"sampler is {self.sampler!r}, expected local or vllm://host:port")
         return VLLMServer(url=self.sampler, sync_every=self.sync_every)
+
+
+def check_writable(folder: str) -> None:
+    """Refuses an output_dir in which no folder can be made; it is tried, for the root user passes any permission."""
+    path = Path(folder).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".offcorr-"):
+            pass
+    except OSError as error:
+        reason = f"{there} is a file" if there.is_file() else f"in {there}: {error.strerror}"
+        raise ValueError(f"cannot write to {folder!r} ({reason}); choose another --output_dir") from error
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -158,10 +178,17 @@ def leave_it_to_the_first_process() -> None:
 
 
 class Parser(TrlParser):
-    """TRL's parser, whose error is said once, however many processes read the same flags."""
+    """TRL's parser, whose error is said once, however many processes read the same flags, and names the YAML file."""
+
+    file: Path | None = None
+    keys: Sequence[str] = ()  # of the file
 
     def error(self, message: str) -> NoReturn:
         leave_it_to_the_first_process()
+        said = re.match(r"argument --(\w+)[^:]*: (.*)", message)  # argparse takes a key for its flag
+        flags = {word[2:].partition("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")}
+        if said and said[1] in self.keys and said[1] not in flags:
+            message = f"{self.file}: {said[1]}: {said[2]}"
         super().error(message)
 
 
@@ -176,6 +203,7 @@ def parse(arguments: type[Any]) -> Any:
             keys = [key.value for key, _ in document.value] if isinstance(document, yaml.MappingNode) else []
             if twice := {key for key in keys if keys.count(key) > 1}:
                 raise ValueError(f"{file} has the key {min(twice)!r} twice")
+            parser.file, parser.keys = file, keys
         args, unknown = parser.parse_args_and_config(return_remaining_strings=True)
     except yaml.YAMLError as error:
         parser.error(f"{file} is no YAML: {error}")
@@ -397,9 +425,11 @@ EFFECT = {
 """What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
 
 CAPTION = (
-    "Rows below the accuracies: means over the run. ESS: effective sample size. Prompts without advantage: their "
-    "samples all got one reward. Tokens: those with an advantage; damped and amplified by more than 1 % against the "
-    "plain ratio."
+    "Rows below the accuracies: means over the run. ESS: effective sample size. ESS, share of sequences: how many "
+    "sequences are left if each is weighted by the product of its ratios; it falls with their length. ESS of the "
+    "tokens: how evenly the tokens share the update, each weighted by its own ratio or by the correction's factor. "
+    "Prompts without advantage: their samples all got one reward. Tokens: those with an advantage; damped and "
+    "amplified by more than 1 % against the plain ratio."
 )
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 
@@ -431,6 +461,8 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    age = means(logs, ("offcorr/staleness/lag",))
+    labels = {"reward": "reward, of samples {:.3g} updates old".format(*age.values())} if age else {}
     figure, axes = plt.subplots(1, 4, figsize=(18, 4), constrained_layout=True)
     size, dropped, damped, amplified, *ess = EFFECT
     nothing = "no correction: a loss of TRL's own" if not means(logs, tuple(EFFECT)) else "nothing: 0 throughout"
@@ -445,11 +477,12 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
         ),
         ("effective sample size", ess, "share of tokens", nothing),
     )
-    for axis, (title, names, label, otherwise) in zip(axes, panels, strict=True):
+    for axis, (title, names, unit, otherwise) in zip(axes, panels, strict=True):
         drawn = lines(logs, names)
         for name, (steps, values) in drawn.items():
-            axis.plot(steps, values, label=name.removeprefix("offcorr/"), marker="o" if name == "eval_reward" else "")
-        axis.set(title=title, xlabel="optimizer update", ylabel=label)
+            label = labels.get(name, name.removeprefix("offcorr/"))
+            axis.plot(steps, values, label=label, marker="o" if name == "eval_reward" else "")
+        axis.set(title=title, xlabel="optimizer update", ylabel=unit)
         if drawn:
             axis.legend()
         else:

@@ -73,6 +73,9 @@ def test_the_readme_counts_and_names_methods_that_exist():
     text = (ROOT / "README.md").read_text()
     counts = {int(n) for n in re.findall(r"\b(\d+) published methods|of the (\d+)\.", text) for n in n if n}
     assert counts == {sum(method.paper != "this project" for method in catalogue())}
+    own = [method.name for method in catalogue() if method.paper == "this project"]
+    assert own == ["near_overlap"]  # which docs/which.md names
+    assert f"*all {len(catalogue())}*: the {min(counts)} published ones" in (ROOT / "docs" / "which.md").read_text()
     rows = re.findall(r"^\| `(\w+)`", text.partition("## Methods")[2], flags=re.M)
     assert len(rows) == 6 and set(rows) <= set(offcorr.available())
 

@@ -14,7 +14,7 @@ from tests.fresh import TRAINER, python
     [
         ("rollout", "OffPolicy", ("transformers", "accelerate")),
         ("trl", "GRPOConfig", ("trl", "transformers", "accelerate", "datasets")),
-        ("toy", "model_path", ("transformers", "datasets", "reasoning_gym", "rich")),
+        ("toy", "model_path", ("transformers", "datasets", "filelock", "reasoning_gym")),
         ("extras", "CHORD", ()),
         ("integrations", "HOOKS", ()),
     ],

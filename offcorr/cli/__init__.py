@@ -12,7 +12,7 @@ from offcorr.cli import docs, methods, metrics, train
 from offcorr.cli.output import PAGES, Refusal
 from offcorr.diagnose import command as diagnose
 from offcorr.lab import bench, compare
-from offcorr.lab.text import HelpFormatter
+from offcorr.lab.text import HelpFormatter, for_a_shell
 
 __all__ = ["main"]
 
@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(" ".join(("offcorr", given[0], getattr(options, "world", ""))).rstrip() + ": stopped", file=sys.stderr)
         return 130
     except Refusal as refusal:
-        said = str(refusal).replace("offcorr.available() lists", "`offcorr methods` lists")
-        print(f"offcorr {given[0]}: {said}", file=sys.stderr)
+        print(f"offcorr {given[0]}: {for_a_shell(str(refusal))}", file=sys.stderr)
         return 2
     return code
 

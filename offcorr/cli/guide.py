@@ -105,8 +105,9 @@ GUIDE: dict[str, Advice] = {
         "same of r.",
         "Near `ess_before`, less what is dropped: .5 is good and below .3 is low (verl, of its weights). Ours: in "
         "the table.",
-        "Below `ess_before` although little is dropped: the multipliers vary more than the ratios, so cap them. "
-        "Low because much is dropped: as for `dropped`.",
+        "Below `ess_before` although little is dropped: normal for a method that damps, such as MinPRO. Only where "
+        "many tokens are amplified as well (`amplified`) do a few of them carry the update: cap the weight "
+        "(`weights.Truncate`). Low because much is dropped: as for `dropped`.",
     ),
     "entropy": Advice(
         "Mean entropy of the next token's distribution over the sampled tokens, in nats; TRL's own where it logs one.",

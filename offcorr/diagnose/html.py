@@ -125,7 +125,8 @@ def _worst(evidence: Evidence, decode: Decode | None) -> str:
     shown = np.argsort(-sizes, kind="stable")[:WORST].tolist()
     parts = [
         '<p class="note">Each token of the completion; red where the trainer finds it less likely than the '
-        f"sampler did, blue where more; full colour at |d| = {scale:.2g} nats. Point at one for its numbers.</p>"
+        f"sampler did, blue where more; full colour at |d| = {scale:.2g} nats. Point at one for its numbers."
+        f"{' --tokenizer NAME shows words in place of token ids.' * (decode is None)}</p>"
     ]
     for at in shown:
         record, tokens = evidence.records[at], evidence.of_sequence(at)

@@ -27,7 +27,7 @@ from typing import Any
 
 import offcorr
 from offcorr.lab import arena_report, results
-from offcorr.lab.text import HelpFormatter, duration, examples
+from offcorr.lab.text import HelpFormatter, duration, examples, for_a_shell
 from offcorr.optional import RECIPE_NEEDS, configuration, recipes, require
 from offcorr.training.ess_lr import RULES
 from offcorr.training.precision import Precision
@@ -412,7 +412,7 @@ def run(options: argparse.Namespace) -> int:
         output = results.free(options.output or options.folder / "report.json", options.overwrite or not options.output)
         require("offcorr bench arena", RECIPE_NEEDS, extra="recipes")
     except (ValueError, ImportError) as error:
-        print(f"offcorr bench arena: error: {error}", file=sys.stderr)
+        print(f"offcorr bench arena: error: {for_a_shell(str(error))}", file=sys.stderr)
         return 2
     processes = options.processes or (1 if grid.model != "toy" else os.cpu_count() or 1)
     try:

@@ -32,7 +32,7 @@ from offcorr.lab.exact import (
     measure,
 )
 from offcorr.lab.processes import one_thread
-from offcorr.lab.text import HelpFormatter, Progress, entries, examples, folded
+from offcorr.lab.text import HelpFormatter, Progress, entries, examples, folded, for_a_shell
 from offcorr.methods.registry import catalogue, resolve
 
 __all__ = ["Column", "Row", "add_parser", "compare", "picture", "run", "table"]
@@ -576,5 +576,7 @@ def named_methods(specs: Sequence[str]) -> list[tuple[str, Correction]]:
             found.append((spec, resolve(spec)))
         except Exception as error:  # a user's file may raise anything
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            raise ValueError(f"METHOD {spec!r}: {kind}{error}") from error
+            told = for_a_shell(f"{kind}{error}")
+            named = told.startswith(f"unknown method {spec.partition('?')[0]!r}")
+            raise ValueError(told if named else f"METHOD {spec!r}: {told}") from error
     return found

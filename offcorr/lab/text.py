@@ -9,7 +9,7 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 
-__all__ = ["HelpFormatter", "Progress", "aligned", "duration", "entries", "examples", "folded"]
+__all__ = ["HelpFormatter", "Progress", "aligned", "duration", "entries", "examples", "folded", "for_a_shell"]
 
 
 def folded(name: str, width: int) -> list[str]:
@@ -26,6 +26,15 @@ def folded(name: str, width: int) -> list[str]:
             lines.append("")
         lines[-1] += part
     return lines
+
+
+def for_a_shell(message: str) -> str:
+    """An error of the library with the command in place of the Python call that lists the methods.
+
+    >>> for_a_shell("unknown method 'x'. offcorr.available() lists them")
+    "unknown method 'x'. `offcorr methods` lists them"
+    """
+    return message.replace("offcorr.available() lists", "`offcorr methods` lists")
 
 
 def entries(given: Sequence[tuple[str, str]], width: int) -> list[str]:

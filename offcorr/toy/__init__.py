@@ -16,7 +16,7 @@ which leaves room for reinforcement learning.
 
 from offcorr.optional import require
 
-require("offcorr.toy", ["transformers", "tokenizers", "datasets", "reasoning-gym", "rich"], extra="recipes")
+require("offcorr.toy", ["transformers", "tokenizers", "datasets", "filelock", "reasoning-gym"], extra="recipes")
 
 from .task import MAX_COMPLETION, MAX_PROMPT, accuracy, dataset, demonstration, reward  # noqa: E402
 from .warm_start import Recipe, model_path  # noqa: E402

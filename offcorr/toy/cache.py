@@ -9,8 +9,13 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+WAIT = 600.0
+"""Seconds for which a process waits for another one that builds the same folder."""
 
 MANIFEST = "offcorr_manifest.json"
 
@@ -32,13 +37,41 @@ def cached_folder(name: str, build: Callable[[Path], None]) -> Path:
     """Returns the cached folder `name`; `build(folder)` fills it if it is missing or damaged.
 
     The folder is built under a temporary name and then renamed, so no process sees an incomplete one.
-    If two processes build it at once, the later one uses the earlier one's result.
+    A process that begins while another one builds it waits for the result, and says so on stderr; after ``WAIT``
+    seconds it builds its own, and the folder that was there first stays.
     """
     root = cache_root()
     target = root / name
     if is_intact(target):
         return target
     root.mkdir(parents=True, exist_ok=True)
+    with _turn(root, name):
+        if not is_intact(target):
+            _build(root, name, build)
+    return target
+
+
+@contextlib.contextmanager
+def _turn(root: Path, name: str) -> Iterator[None]:
+    """Runs while no other process builds the folder, or beside one that has not finished within ``WAIT`` seconds."""
+    lock = FileLock(root / f".{name}.lock")  # released by the system where its process is killed
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"another process is making {root / name}: waiting for it", file=sys.stderr, flush=True)
+        try:
+            lock.acquire(timeout=WAIT)
+        except Timeout:
+            print(f"{root / name} is not there after {WAIT:g} s: making it here", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build(root: Path, name: str, build: Callable[[Path], None]) -> None:
+    """Fills a new folder and gives it its name, unless an intact one has come to have it."""
+    target = root / name
     scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
     try:
         built = scratch / "new"
@@ -57,7 +90,6 @@ def cached_folder(name: str, build: Callable[[Path], None]) -> Path:
                     raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return target
 
 
 def is_intact(folder: Path) -> bool:

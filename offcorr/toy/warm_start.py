@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offcorr.lab.text import Progress
 from offcorr.quiet import no_progress_bar
 
 from . import task
@@ -54,8 +55,9 @@ class Recipe:
 def model_path(seed: int = 0, progress: bool = True, recipe: Recipe | None = None) -> str:
     """Returns the folder of the warm-started model and its tokenizer, for `from_pretrained`.
 
-    The first call for a seed trains the model (about a minute on one core) and saves it in the
-    user's cache, whose place `OFFCORR_CACHE` changes. A damaged folder is built again.
+    The first call for a seed trains the model (about half a minute on two free cores) and saves it in the
+    user's cache, whose place `OFFCORR_CACHE` changes; `progress` shows on stderr how far it is. A second
+    process waits for the first one's model. A damaged folder is built again.
     """
     recipe = recipe or Recipe()
 
@@ -84,7 +86,7 @@ def train(recipe: Recipe, seed: int, progress: bool = False) -> Qwen3ForCausalLM
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: _schedule(recipe, n))
         model.train()
-        for _ in _progress(recipe.steps, enabled=progress):
+        for _ in _shown(recipe.steps) if progress else range(recipe.steps):
             rows = []
             for terms in rng.choices(prompts, k=recipe.batch_size):
                 working = task.render_working(terms, rng, recipe.error_rate, recipe.filler_rate)
@@ -184,7 +186,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _progress(steps: int, enabled: bool) -> Iterator[int]:
-    from rich.progress import track
-
-    yield from track(range(steps), description="warm-starting the toy model", disable=not enabled)
+def _shown(steps: int) -> Iterator[int]:
+    """The updates, whose number is shown on stderr with or without a terminal."""
+    with Progress(steps, "training the toy model once, about half a minute on two free cores") as progress:
+        for step in range(steps):
+            yield step
+            progress(step + 1, "updates of the toy model")

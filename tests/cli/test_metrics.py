@@ -27,6 +27,12 @@ def test_the_end_of_a_name_is_every_series_that_has_it(capsys):
     assert page(capsys, "train/offcorr/loss/dropped") == page(capsys, "dropped")
 
 
+def test_a_low_effective_sample_size_is_no_fault_of_a_method_that_damps(capsys):
+    words = page(capsys, "ess_after")
+    assert "normal for a method that damps, such as MinPRO" in words
+    assert "Only where many tokens are amplified as well" in words and "cap the weight" in words
+
+
 @pytest.mark.parametrize("entry", metrics.entries(), ids=lambda entry: entry.name)
 def test_every_metric_has_a_page(entry, capsys):
     words = page(capsys, entry.name)

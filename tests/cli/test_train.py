@@ -152,7 +152,11 @@ MISTAKES = {
     "--model ./no": "model is './no', which is not a folder",
     "--resume_from_checkpoint no": "resume_from_checkpoint is 'no', which is not a folder",
     "learning_rat: 1e-4": "'learning_rat' (did you mean 'learning_rate'?)",
-    "lag: sixteen": "--lag: invalid int value: 'sixteen'",
+    "lag: sixteen": "run.yaml: lag: invalid int value: 'sixteen'",
+    "max_steps: three": "run.yaml: max_steps: invalid int value: 'three'",
+    "use_cpu: perhaps": "run.yaml: use_cpu: Truthy value expected",
+    "--per_device_train_batch_size 3 --steps_per_generation 1": "generation_batch_size (3) must be divisible by "
+    "num_generations (8); the 3 are 3 x 1 x 1: --per_device_train_batch_size x --num_processes x --steps_per_",
     "lag: 2\nlag: 4": "has the key 'lag' twice",
     "lag: 4\n  precision: int8": "run.yaml is no YAML: mapping values are not allowed here",
 }
@@ -188,10 +192,22 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(tmp_
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("")
     assert cli.main(["train", "--output_dir", "notes.txt/run"]) == 2
-    assert "output_dir is 'notes.txt/run', below" in capsys.readouterr().err
-    monkeypatch.setattr("os.access", lambda *_: False)
-    assert cli.main(["train", "--output_dir", "run"]) == 2
-    assert "in which nothing may be written: name another folder" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot write to 'notes.txt/run' (" in said and "notes.txt is a file); choose another --output_dir" in said
+    assert cli.main(["train", "--output_dir", "run", "--max_steps", "0", "--train_size", "0"]) == 2
+    assert "train_size is 0" in capsys.readouterr().err and not (tmp_path / "run").exists()  # the trial leaves nothing
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no folder here in which even the root user cannot write")
+def test_a_folder_that_the_system_refuses_is_named_before_anything_is_loaded(monkeypatch, capsys):
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    from offcorr import toy
+
+    monkeypatch.setattr(toy, "model_path", None)  # not reached
+    assert cli.main(["train", "--output_dir", "/proc/nowrite"]) == 2
+    assert "cannot write to '/proc/nowrite' (in /proc: " in (said := capsys.readouterr().err)
+    assert "; choose another --output_dir" in said and "Traceback" not in said
 
 
 def test_a_model_that_is_nowhere_is_one_sentence(run, tmp_path):
@@ -208,6 +224,15 @@ def test_an_error_of_the_recipe_is_the_exit_code(run, tmp_path):
     assert done.returncode == 2 and "did you mean" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_flag_s_mistake_is_not_one_of_the_file(tmp_path, monkeypatch, capsys):
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("max_steps: 1\n")
+    assert cli.main(["train", "--config", "run.yaml", "--max-steps", "1.5"]) == 2
+    assert "argument --max_steps/--max-steps: invalid int value: '1.5'" in capsys.readouterr().err
+
+
 # -------------------------------------------------------------------------------------------- several processes
 
 
@@ -218,6 +243,10 @@ def test_an_error_of_the_recipe_is_the_exit_code(run, tmp_path):
         ("--lagg 16", "offcorr train: error: unknown flag, or key of the YAML file, 'lagg' (did you mean 'lag'?)"),
         ("--loss_type minprop", "unknown method 'minprop', did you mean 'minpro'? `offcorr methods` lists them"),
         ("--model no/such-model", "model is 'no/such-model', which is no folder here"),
+        (
+            "--per_device_train_batch_size 3 --steps_per_generation 1",
+            "the 6 are 3 x 2 x 1: --per_device_train_",
+        ),
     ],
 )
 def test_a_mistake_is_said_once_by_two_processes(run, flags, said, tmp_path):

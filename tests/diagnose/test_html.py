@@ -202,7 +202,9 @@ def test_tokens_are_decoded():
     parsed = Checked(page(diagnose(records), decode=lambda id: words.decode([id])))
     assert "0=a12" in parsed.text
     assert any(span.get("title", "").startswith(f"id {ids[0]}: trainer -") for span in parsed.all("span"))
-    assert " ".join(map(str, ids)) in Checked(page(diagnose(records))).text
+    assert "--tokenizer" not in parsed.text
+    undecoded = Checked(page(diagnose(records))).text
+    assert " ".join(map(str, ids)) in undecoded and "--tokenizer NAME shows words in place of token ids." in undecoded
 
 
 def test_a_narrow_screen_has_no_wide_element():

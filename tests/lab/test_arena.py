@@ -124,7 +124,7 @@ def test_the_pictures_are_drawn_without_the_methods_that_have_no_run(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["mnipro"], "unknown method 'mnipro', did you mean 'minpro'?"),
+        (["mnipro"], "unknown method 'mnipro', did you mean 'minpro'? `offcorr methods` lists them"),
         (["minpro", "minpro"], "METHOD 'minpro' is given twice"),
         (["--lags", "-1"], "--lags is -1, expected 0 or more"),
         (["--processes", "0"], "--processes is 0, expected 1 or more"),

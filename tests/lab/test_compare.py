@@ -207,7 +207,7 @@ def test_without_matplotlib_the_option_is_named_before_anything_runs(command, mo
         (["--gap", "0.99", "--regime", "stale"], "--gap is 0.99, but regime 'stale' reaches at most 0."),
         (["--output", "here.jpeg"], "--output is 'here.jpeg', expected a file name that ends in .png, .svg or .pdf"),
         (["--output", "no/such/a.png"], "--output is 'no/such/a.png', but there is no folder 'no/such'"),
-        (["minprop"], "METHOD 'minprop': unknown method 'minprop', did you mean 'minpro'?"),
+        (["minprop"], "error: unknown method 'minprop', did you mean 'minpro'? `offcorr methods` lists them"),
         (["minpro?eps=1"], "METHOD 'minpro?eps=1': minpro has no option 'eps'"),
         (["ppo", "ppo"], "METHOD 'ppo' is given twice"),
         (["nowhere.py:mine"], "METHOD 'nowhere.py:mine': nowhere.py is not a file"),

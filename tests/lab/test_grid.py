@@ -220,7 +220,7 @@ def test_the_picture_is_drawn(command, tmp_path):
 @pytest.mark.parametrize(
     "argv, said",
     [
-        (["mnipro"], "METHOD 'mnipro': unknown method 'mnipro', did you mean 'minpro'?"),
+        (["mnipro"], "error: unknown method 'mnipro', did you mean 'minpro'?"),
         (["--gaps", ".5", "1.5"], "gap is 1.5, expected a share of the samples, 0 <= gap < 1"),
         (["--lengths", "17"], "length is 17 with a vocabulary of 2, more than 65,536 sequences"),
         (["--regimes", "steal"], "argument --regimes: invalid choice: 'steal'"),

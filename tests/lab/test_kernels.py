@@ -104,7 +104,7 @@ def test_the_command_writes_times_and_ratios(command, tmp_path):
 @pytest.mark.parametrize(
     "argv, said",
     [
-        (["mnipro"], "METHOD 'mnipro': unknown method 'mnipro', did you mean 'minpro'?"),
+        (["mnipro"], "error: unknown method 'mnipro', did you mean 'minpro'?"),
         (["--rounds", "0"], "--rounds is 0, expected at least 1"),
         (["--threads", "-1"], "--threads is -1, expected at least 1"),
         (["--head", "16", "0", "50"], "--head H is 0, expected at least 1"),

@@ -426,7 +426,7 @@ def test_a_picture_is_drawn(command, tmp_path):
         (["--processes", "0"], "--processes is 0, expected at least 1"),
         (["--lags", "-1"], "--lags is -1, expected a whole number >= 0"),
         (["--lags", "4", "4"], "--settings is"),
-        (["nosuch"], "METHOD 'nosuch': unknown method"),
+        (["nosuch"], "unknown method 'nosuch'"),
         (["--picture", "a.txt"], "--picture is 'a.txt'"),
     ],
 )

@@ -249,6 +249,10 @@ def test_the_command_writes_what_reads_back(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     assert "0 dumps to" in said.err and "2 are there already" in said.err
     assert (tmp_path / files[0]).stat().st_mtime_ns == before
+    one = ["--output", str(tmp_path / "one"), "--causes", "clean", "--architectures", "gpt2", "--sequences", "4"]
+    assert main([*one, "--seeds", "3"]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("1 dump to ") and said.out.startswith("1 dump in ")
     with pytest.raises(SystemExit):
         main(["--output", str(tmp_path), "--causes", "heat"])
     assert "heat" in capsys.readouterr().err

@@ -68,6 +68,10 @@ def test_the_summary_says_what_the_correction_did():
         "prompts without advantage 0.1250",
     ):
         assert row in said
+    assert (
+        "share of sequences: how many sequences are left if each is weighted by the product of its ratios; it" in said
+    )
+    assert "falls with their length. ESS of the tokens: how evenly the tokens share the update, each weighted" in said
     assert "correction none" not in said and "factor on the learning rate" not in said
     assert "factor on the learning rate 0.5000" in shown(history(lr_scale=0.5))
 
@@ -100,6 +104,7 @@ def test_the_picture_has_no_empty_and_no_constant_zero_line(monkeypatch, tmp_pat
     for entries, curves, texts in panels.values():
         assert len(entries) == len(curves) and bool(curves) != bool(texts)
         assert all(len(line.get_ydata()) and any(line.get_ydata()) for line in curves)
+    assert panels["reward"][0] == ["eval_reward", "reward, of samples 2 updates old"]
     assert panels["mismatch"][0] == ["staleness/abs_mean"]  # the engine's is 0 all the time
     said = {title: texts for title, (_, _, texts) in panels.items() if texts}
     effects = ("effect of the correction", "effective sample size")

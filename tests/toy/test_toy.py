@@ -4,8 +4,10 @@ import dataclasses
 import multiprocessing
 import os
 import re
+import time
 from pathlib import Path
 from random import Random
+from threading import Thread
 
 import pytest
 import torch
@@ -227,7 +229,23 @@ def test_accuracy_without_examples_is_refused():
         toy.accuracy(model, tokenizer, [])
 
 
+@pytest.mark.parametrize("progress", [True, False])
+def test_training_says_on_stderr_what_it_does_and_how_long_it_takes(own_cache, progress, capsys):
+    toy.model_path(0, progress=progress, recipe=TINY)
+    said = capsys.readouterr()
+    assert said.out == ""
+    line = "training the toy model once, about half a minute on two free cores\n"
+    assert said.err == line * progress
+    toy.model_path(0, progress=progress, recipe=TINY)
+    assert capsys.readouterr().err == ""  # it is there
+
+
 # ---- cache
+
+
+def visible(folder: Path) -> list[str]:
+    """The names in a cache folder, but for the locks, which stay."""
+    return [path.name for path in folder.iterdir() if not path.name.endswith(".lock")]
 
 
 def write_and_count(folder: Path, calls: list[Path]) -> None:
@@ -244,7 +262,7 @@ def test_a_folder_is_built_once(own_cache):
     calls = []
     assert build(calls) == build(calls) == own_cache / "thing"
     assert len(calls) == 1
-    assert [path.name for path in own_cache.iterdir()] == ["thing"]
+    assert visible(own_cache) == ["thing"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +282,7 @@ def test_a_damaged_folder_is_built_again(own_cache, damage):
     damage(folder)
     assert build(calls) == folder
     assert len(calls) == 2 and (folder / "weights").read_text() == "right"
-    assert [path.name for path in own_cache.iterdir()] == ["thing"]
+    assert visible(own_cache) == ["thing"]
 
 
 def test_a_file_in_the_folders_place_is_replaced(own_cache):
@@ -280,44 +298,56 @@ def test_a_build_that_fails_leaves_nothing_behind(own_cache):
 
     with pytest.raises(RuntimeError, match="interrupted"):
         cache.cached_folder("thing", fail)
-    assert list(own_cache.iterdir()) == []
+    assert visible(own_cache) == []
 
 
-def test_of_two_builders_at_once_the_first_result_stays(own_cache):
+def test_a_builder_that_takes_too_long_is_not_waited_for_and_the_first_result_stays(own_cache, monkeypatch, capsys):
+    monkeypatch.setattr(cache, "WAIT", 0.1)
     inner = []
 
     def slow(folder: Path) -> None:
-        build(inner)  # as if another process finished first
+        waiting = Thread(target=build, args=(inner,))  # as another process, which finishes first
+        waiting.start()
+        waiting.join()
         (folder / "weights").write_text("late")
 
     folder = cache.cached_folder("thing", slow)
     assert len(inner) == 1 and (folder / "weights").read_text() == "right"
-    assert [path.name for path in own_cache.iterdir()] == ["thing"]
+    assert visible(own_cache) == ["thing"]
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"another process is making {folder}: waiting for it",
+        f"{folder} is not there after 0.1 s: making it here",
+    ]
 
 
 def _build_together(root, barrier, queue):
     os.environ["OFFCORR_CACHE"] = root
 
     def write(folder: Path) -> None:
-        barrier.wait(timeout=120)  # both processes have seen an empty cache
+        time.sleep(1)
         (folder / "builder").write_text(str(os.getpid()))
+        queue.put("built")
 
+    barrier.wait(timeout=120)  # both processes begin with an empty cache
     folder = cache.cached_folder("thing", write)
     queue.put((str(folder), (folder / "builder").read_text()))
 
 
-def test_two_processes_started_at_once_both_get_the_folder(tmp_path):
+def test_of_two_processes_started_at_once_one_builds(tmp_path):
     context = multiprocessing.get_context("spawn")
     queue, barrier = context.Queue(), context.Barrier(2)
     workers = [context.Process(target=_build_together, args=(str(tmp_path), barrier, queue)) for _ in range(2)]
     for worker in workers:
         worker.start()
-    results = [queue.get(timeout=180) for _ in workers]
+    results = [queue.get(timeout=180) for _ in range(3)]
     for worker in workers:
         worker.join(timeout=60)
-    assert results[0] == results[1]
-    assert results[0][1] in {str(worker.pid) for worker in workers}
-    assert [str(path) for path in tmp_path.iterdir()] == [results[0][0]]
+    assert results.count("built") == 1
+    first, second = (result for result in results if result != "built")
+    assert first == second and first[0] == str(tmp_path / "thing")
+    assert first[1] in {str(worker.pid) for worker in workers}
+    assert visible(tmp_path) == ["thing"]
 
 
 def test_cache_root_follows_the_environment(monkeypatch, tmp_path):

@@ -210,7 +210,8 @@ class StaleWeights(Cause):
     title = "the sampler has older weights than the trainer scores with"
     advice = (
         "check that every update reaches the engine; where sampling runs ahead on purpose, correct for it with a "
-        "method for stale data (`offcorr methods` lists them, such as minpro and topr)"
+        "method for stale data: minpro; topr only where the model already solves a good part (`offcorr methods` lists "
+        "them all)"
     )
     not_told_from = (
         Alternative(

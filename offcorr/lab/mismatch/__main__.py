@@ -42,6 +42,15 @@ def write(dump: Dump, folder: Path) -> Path:
     return file
 
 
+def counted(dumps: int) -> str:
+    """A number of dumps, in words.
+
+    >>> counted(1), counted(2)
+    ('1 dump', '2 dumps')
+    """
+    return f"{dumps} dump" + "s" * (dumps != 1)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m offcorr.lab.mismatch", description=__doc__)
@@ -75,14 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             there += 1
         else:
             jobs.append((causes, architecture, seed, strength))
-    plan = f"{len(jobs)} dumps to {given.output}"
+    plan = f"{counted(len(jobs))} to {given.output}"
     plan += f"; {skipped} cannot be made with their architecture" if skipped else ""
     plan += f"; {there} are there already and stay as they are" if there else ""
     with Progress(len(jobs), plan) as progress:
         for done, (causes, architecture, seed, strength) in enumerate(jobs, 1):
             dump = make(causes, architecture=architecture, seed=seed, sequences=given.sequences, strength=strength)
             progress(done, write(dump, given.output).name)
-    print(f"{len(jobs)} dumps in {given.output}")
+    print(f"{counted(len(jobs))} in {given.output}")
     return 0
 
 
