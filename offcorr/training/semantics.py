@@ -36,6 +36,9 @@ UNCERTAIN, CERTAIN = 32, -0.05
 LARGE = 0.1
 """Mean |d| (nats) above which two log-probs of the same weights are not the same; an fp8 KV cache gives .03."""
 
+HEALTHY = 0.05
+"""Mean |d| (nats) below which engine and trainer are said to agree; its source is in docs/metrics.md."""
+
 SIGNIFICANT = 5.0
 """Standard errors that an effect is away from 0 before it is reported; a run makes one such test."""
 
@@ -262,14 +265,20 @@ def logprob_semantics(
     if gap > LARGE and (same_weights or abs(lost) > doubtful):
         why = " nor by a temperature" if h is not None else "; entropy would show whether by a temperature"
         return result("differs", f"the engine's log-probs differ from the trainer's, not by a kept mass{why}")
-    if gap > LARGE:
+    near = "agree with" if gap <= HEALTHY else "are near"
+    if gap > HEALTHY and not same_weights:
         return result("agrees", "the engine's log-probs differ from the trainer's as those of other weights do")
     if same_weights and surprise is not None and abs(surprise.value) > SIGNIFICANT * surprise.error:
         sharper = "more" if surprise.value < 0 else "less"
         return result(
             "unlogged",
-            "the engine's log-probs agree with the trainer's, but the tokens were drawn from a distribution that is "
+            f"the engine's log-probs {near} the trainer's, but the tokens were drawn from a distribution that is "
             f"{sharper} certain: mean of -logp - entropy {surprise.value:.2g} +- {surprise.error:.1g} in place of 0",
+        )
+    if gap > HEALTHY:
+        sentence = f"the engine's log-probs differ from the trainer's by mean |d| {gap:.2g} over {len(d)} tokens"
+        return Semantics(
+            "agrees", len(d), gap, ratio, None, surprise, f"{sentence} (healthy: below {HEALTHY:g})", same_weights
         )
     return result("agrees", "the engine's log-probs agree with the trainer's")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import get_args
 
@@ -376,3 +377,11 @@ def test_many_placeholders_are_refused_and_a_few_are_not(placeholder, said):
         result = logprob_semantics(logp, given, mask, entropy=entropy)
         assert (result.kind == "placeholders") == refused and result.fatal == (refused or result.kind != "agrees")
         assert not refused or (said in result.sentence and "tis" not in result.mend and "NaN" in result.mend)
+
+
+@pytest.mark.parametrize(("noise", "said"), [(0.06, "agree with"), (0.12, r"differ .* by mean \|d\| 0\.0\d+ over")])
+def test_engine_and_trainer_agree_below_the_healthy_limit_alone(noise, said):
+    """The limit is the one of docs/metrics.md for offcorr/engine/abs_mean."""
+    result = logprob_semantics(*sampled(noise=noise)[:3])
+    assert result.kind == "agrees" and (result.gap > 0.05) == ("differ" in said)
+    assert re.search(said, result.sentence) and ("(healthy: below 0.05)" in result.sentence) == ("differ" in said)
