@@ -163,6 +163,10 @@ class Step:
                 measured = f"measured against {policy}"
             return f"nothing is corrected; staleness is {measured}; {engine}"
         old_logp = f"{policy or 'none, so that every staleness ratio is 1'} ({self._named_anchor(str)})"
+        if self._placed is not None and self._placed.contains_rollout:
+            engine += (
+                "; the engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them)"
+            )
         return f"loss {self._correction.method!r}; old_logp: {old_logp}; {engine}"
 
     def semantics(self, batch: Batch, temperature: float = 1.0) -> Semantics | None:

@@ -23,7 +23,7 @@ from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import STALENESS
 from offcorr.training.monitor import Monitor
-from offcorr.training.origins import watched
+from offcorr.training.origins import origin_lag
 from offcorr.training.schedules import Annealed
 from offcorr.training.step import MONITORED, Step
 from offcorr.trl.config import PREFIX, monitor_options
@@ -130,13 +130,15 @@ def share_done(trainer: Any) -> float:
 def lag_metrics(trainer: Any, inputs: dict[str, Any], batch: offcorr.Batch) -> Metrics:
     """The lag of a micro-batch without versions, counted from the weights of its generation; empty with versions.
 
-    That is the lag of TRL's own generation, and the least that a ``rollout_func`` without versions can have.
+    That is the lag of TRL's own generation, and the least that a ``rollout_func`` without versions can have; of a
+    replayed sequence it is counted from the generation that sampled it.
     """
     if batch.rollout_version is not None:
         return Metrics()
     lag = (trainer.state.global_step - inputs["generated_at"])[:, None].expand_as(batch.logp).double()
-    mask = watched(batch).mask.bool()
-    return Metrics({STALENESS + "lag": Mean(Mean.of(lag, mask)), STALENESS + "lag_max": Max(Max.of(lag, mask))})
+    mask = batch.mask.bool()
+    whole = {STALENESS + "lag": Mean(Mean.of(lag, mask)), STALENESS + "lag_max": Max(Max.of(lag, mask))}
+    return Metrics({**whole, **origin_lag(batch, lag).data})
 
 
 def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
@@ -196,7 +198,9 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     agreement = "" if found is None or found.wrong else f"; {found.sentence}"
     if found is not None and found.kind == "unknown" and found.tokens:
         agreement += ": this test is skipped, as it is made of a run's first batch alone"
-    logger.warning("offcorr: %s%s; sampled by %s%s", whose, step.describe(batch), sampler, agreement)
+    unversioned = batch.rollout_version is None and getattr(trainer, "_sampler", None) is not None
+    bound = ", rollout_version is not returned: lag is a lower bound" if unversioned else ""
+    logger.warning("offcorr: %s%s; sampled by %s%s%s", whose, step.describe(batch), sampler, bound, agreement)
     if found is None or not found.wrong:
         return ""
     refusal = "" if step.monitor is None else step.monitor.refusal(found)
@@ -244,7 +248,8 @@ class StepCallback(TrainerCallback):
             self._trainer.dumps.begin(resumed=self.checkpoint is not None)
         if self.checkpoint is None:
             return
-        for sentence in (differences(self._asked, Path(self.checkpoint)), cut_generation(self._trainer)):
+        folder = Path(self.checkpoint)
+        for sentence in (differences(self._asked, folder), cut_generation(self._trainer, folder)):
             if sentence:
                 warn_on_main(self._trainer, sentence)
         path = Path(self.checkpoint, STATE_FILE)

@@ -175,3 +175,18 @@ def test_a_sampler_without_versions(trained):
     for now, (at, generation) in enumerate(zip(generated, trainer.generations, strict=True)):
         for version, origin in zip(at, generation["origin"].tolist(), strict=True):
             assert now - 2 <= version < now if origin else version == now
+
+
+def test_the_lag_of_replayed_sequences_without_versions(trained, series, caplog):
+    """That of their generation, the least that it can be; the first line says that it is no more than that."""
+    trainer = trained(Replay(without("rollout_version"), 0.5), max_steps=4)
+    ages = [
+        [now - int(at) for at, origin in zip(one["generated_at"], one["origin"], strict=True) if origin == 1]
+        for now, one in enumerate(trainer.generations)
+    ]
+    assert min(map(min, ages[1:])) >= 1
+    assert min(series(trainer, "offcorr/staleness/lag")[1:]) > 0
+    mean = series(trainer, "offcorr/origin/replay/lag")
+    assert len(mean) == 3 and all(min(a) <= lag <= max(a) for a, lag in zip(ages[1:], mean, strict=True))
+    (line,) = [record.getMessage() for record in caplog.records if "sampled by" in record.getMessage()]
+    assert "rollout_version is not returned: lag is a lower bound" in line

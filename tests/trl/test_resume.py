@@ -84,6 +84,15 @@ def test_a_checkpoint_within_a_generation_is_named_at_resume(make_trainer, tmp_p
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
 
 
+def test_another_length_of_a_generation_is_named_at_resume(make_trainer, uninterrupted, tmp_path):
+    """The checkpoint of step 4 lies between two generations of the run that saved it, whatever the resumed run has."""
+    settings = SETTINGS | {"num_iterations": 3, "max_steps": 5}
+    resumed = make_trainer(rollout_func=OffPolicy(lag=3, precision="int8"), output_dir=str(tmp_path / "x"), **settings)
+    with pytest.warns(UserWarning, match="saved it: num_iterations was 2, and is 3") as caught:
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert not any("middle of a generation" in str(w.message) for w in caught)
+
+
 def test_the_same_run_resumes_without_a_word(make_trainer, uninterrupted, tmp_path):
     sampler = OffPolicy(lag=3, precision="int8")
     resumed = make_trainer(rollout_func=sampler, output_dir=str(tmp_path / "again"), **SETTINGS)
