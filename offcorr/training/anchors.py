@@ -456,7 +456,7 @@ def _required(anchor: Anchor, batch: Batch, name: str) -> Any:
     value = getattr(batch, name)
     if value is None:
         remedy = f"{_REMEDIES[name]}, or take another anchor"
-        raise ValueError(f"{name} is None, but {anchor!r} needs it: {remedy}")
+        raise ValueError(f"{name} is None, but {anchor} needs it: {remedy}")
     return value
 
 
