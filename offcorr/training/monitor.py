@@ -141,6 +141,10 @@ class Monitor:
         self.sampling: dict[str, float] = {}
         """Settings of the sampler that change its distribution, such as top_p, where a trainer's configuration has
         them."""
+        self.precision: str | None = None
+        """The precision of the sampler's weights, such as "int4", where the sampler says it."""
+        self.same_weights = False
+        """``old_logp`` is of the weights that sampled: their age then explains no gap of the engine."""
         self._name_cause = name_cause
         self.restart()
 
@@ -340,7 +344,7 @@ class Monitor:
     def _named(self, series: Series, records: list[Record], actions: tuple[str, ...]) -> tuple[NamedCause, bool]:
         """The cause by this rank's records, and whether no rank finds any: asked where actions depend on it."""
         report = self._diagnosed(series, records)
-        named = named_cause(series, report, self.sampling)
+        named = named_cause(series, report, self.sampling, same_weights=self.same_weights, precision=self.precision)
         clean = named.cause == "clean"
         if any(action in HARD for action in actions):
             own = 1.0 if clean else 0.0 if report is None else -1.0  # a rank without records says neither

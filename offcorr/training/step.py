@@ -14,7 +14,7 @@ from offcorr.batch import Batch, check_batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.metrics import NONFINITE, Count, Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.training.anchors import Anchor, Recomputed, Score, Snapshots, Supplied, default_anchor
+from offcorr.training.anchors import Anchor, Score, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import FIELD, field_metrics
 from offcorr.training.last_batches import Ids
@@ -182,7 +182,7 @@ class Step:
         >>> step.semantics(step.place(offcorr.testing.example(spread=0.0))).sentence
         "the engine's log-probs agree with the trainer's (mean |d| 0 over 48 tokens)"
         """
-        sampled = isinstance(self._placed, Supplied | Snapshots)
+        sampled = self._placed is not None and self._placed.supplies == "sampled"
         return batch_semantics(batch, temperature=temperature, sampled=sampled)
 
     def _named_anchor(self, text: Callable[[object], str] = repr) -> str:
@@ -396,8 +396,8 @@ class Step:
         if self.monitor is not None and self._train:
             if not self.monitor.tested and self.monitor.self_test != "off":
                 self.monitor.test(self.semantics(batch, self.monitor.temperature))
-            of_weights = self._placed is None or isinstance(self._placed, Supplied | Snapshots | Recomputed)
-            kept = batch if of_weights else batch.replaced(old_logp=None)  # no log-probs of the weights that sampled
+            self.monitor.same_weights = self._placed is not None and self._placed.supplies == "sampled"
+            kept = batch if self._of_weights else batch.replaced(old_logp=None)  # no log-probs of the weights that sampled
             self.monitor.keep(kept, ids, self._version + 1)
         if metrics is None:
             unscored = batch.tokens.unscored.sum(dtype=torch.float64).reshape(1)
@@ -458,11 +458,23 @@ class Step:
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
         self.none_advantaged = computed.get(NO_ADVANTAGE) == 1.0 and not computed.get(NONFINITE)
         if self.monitor is not None and train:
-            self.monitor.end(self._version, watched_numbers(computed))
+            self.monitor.end(self._version, self._judged(computed))
             computed |= self.monitor.numbers() if computed else {}
         if choice is None:
             return {name: value for name, value in computed.items() if not name.startswith(FIELD)}
         return logged(computed, choice, train)
+
+    @property
+    def _of_weights(self) -> bool:
+        """Whether ``old_logp`` is of weights that the samples' age explains, rather than of a mixture of policies."""
+        return self._placed is None or bool(self._placed.supplies)
+
+    def _judged(self, computed: Mapping[str, float]) -> dict[str, float]:
+        """The numbers for the monitor: without the engine series where it is not the engine that they measure."""
+        numbers = watched_numbers(computed)
+        if self._of_weights:
+            return numbers
+        return {name: value for name, value in numbers.items() if not name.startswith(ENGINE)}
 
     def _complete(self, metrics: Metrics, batch: Batch, coefficient: Tensor | None = None) -> Metrics:
         """Adds the metrics that other frameworks log, those by origin and those for the monitor.  Where the anchor

@@ -32,7 +32,7 @@ from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
 from offcorr.trl.recorded import score_unrecorded
 from offcorr.trl.returned import SAMPLED, check_returned, check_rollout_func, column
-from offcorr.trl.sampling import distorting, distortion_warning
+from offcorr.trl.sampling import distorting, distortion_warning, precision_of
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
     StepCallback,
@@ -509,6 +509,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         settings = distorting(self.args, self._sampler)
         if self.correction_step.monitor is not None:
             self.correction_step.monitor.sampling = settings
+            self.correction_step.monitor.precision = precision_of(self._sampler)
         if settings:
             warn_on_main(self, distortion_warning(settings, reported=self._sampler is not None or self.use_vllm))
 
