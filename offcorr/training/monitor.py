@@ -18,12 +18,13 @@ from offcorr.stages.checks import check_value, outside
 from offcorr.training.alarms import HARD, Alarm, MismatchError, checked_actions, write_dump
 from offcorr.training.cusum import Cusum
 from offcorr.training.field_metrics import field_metrics
-from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, of_updates, without_ids
+from offcorr.training.first_batch import batch_semantics
+from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, check_comparable, of_updates, without_ids
 from offcorr.training.masking import unmasked
 from offcorr.training.named_cause import NO_CAUSE, OF_AGE, NamedCause, named_cause
 from offcorr.training.origins import watched
 from offcorr.training.self_test import check_self_test, mend, refusal
-from offcorr.training.semantics import Semantics, batch_semantics
+from offcorr.training.semantics import Semantics
 from offcorr.training.series import CONDITIONS, LIMITS, Limit, Series, Severity, checked_limits
 
 __all__ = ["Monitor"]
@@ -359,6 +360,7 @@ class Monitor:
         if not records:
             return None
         try:
+            check_comparable(records)
             return self._name_cause(records)
         except Exception as error:
             return error

@@ -10,6 +10,7 @@ from offcorr.diagnose import CAUSES, Report
 from offcorr.diagnose.causes import confidence
 from offcorr.diagnose.causes.policies import growth, older
 from offcorr.training.alarms import ADVICE
+from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.series import Series
 
 OF_AGE = ("stale_weights", "adapter_not_synced", "policy_updates")
@@ -77,6 +78,8 @@ def named_cause(
         precision: of the sampler's weights, where the sampler says it.
     """
     if isinstance(report, Exception):
+        if isinstance(report, NothingToCompare):
+            return NamedCause("unknown", 0.0, (str(report),), ADVICE[series.name])
         failed = f"the diagnosis failed ({type(report).__name__}: {report})"
         return NamedCause("unknown", 0.0, (failed,), ADVICE[series.name])
     if report is None:

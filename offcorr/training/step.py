@@ -17,12 +17,13 @@ from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.training.anchors import Anchor, Score, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import FIELD, field_metrics
+from offcorr.training.first_batch import batch_semantics
 from offcorr.training.last_batches import Ids
 from offcorr.training.logged import logged
 from offcorr.training.monitor import Monitor
 from offcorr.training.origins import origin_metrics, watched_metrics, watched_numbers
 from offcorr.training.schedules import Annealed
-from offcorr.training.semantics import Semantics, batch_semantics
+from offcorr.training.semantics import Semantics
 
 ENGINE = "offcorr/engine/"
 UNSCORED = "offcorr/loss/unscored"
@@ -164,18 +165,19 @@ class Step:
             return f"nothing is corrected; staleness is {measured}; {engine}"
         old_logp = f"{policy or 'none, so that every staleness ratio is 1'} ({self._named_anchor(str)})"
         if self._placed is not None and self._placed.contains_rollout:
-            engine += (
-                "; the engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them)"
-            )
+            engine += "; the engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them)"
         return f"loss {self._correction.method!r}; old_logp: {old_logp}; {engine}"
 
-    def semantics(self, batch: Batch, temperature: float = 1.0) -> Semantics | None:
+    def semantics(self, batch: Batch, temperature: float = 1.0, current: bool | None = None) -> Semantics | None:
         """Whether the engine's log-probs of a placed batch are the sampler's probabilities; None without them.
+
+        Where the lag is 0, ``old_logp`` is compared with ``logp`` before.
 
         It copies the batch to the host, so it is for a run's first batch.
 
         Args:
             temperature: the trainer's.
+            current: the weights being trained sampled the batch; None: where its versions say so.
 
         >>> import offcorr
         >>> step = Step(offcorr.get("tis"))
@@ -183,7 +185,7 @@ class Step:
         "the engine's log-probs agree with the trainer's (mean |d| 0 over 48 tokens)"
         """
         sampled = self._placed is not None and self._placed.supplies == "sampled"
-        return batch_semantics(batch, temperature=temperature, sampled=sampled)
+        return batch_semantics(batch, temperature=temperature, sampled=sampled, current=current)
 
     def _named_anchor(self, text: Callable[[object], str] = repr) -> str:
         chosen = self._make_anchor is not None or self._anchor is not None
@@ -397,7 +399,9 @@ class Step:
             if not self.monitor.tested and self.monitor.self_test != "off":
                 self.monitor.test(self.semantics(batch, self.monitor.temperature))
             self.monitor.same_weights = self._placed is not None and self._placed.supplies == "sampled"
-            kept = batch if self._of_weights else batch.replaced(old_logp=None)  # no log-probs of the weights that sampled
+            kept = (
+                batch if self._of_weights else batch.replaced(old_logp=None)
+            )  # no log-probs of the weights that sampled
             self.monitor.keep(kept, ids, self._version + 1)
         if metrics is None:
             unscored = batch.tokens.unscored.sum(dtype=torch.float64).reshape(1)

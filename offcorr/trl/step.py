@@ -193,7 +193,9 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     """Log the line, warn, and return the reason not to begin the training, if there is one."""
     step = trainer.correction_step
     tests = step.monitor is None or step.monitor.self_test != "off"
-    found = step.semantics(batch, trainer.temperature) if tests else None
+    # At the first step there are no older weights that a sampler without versions could have used.
+    current = True if batch.rollout_version is None and trainer.state.global_step == 0 else None
+    found = step.semantics(batch, trainer.temperature, current) if tests else None
     whose = "" if trainer.correction is not None else f"{trls_loss(trainer.args)}: "
     agreement = "" if found is None or found.wrong else f"; {found.sentence}"
     if found is not None and found.kind == "unknown" and found.tokens:

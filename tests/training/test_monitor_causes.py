@@ -140,3 +140,14 @@ def test_the_age_of_weights_explains_no_gap_between_two_of_the_same(same_weights
     (alarm,) = run(monitor, FAULTY)
     assert alarm.cause == cause
     assert ("old_logp is of" in str(alarm)) == same_weights
+
+
+def test_a_diagnosis_without_log_probs_of_the_engine_is_a_sentence():
+    monitor = quiet()
+    for step in range(1, 6):
+        batch = batch_of(0.0, seed=step)
+        unscored = batch.replaced(rollout_logp=torch.full_like(batch.logp, torch.nan), old_logp=0.5 * batch.logp)
+        monitor.observe(unscored, step=step)
+        monitor.end(step)
+    (alarm, *_) = [alarm for alarm in monitor.alarms if alarm.series == "staleness"]
+    assert "the last sequences have no log-probs of the engine" in str(alarm) and "ValueError" not in str(alarm)
