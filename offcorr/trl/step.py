@@ -44,6 +44,17 @@ NO_ADVANTAGE = (
     "nor never solved"
 )
 
+ALL_CUT_OFF = (
+    "all {} completions of a generation were cut off at max_completion_length={}, and mask_truncated_completions=True "
+    "leaves such completions out of the loss: none is trained on. Raise max_completion_length, or set "
+    "mask_truncated_completions=False"
+)
+
+INFINITE = (
+    "reward function {} returned an infinite reward: the advantages of its prompt's completions become NaN, for which "
+    "TRL puts 0, so none of them is trained on. Return finite numbers"
+)
+
 STATE_FILE = "offcorr_trainer.pt"
 """The file of a checkpoint folder with the state of the ``Step``."""
 
@@ -160,12 +171,13 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
     if step.monitor is not None and step.monitor.stopped and not trainer.control.should_training_stop:
         trainer.control.should_training_stop = trainer.control.should_save = True
     if step.none_scored:
-        _warn_once_in_run(trainer, UNSCORED)
+        warn_once_in_run(trainer, UNSCORED)
     if step.none_advantaged and mode == "train":
-        _warn_once_in_run(trainer, NO_ADVANTAGE)
+        warn_once_in_run(trainer, NO_ADVANTAGE)
 
 
-def _warn_once_in_run(trainer: Any, message: str) -> None:
+def warn_once_in_run(trainer: Any, message: str) -> None:
+    """Warn, on the main process alone, the first time in a run."""
     if message not in trainer._warned:
         trainer._warned.add(message)
         warn_on_main(trainer, message)
@@ -200,6 +212,8 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     agreement = "" if found is None or found.wrong else f"; {found.sentence}"
     if found is not None and found.kind == "unknown" and found.tokens:
         agreement += ": this test is skipped, as it is made of a run's first batch alone"
+    remark = trainer._sampler.remark() if hasattr(getattr(trainer, "_sampler", None), "remark") else ""
+    sampler += f", {remark}" if remark else ""
     unversioned = batch.rollout_version is None and getattr(trainer, "_sampler", None) is not None
     bound = ", rollout_version is not returned: lag is a lower bound" if unversioned else ""
     logger.warning("offcorr: %s%s; sampled by %s%s%s", whose, step.describe(batch), sampler, bound, agreement)

@@ -133,9 +133,7 @@ def test_log_linear_ends_in_rollout_and_recomputed(model, score, batch):
 
 def test_log_linear_says_what_to_pass(batch):
     for name in ("rollout_version", "trainer_version", "rollout_logp"):
-        with pytest.raises(
-            ValueError, match=rf"{name} is None, but anchor 'log_linear' .* needs it: pass"
-        ):
+        with pytest.raises(ValueError, match=rf"{name} is None, but anchor 'log_linear' .* needs it: pass"):
             LogLinear().old_logp(dataclasses.replace(batch, **{name: None}))
     with pytest.raises(ValueError, match="proximal_lag is -1"):
         LogLinear(-1)
