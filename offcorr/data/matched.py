@@ -1,4 +1,4 @@
-"""``Matched``: how many prompts of a training dataset have a trace, so that traces are not ignored in silence."""
+"""``Matched``: the number of prompts of a training dataset that have a trace, so that none is ignored in silence."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Prefixes(Stateful):
             )
 
     def remark(self) -> str:
-        """How many prompts have a trace; see ``Around``."""
+        """The number of prompts that have a trace; see ``Around``."""
         return ", ".join(filter(None, [str(self._matched), super().remark()]))
 
     # ---- state

@@ -132,3 +132,19 @@ def test_an_infinite_reward_is_noticed(make_trainer):
     with pytest.warns(UserWarning, match="reward function overflowing returned an infinite reward") as caught:
         trainer.train()
     assert len([1 for w in caught if "infinite reward" in str(w.message)]) == 1
+
+
+def test_a_wrong_old_logp_is_named_in_a_trainer(make_trainer):
+    """Without versions, at the first step: there are no older weights that could have sampled."""
+
+    def scaled(prompts, trainer):
+        output = sampler(prompts, trainer)
+        del output["rollout_version"]
+        return {**output, "old_logp": [[0.8 * logp for logp in row] for row in output["old_logp"]]}
+
+    sampler = OffPolicy()
+    trainer = make_trainer(loss_type="minpro", rollout_func=scaled, **SETTINGS | {"max_steps": 1})
+    with pytest.warns(
+        UserWarning, match=r"in the first batch old_logp is not .*, and the engine's agree .*: return as"
+    ):
+        trainer.train()
