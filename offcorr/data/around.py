@@ -75,6 +75,10 @@ class Around(ABC):
         if hasattr(self.sampler, "trained"):
             self.sampler.trained(places, log_ratio)
 
+    def remark(self) -> str:
+        """Half a sentence for the first line of a run; "" where there is nothing to say."""
+        return self.sampler.remark() if hasattr(self.sampler, "remark") else ""
+
     def attach(self, trainer: Any) -> None:
         """Follow ``trainer`` from now on; a second call does nothing."""
         if hasattr(self.sampler, "attach"):

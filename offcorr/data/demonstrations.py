@@ -8,18 +8,17 @@ from typing import Any, Literal
 
 from offcorr.correction import Correction
 from offcorr.data.around import Rollout, RolloutFunc
+from offcorr.data.matched import Matched
+from offcorr.data.replay import refuse_replay
 from offcorr.data.stateful import Stateful, Turns, check_lengths, check_whole_groups
 from offcorr.data.trace import Trace
 from offcorr.data.traces import Traces
 from offcorr.rollout.sampler import tokenize
-from offcorr.stages.checks import one_of, warn_once
+from offcorr.stages.checks import one_of
 from offcorr.training.origins import origin_ids
 
 WithoutLogp = Literal["refuse", "ratio_one", "deterministic"]
 WITHOUT_LOGP = ("refuse", "ratio_one", "deterministic")
-
-LOOKED_AT = 64
-"""Groups after which it is said that no prompt has a trace."""
 
 ABSENT = {"logprobs": math.nan, "old_logp": math.nan, "env_mask": 1}
 """The values of a trace's tokens under the keys of a rollout that have one per token."""
@@ -60,8 +59,8 @@ class Demonstrations(Stateful):
     Raises:
         ValueError: an option that cannot be, here or when it is attached to a trainer: traces without log-probs under
             "refuse", a trace longer than ``max_completion_length``, an anchor that does not read the sampler's
-            ``old_logp``, groups that are split over ranks; and in a call, a sampler without ``old_logp`` under a
-            correction that reads it.
+            ``old_logp``, groups that are split over ranks, a dataset of which no prompt has a trace; and in a call, a
+            sampler without ``old_logp`` under a correction that reads it.
     """
 
     STATE_FILE = "offcorr_demonstrations.pt"
@@ -70,6 +69,7 @@ class Demonstrations(Stateful):
         self, sampler: RolloutFunc, traces: Traces, per_group: int = 1, without_logp: WithoutLogp = "refuse"
     ) -> None:
         super().__init__(sampler)
+        refuse_replay("Demonstrations", sampler)
         if not isinstance(traces, Traces):
             raise TypeError(f"traces is a {type(traces).__name__}, expected Traces(rows, tokenizer)")
         if not isinstance(per_group, int) or isinstance(per_group, bool) or per_group < 1:
@@ -78,7 +78,7 @@ class Demonstrations(Stateful):
             raise ValueError(f"without_logp is {without_logp!r}{one_of(without_logp, WITHOUT_LOGP)}")
         self.traces, self.per_group, self.without_logp = traces, per_group, without_logp
         self._turns = Turns()
-        self._looked_at, self._matched = 0, False
+        self._matched = Matched(traces)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> Rollout:
         """One completion for each prompt; see the class."""
@@ -88,7 +88,7 @@ class Demonstrations(Stateful):
         size = trainer.num_generations
         _check_groups(prompts, size)
         found = [self.traces.of(ids) for ids in tokenize(prompts[::size], trainer)]
-        self._note(len(found), sum(map(bool, found)))
+        self._matched.note(len(found), sum(map(bool, found)))
         taken = dict(self._taken(found, size, trainer.accelerator.process_index))  # row: its trace
         sampled = [row for row in range(len(prompts)) if row not in taken]
         output = self.sampler([prompts[row] for row in sampled], trainer)
@@ -107,18 +107,6 @@ class Demonstrations(Stateful):
             for group, start in zip(groups, before, strict=True)
             for i in range(numbers[group])
         ]
-
-    def _note(self, groups: int, with_traces: int) -> None:
-        """Warn where no prompt has a trace, which is most often a prompt in other tokens."""
-        if self._looked_at < LOOKED_AT and not self._matched:
-            self._looked_at += groups
-            self._matched = with_traces > 0
-            if self._looked_at >= LOOKED_AT and not self._matched:
-                warn_once(
-                    f"none of the first {self._looked_at} prompts has a trace; there are {self.traces!r}. A prompt is "
-                    "looked up by its token ids, as the trainer makes them: check the texts, and for messages "
-                    "chat_template and chat_template_kwargs of Traces"
-                )
 
     # ---- what the loss sees
 
@@ -167,6 +155,7 @@ class Demonstrations(Stateful):
             )
         check_whole_groups(trainer)
         check_lengths(self.traces, trainer)
+        self._matched.count(trainer)
         correction = getattr(trainer, "correction", None)
         if correction is None:
             if self.without_logp != "ratio_one":
@@ -200,6 +189,10 @@ class Demonstrations(Stateful):
                 f"the sampler {self.sampler!r} returned no old_logp, and loss {correction.method!r} reads it of traces "
                 "and samples alike: take offcorr.rollout.OffPolicy or VLLMServer, or return old_logp"
             )
+
+    def remark(self) -> str:
+        """The number of prompts that have a trace; see ``Around``."""
+        return ", ".join(filter(None, [str(self._matched), super().remark()]))
 
     # ---- state
 

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 
 from offcorr.data.around import Rollout
 from offcorr.data.curriculum import Curriculum
+from offcorr.data.matched import Matched
 from offcorr.data.stateful import Prompt, Stateful, Turns, check_lengths, check_whole_groups
 from offcorr.data.trace import Trace
 from offcorr.data.traces import Traces
@@ -46,8 +47,8 @@ class Prefixes(Stateful):
 
     Raises:
         TypeError: a sampler that takes no prefixes, or an argument of another type.
-        ValueError: a share outside [0, 1]; when it is attached, a trace longer than ``max_completion_length``, or
-            groups that are split over ranks.
+        ValueError: a share outside [0, 1]; when it is attached, a trace longer than ``max_completion_length``, groups
+            that are split over ranks, or a dataset of which no prompt has a trace.
     """
 
     STATE_FILE = "offcorr_prefixes.pt"
@@ -73,6 +74,7 @@ class Prefixes(Stateful):
             _check_share("length", length)
         self.traces, self.share, self.length = traces, share, length
         self._turns = Turns()
+        self._matched = Matched(traces)
         self._lengths: dict[Prompt, float] = {}
         self._drawn: set[Prompt] = set()  # prompts of the last generation that were to have a prefix
         self._calls = 0
@@ -95,6 +97,7 @@ class Prefixes(Stateful):
         done = share_done(trainer.state.global_step, trainer.state.max_steps)
         groups = [(prompt, len([*rows])) for prompt, rows in groupby(map(tuple, prompt_ids))]
         found = [self.traces.of(prompt) for prompt, _ in groups]
+        self._matched.note(len(found), sum(map(bool, found)))
         drawn = [bool(traces) and self._draws(i, done, trainer) for i, traces in enumerate(found)]
         self._calls += 1
         self._drawn = {prompt for (prompt, _), own in zip(groups, drawn, strict=True) if own}
@@ -152,11 +155,16 @@ class Prefixes(Stateful):
         """Raise ``ValueError`` for a setting of the trainer that does not go with prefixes."""
         check_whole_groups(trainer)
         check_lengths(self.traces, trainer)
+        self._matched.count(trainer)
         if isinstance(self.length, Curriculum) and not hasattr(trainer, "correction_step"):
             raise ValueError(
                 f"length={self.length!r} follows the rewards, which {type(trainer).__name__} does not keep: take "
                 "offcorr.trl.GRPOTrainer, or a number or a Linear for the length"
             )
+
+    def remark(self) -> str:
+        """The number of prompts that have a trace; see ``Around``."""
+        return ", ".join(filter(None, [str(self._matched), super().remark()]))
 
     # ---- state
 

@@ -61,7 +61,9 @@ class Replay(Around):
     Args:
         sampler: samples the other groups; its ``old_logp``, or under ``anchor="rollout"`` its ``logprobs``, are
             recorded.
-        share: of the groups of a generation, from 0 to 1; a fraction of a group is carried over to the next.
+        share: of the groups of a generation, from 0 to 1; a fraction of a group is carried over to the next.  1 goes
+            with ``load``, ``max_age`` or ``min_ess``: without these no group would be sampled after the first
+            generation.
         max_groups: number of stored groups per rank; the oldest give way.
         max_age: the oldest replayed group, in optimizer updates since the weights that sampled it (where the sampler
             reports no ``rollout_version``, since it was sampled); None: any.
@@ -97,6 +99,7 @@ class Replay(Around):
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(sampler)
+        refuse_replay("Replay", sampler)
         check_value("Replay", "share", share, low=0.0, high=1.0)
         check_word("Replay", "advantages", advantages, ADVANTAGES)
         if seed is not None:
@@ -153,12 +156,29 @@ class Replay(Around):
         if self._trainer is not None and self._trainer() is trainer:
             return
         check_trainer(self.__name__, trainer)
+        self._check_bounds(trainer)
         if self.share > 0:
             check_anchor(self.__name__, trainer)
         super().attach(trainer)
         self._forget()
         self._trainer = weakref.ref(trainer)
         trainer.add_callback(_Follower(self, trainer))
+
+    def _check_bounds(self, trainer: Any) -> None:
+        """Raise ``ValueError`` where nothing would be replayed, or nothing sampled after the first generation."""
+        args = trainer.args
+        uses = args.steps_per_generation * trainer.num_iterations
+        if self.store.max_age == 0 and uses >= args.gradient_accumulation_steps:
+            raise ValueError(
+                "max_age is 0, expected 1 or more: with one optimizer step or more per generation every stored group "
+                "is older, so that nothing would be replayed"
+            )
+        bounded = self._records or self.store.max_age is not None or self.store.min_ess is not None
+        if self.share == 1 and not bounded:
+            raise ValueError(
+                "share is 1, expected a number below 1: all steps would train on the groups of the first generation. "
+                "Groups that load(...) has read may be all of the data, and max_age or min_ess lets new ones in"
+            )
 
     def begin(self, trainer: Any) -> None:
         """Start a run, or resume it; called by ``on_train_begin``."""
@@ -338,6 +358,17 @@ class Replay(Around):
         sizes = {len(entry.group) for entry in self.store.entries.values()}
         if trainer is not None and sizes - {trainer.num_generations}:
             raise ValueError(f"{folder} holds groups of {sizes} sequences, expected {trainer.num_generations}")
+
+
+def refuse_replay(name: str, sampler: Any) -> None:
+    """Raise ``ValueError`` for a sampler that is a ``Replay``, or that goes around one."""
+    while isinstance(sampler, Around):
+        if isinstance(sampler, Replay):
+            raise ValueError(
+                f"sampler is {sampler!r}, which {name} cannot go around: Replay stores and replays whole generations, "
+                "so it is the outermost sampler, and there is one, for instance Replay(Demonstrations(...))"
+            )
+        sampler = sampler.sampler
 
 
 class _Follower(TrainerCallback):

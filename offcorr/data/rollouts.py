@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,7 @@ class PromptGroup:
         if name == "origin":
             return [DEMONSTRATION if origin == DEMONSTRATION else REPLAY for origin in self.columns["origin"]]
         if name == "recorded_rewards":
-            return self.rewards.tolist()
+            return [[None if math.isnan(reward) else reward for reward in row] for row in self.rewards.tolist()]
         if name in self.columns:
             return [value.tolist() if isinstance(value, Tensor) else value for value in self.columns[name]]
         if name == "env_mask":

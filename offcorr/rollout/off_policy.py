@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from offcorr.rollout.decode import decode
 from offcorr.rollout.prefixed import Prefixed
 from offcorr.rollout.sampler import Sampler, draw_seeds, eos_token_ids, trainer_logp, unwrapped
+from offcorr.stages.checks import outside
 from offcorr.training.precision import Precision
 from offcorr.training.snapshots import changing_weights
 
@@ -24,7 +26,8 @@ class OffPolicy(Sampler):
 
     Args:
         lag: optimizer updates; samples with the weights of version max(0, current - lag), where the version is
-            ``trainer.state.global_step``.
+            ``trainer.state.global_step``.  A run that resumes without weights of that age takes the oldest that it
+            holds, and says so.
         precision: of the sampler's weights: fp32, bf16, fp16, int8, int4, fp8_e4m3 or fp8_e5m2; the last four
             are weight-only, one scale per output channel (see ``Precision``, ``Replica``).
         temperature, top_p, top_k: None: the trainer's own.
@@ -57,7 +60,7 @@ class OffPolicy(Sampler):
     def _sample(self, request: Prefixed, trainer: Any) -> dict[str, list[Any]]:
         training = trainer.model.training
         now = trainer.state.global_step
-        version = max(0, now - self.lag) if training else now
+        version = self._version(trainer) if training else now
         weights = self._weights(trainer, version)
         sampler = self._replica_of(trainer).load(weights, self._precision if training else Precision.named("fp32"))
         generator = torch.Generator(trainer.accelerator.device)
@@ -80,16 +83,37 @@ class OffPolicy(Sampler):
         if trainer.state.global_step == 0 or self.ring.versions[-1:] != [trainer.state.global_step]:
             self._restore_or_forget(trainer)
         self.record(trainer)
+        self._warn_of_missing(trainer)
 
     def record(self, trainer: Any) -> None:
         """Take a snapshot of the trainer's weights; every rank must call it, since sharded ones are gathered."""
         if self.lag:
             self.ring.push(trainer.state.global_step, changing_weights(unwrapped(trainer)))
 
+    def _version(self, trainer: Any) -> int:
+        """Of the weights that sample: ``lag`` updates old, or the oldest that the run holds."""
+        now = trainer.state.global_step
+        if not self.lag:
+            return now
+        if not self.ring.versions:
+            self.begin(trainer)  # the first call attached, after on_train_begin
+        return max(now - self.lag, self.ring.versions[0])
+
+    def _warn_of_missing(self, trainer: Any) -> None:
+        """Say where a resumed run does not hold the weights that the lag asks for."""
+        now = trainer.state.global_step
+        if not self.lag or self.ring.versions[0] <= max(0, now - self.lag) or not trainer.accelerator.is_main_process:
+            return
+        oldest = self.ring.versions[0]
+        warnings.warn(
+            f"the run that resumes at step {now} samples with weights of {self.lag} updates ago (lag={self.lag}), and "
+            f"its checkpoint holds none from before version {oldest}: up to step {oldest + self.lag} it samples with "
+            "these, the oldest held, as a fresh run does with its first",
+            stacklevel=outside(),
+        )
+
     def _weights(self, trainer: Any, version: int) -> dict[str, Tensor]:
         now = trainer.state.global_step
-        if self.lag and not self.ring.versions and trainer.model.training:
-            self.begin(trainer)  # the first call attached, after on_train_begin
         if version == now:
             return dict(changing_weights(unwrapped(trainer)))
         return self.ring[version]

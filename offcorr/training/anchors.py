@@ -46,9 +46,13 @@ class Anchor(ABC):
         needs_forward: its log-probs are known only with or after the forward pass of the batch.
         reads_recomputed: ``place`` reads ``recomputed``; where no anchor does, a loop need not compute it.
         policy: in words, the policy that supplies ``old_logp``, and by what means.
+        supplies: "sampled" where ``old_logp`` is of the weights that sampled, "before" where it is of those before the
+            first update on the samples, "" where it is of neither: then the gap between ``old_logp`` and the engine
+            is not the engine's.
     """
 
     policy: ClassVar[str] = "a policy of one's own"
+    supplies: ClassVar[str] = ""
     contains_rollout: ClassVar[bool] = False
     needs_forward: ClassVar[bool] = False
     reads_recomputed: ClassVar[bool] = False
@@ -107,6 +111,7 @@ class Supplied(Anchor):
     """The weights that sampled, in the trainer's precision: ``old_logp`` as the sampler supplied it with the batch."""
 
     policy = "the weights that sampled, as the sampler supplied it"
+    supplies = "sampled"
 
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
         return _required(self, batch, "old_logp").detach()
@@ -126,6 +131,7 @@ class Recomputed(Anchor):
     """
 
     policy = "the weights before the first update on the samples, by one more forward pass"
+    supplies = "before"
     reads_recomputed = True
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -310,6 +316,7 @@ class Snapshots(Anchor):
     """
 
     policy = "the weights that sampled, by one more forward pass per version"
+    supplies = "sampled"
     needs_forward = True
 
     def __init__(self, model: nn.Module, limit: int, version: int = 0) -> None:
@@ -456,7 +463,7 @@ def _required(anchor: Anchor, batch: Batch, name: str) -> Any:
     value = getattr(batch, name)
     if value is None:
         remedy = f"{_REMEDIES[name]}, or take another anchor"
-        raise ValueError(f"{name} is None, but {anchor!r} needs it: {remedy}")
+        raise ValueError(f"{name} is None, but {anchor} needs it: {remedy}")
     return value
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from offcorr.batch import Batch
@@ -60,6 +61,19 @@ class LastBatches:
             if since is None or own is None or own > since:
                 found += records_of(batch, **ids(batch), step=own or step)
         return [record for record in found if record.origin in (None, *WATCHED)]
+
+
+class NothingToCompare(ValueError):
+    """Raised where no token of the records has log-probs of both sides."""
+
+
+def check_comparable(records: list[Record]) -> None:
+    """Raise ``NothingToCompare`` unless a token has finite log-probs of both sides."""
+    for record in records:
+        known = np.isfinite(record.rollout_logp) & np.isfinite(record.old_logp)
+        if (known if record.mask is None else known & record.mask).any():
+            return
+    raise NothingToCompare("the last sequences have no log-probs of the engine, so no cause can be read from them")
 
 
 def of_updates(records: list[Record]) -> list[Record]:

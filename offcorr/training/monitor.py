@@ -18,12 +18,13 @@ from offcorr.stages.checks import check_value, outside
 from offcorr.training.alarms import HARD, Alarm, MismatchError, checked_actions, write_dump
 from offcorr.training.cusum import Cusum
 from offcorr.training.field_metrics import field_metrics
-from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, of_updates, without_ids
+from offcorr.training.first_batch import batch_semantics
+from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, check_comparable, of_updates, without_ids
 from offcorr.training.masking import unmasked
 from offcorr.training.named_cause import NO_CAUSE, OF_AGE, NamedCause, named_cause
 from offcorr.training.origins import watched
 from offcorr.training.self_test import check_self_test, mend, refusal
-from offcorr.training.semantics import Semantics, batch_semantics
+from offcorr.training.semantics import Semantics
 from offcorr.training.series import CONDITIONS, LIMITS, Limit, Series, Severity, checked_limits
 
 __all__ = ["Monitor"]
@@ -141,6 +142,10 @@ class Monitor:
         self.sampling: dict[str, float] = {}
         """Settings of the sampler that change its distribution, such as top_p, where a trainer's configuration has
         them."""
+        self.precision: str | None = None
+        """The precision of the sampler's weights, such as "int4", where the sampler says it."""
+        self.same_weights = False
+        """``old_logp`` is of the weights that sampled: their age then explains no gap of the engine."""
         self._name_cause = name_cause
         self.restart()
 
@@ -340,7 +345,7 @@ class Monitor:
     def _named(self, series: Series, records: list[Record], actions: tuple[str, ...]) -> tuple[NamedCause, bool]:
         """The cause by this rank's records, and whether no rank finds any: asked where actions depend on it."""
         report = self._diagnosed(series, records)
-        named = named_cause(series, report, self.sampling)
+        named = named_cause(series, report, self.sampling, same_weights=self.same_weights, precision=self.precision)
         clean = named.cause == "clean"
         if any(action in HARD for action in actions):
             own = 1.0 if clean else 0.0 if report is None else -1.0  # a rank without records says neither
@@ -355,6 +360,7 @@ class Monitor:
         if not records:
             return None
         try:
+            check_comparable(records)
             return self._name_cause(records)
         except Exception as error:
             return error

@@ -10,6 +10,7 @@ from offcorr.diagnose import CAUSES, Report
 from offcorr.diagnose.causes import confidence
 from offcorr.diagnose.causes.policies import growth, older
 from offcorr.training.alarms import ADVICE
+from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.series import Series
 
 OF_AGE = ("stale_weights", "adapter_not_synced", "policy_updates")
@@ -30,6 +31,9 @@ TRANSFORMED = (
     "unknown",
 )
 """Causes that the data of a truncated or penalised distribution can look like."""
+
+OF_OTHER_WEIGHTS = ("stale_weights", "weights_swapped")
+"""Causes that ``old_logp`` of the weights that sampled each token rules out for the engine's gap."""
 
 NO_PRECISION = 16.0
 """Growth of k3 since the alarm (a factor of 4 in |d|) above which a lower precision is no explanation."""
@@ -57,19 +61,32 @@ class NamedCause:
     advice: str
 
 
-def named_cause(series: Series, report: Report | Exception | None, sampling: Mapping[str, float]) -> NamedCause:
+def named_cause(
+    series: Series,
+    report: Report | Exception | None,
+    sampling: Mapping[str, float],
+    *,
+    same_weights: bool = False,
+    precision: str | None = None,
+) -> NamedCause:
     """The cause of a series' alarm.
 
     Args:
         report: of the last batches; the error where the diagnosis failed, None without records.
         sampling: settings of the sampler that change its distribution, such as top_p, as the configuration has them.
+        same_weights: ``old_logp`` is of the weights that sampled, so their age explains no gap of the engine.
+        precision: of the sampler's weights, where the sampler says it.
     """
     if isinstance(report, Exception):
+        if isinstance(report, NothingToCompare):
+            return NamedCause("unknown", 0.0, (str(report),), ADVICE[series.name])
         failed = f"the diagnosis failed ({type(report).__name__}: {report})"
         return NamedCause("unknown", 0.0, (failed,), ADVICE[series.name])
     if report is None:
         return NamedCause("unknown", 0.0, (), ADVICE[series.name])
     named = NamedCause(report.verdict, report.confidence, (), ADVICE[series.name])
+    if series.name == "engine" and same_weights and named.cause in OF_OTHER_WEIGHTS:
+        named = _of_same_weights(report, precision)
     for finding in report.causes:
         if finding.cause == named.cause:
             # Whether the sampler or the trainer moved, staleness alone does not tell.
@@ -80,6 +97,18 @@ def named_cause(series: Series, report: Report | Exception | None, sampling: Map
     if named.cause == "precision" and _grows(series, report):
         named = _grown(series, report)
     return _never_updated(named, series, report)
+
+
+def _of_same_weights(report: Report, precision: str | None) -> NamedCause:
+    """The cause where the weights' age is ruled out: the sampler's lower precision, or the next that was found."""
+    if precision not in (None, "fp32"):
+        said = f"the sampler's weights are {precision}, and old_logp is of the same weights in the trainer's precision"
+        return NamedCause("precision", max(report.confidence, 0.5), (said,), CAUSES["precision"].advice)
+    left = [finding for finding in report.causes if finding.cause not in OF_OTHER_WEIGHTS]
+    if left:
+        return NamedCause(left[0].cause, left[0].confidence, (), ADVICE["engine"])
+    said = "old_logp is of the weights that sampled, so their age does not explain the gap"
+    return NamedCause("unknown", 0.0, (said,), ADVICE["engine"])
 
 
 def _configured(named: NamedCause, sampling: Mapping[str, float]) -> NamedCause:

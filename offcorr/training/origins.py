@@ -11,7 +11,7 @@ from offcorr.batch import ORIGINS, Batch, check_batch
 from offcorr.metrics import MISMATCH, Accumulator, LogSumExp, Mean, Metrics, Share, measure
 from offcorr.shapes import PerToken
 from offcorr.stages.checks import one_of
-from offcorr.training.field_metrics import ENGINE, FIELD, field_metrics
+from offcorr.training.field_metrics import ENGINE, FIELD, STALENESS, field_metrics
 
 __all__ = ["ORIGINS", "origin_ids", "origin_metrics"]
 
@@ -22,6 +22,8 @@ WATCHED = ("fresh", "prefix")
 
 WATCHED_PREFIX = FIELD + "watched/"
 """Prefix of the series that the monitor reads in place of those of the whole batch; never logged."""
+
+LAG = STALENESS + "lag"
 
 OUTPUTS = {metric.name: metric.outputs for metric in MISMATCH}
 
@@ -73,6 +75,20 @@ def origin_metrics(batch: Batch, coefficient: Tensor | None = None, *, engine: b
             for metric, value in _of_rows(batch, batch.origin == index, coefficient, engine)
         }
     )
+
+
+def origin_lag(batch: Batch, lag: Tensor) -> Metrics:
+    """The lag of each origin of a padded batch without versions; empty where the batch has no ``origin``.
+
+    Args:
+        lag: [B, T] optimizer steps.
+    """
+    if batch.origin is None:
+        return Metrics()
+    mask = batch.mask.bool()
+    rows = {name: mask & (batch.origin == index)[:, None] for index, name in enumerate(ORIGINS)}
+    lags = {f"{PREFIX}{name}/lag": Mean(Mean.of(lag, own)) for name, own in rows.items()}
+    return Metrics({**lags, WATCHED_PREFIX + LAG: Mean(Mean.of(lag, watched(batch).mask.bool()))})
 
 
 def _of_rows(

@@ -12,9 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch, above_zero
+from offcorr.batch import above_zero
 from offcorr.training.field_metrics import least_variance
-from offcorr.training.origins import watched_rows
 
 Kind = Literal[
     "agrees",
@@ -27,6 +26,7 @@ Kind = Literal[
     "shifted",
     "placeholders",
     "differs",
+    "old_logp",
     "unknown",
 ]
 
@@ -35,6 +35,9 @@ UNCERTAIN, CERTAIN = 32, -0.05
 
 LARGE = 0.1
 """Mean |d| (nats) above which two log-probs of the same weights are not the same; an fp8 KV cache gives .03."""
+
+HEALTHY = 0.05
+"""Mean |d| (nats) below which engine and trainer are said to agree; its source is in docs/metrics.md."""
 
 SIGNIFICANT = 5.0
 """Standard errors that an effect is away from 0 before it is reported; a run makes one such test."""
@@ -70,6 +73,8 @@ MENDS: dict[Kind, str] = {
     "shifted": "the log-prob at index t must be that of the token at index t: move one of the two by one token",
     "placeholders": "pass the engine's log-prob of every sampled token, and NaN or None where it has none; greedy "
     "sampling (top_k=1), whose processed log-probs are all 0, is no distribution to correct for",
+    "old_logp": "return as old_logp the log-probs of the sampled tokens under the weights that sampled, scored as the "
+    "trainer scores them, or leave the key out",
     "differs": "score the same tokens with the same weights on both sides: look for a weight sync that missed "
     "parameters, another chat template, placeholders among the log-probs. Or the engine is quantised or computes in a "
     "lower precision: then this is its true mismatch, which an engine weight corrects (tis, icepop)",
@@ -101,9 +106,11 @@ class Semantics:
             - "shifted": the engine's log-probs belong to the next or the previous token;
             - "placeholders": many of the engine's log-probs are 0, or another constant, in place of numbers;
             - "differs": they differ in none of these ways;
+            - "old_logp": ``old_logp`` is wrong: ``logp`` of the same weights is another, and the engine's, where it
+              reports some, agree with ``logp``;
             - "unknown": the data cannot tell.
         tokens: number of tokens that both sides scored.
-        gap: mean |d|.
+        gap: mean |d|; for "old_logp" of the two.
         ratio: mean e^d; for "kept_mass" this is the mean kept mass.
         temperature: for "temperature" and "raw", the one that the engine's log-probs carry; None without entropy.  The
             error is that of sampling alone; that entropy stands for the whole context adds up to .02 at .7, .05 at .5.
@@ -145,6 +152,8 @@ class Semantics:
             return self.surprise is not None and FATAL_SURPRISE <= abs(self.surprise.value)
         if self.kind in ("temperature", "raw"):
             return self.same_weights and self.temperature is not None
+        if self.kind == "old_logp":
+            return self.gap > LARGE and self.ratio.value == self.ratio.value  # NaN: no engine bears logp out
         if self.kind == "differs":
             return abs(self.ratio.value - 1) > max(FATAL_RATIO, SIGNIFICANT * self.ratio.error)
         return self.kind in ("probabilities", "shifted", "placeholders", "unnormalised")
@@ -215,7 +224,7 @@ def logprob_semantics(
     h = None if entropies is None else entropies[seen]
     d = t - e
     gap = d.abs().mean().item()
-    ratio = _mean(d.clamp(-50, 50).exp())
+    ratio = mean_of(d.clamp(-50, 50).exp())
     surprise = None if h is None else _surprise(t, h)
     measured = f" (mean |d| {gap:.2g} over {len(d)} tokens)"
 
@@ -262,51 +271,22 @@ def logprob_semantics(
     if gap > LARGE and (same_weights or abs(lost) > doubtful):
         why = " nor by a temperature" if h is not None else "; entropy would show whether by a temperature"
         return result("differs", f"the engine's log-probs differ from the trainer's, not by a kept mass{why}")
-    if gap > LARGE:
+    near = "agree with" if gap <= HEALTHY else "are near"
+    if gap > HEALTHY and not same_weights:
         return result("agrees", "the engine's log-probs differ from the trainer's as those of other weights do")
     if same_weights and surprise is not None and abs(surprise.value) > SIGNIFICANT * surprise.error:
         sharper = "more" if surprise.value < 0 else "less"
         return result(
             "unlogged",
-            "the engine's log-probs agree with the trainer's, but the tokens were drawn from a distribution that is "
+            f"the engine's log-probs {near} the trainer's, but the tokens were drawn from a distribution that is "
             f"{sharper} certain: mean of -logp - entropy {surprise.value:.2g} +- {surprise.error:.1g} in place of 0",
         )
+    if gap > HEALTHY:
+        sentence = f"the engine's log-probs differ from the trainer's by mean |d| {gap:.2g} over {len(d)} tokens"
+        return Semantics(
+            "agrees", len(d), gap, ratio, None, surprise, f"{sentence} (healthy: below {HEALTHY:g})", same_weights
+        )
     return result("agrees", "the engine's log-probs agree with the trainer's")
-
-
-def batch_semantics(batch: Batch, *, temperature: float = 1.0, sampled: bool = True) -> Semantics | None:
-    """``logprob_semantics`` of a batch, padded or packed; None where the engine reported nothing.
-
-    Of a batch with ``origin`` it looks at the sequences that were sampled for this generation; None where there are
-    none.
-
-    Args:
-        temperature: the trainer's.
-        sampled: ``old_logp``, if any, is of the weights that sampled; False: ``logp`` is compared.
-    """
-    padded = batch.tokens.batch
-    rows = watched_rows(padded)
-    if rows is not None:
-        padded = padded.rows(rows)
-    if padded.rollout_logp is None or (rows is not None and not rows.any()):
-        return None
-    mask, logp, entropy, same_weights = padded.mask.bool(), padded.logp.detach(), padded.entropy, True
-    if not mask.any(1).all():
-        # Sequences were left out, say those without an end: the mean of -logp - entropy of the others need not be 0.
-        entropy = None
-    if sampled and padded.old_logp is not None:
-        moved = (logp - padded.old_logp)[mask].nan_to_num().abs().mean()
-        logp, entropy = padded.old_logp, entropy if moved < 0.01 else None
-    elif padded.rollout_version is not None and padded.trainer_version is not None:
-        same_weights = bool((padded.rollout_version == padded.trainer_version)[mask].all())
-    return logprob_semantics(
-        logp,
-        padded.rollout_logp,
-        mask,
-        entropy=entropy,
-        temperature=temperature,
-        same_weights=same_weights,
-    )
 
 
 def _tempered(
@@ -331,7 +311,8 @@ def _tempered(
     return kind, f"the engine's log-probs {said}: {who}{later}", carried if known else None
 
 
-def _mean(values: Tensor) -> Estimate:
+def mean_of(values: Tensor) -> Estimate:
+    """The mean of [N] values and its standard error."""
     return Estimate(values.mean().item(), (values.var(correction=0) / len(values)).sqrt().item())
 
 
@@ -341,7 +322,7 @@ def _surprise(t: Tensor, h: Tensor) -> Estimate:
     Given their contexts the terms are uncorrelated.  Their variance is that of the sample, or what it is at least in a
     distribution of two outcomes: the rare tokens that it comes from may be absent from the sample.
     """
-    value = _mean(-t - h)
+    value = mean_of(-t - h)
     least = least_variance(h).mean() / len(h)
     return Estimate(value.value, max(value.error, least.sqrt().item()))
 

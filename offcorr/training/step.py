@@ -14,15 +14,16 @@ from offcorr.batch import Batch, check_batch
 from offcorr.correction import Correction, Output, Statistics
 from offcorr.metrics import NONFINITE, Count, Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.training.anchors import Anchor, Recomputed, Score, Snapshots, Supplied, default_anchor
+from offcorr.training.anchors import Anchor, Score, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import FIELD, field_metrics
+from offcorr.training.first_batch import batch_semantics
 from offcorr.training.last_batches import Ids
 from offcorr.training.logged import logged
 from offcorr.training.monitor import Monitor
 from offcorr.training.origins import origin_metrics, watched_metrics, watched_numbers
 from offcorr.training.schedules import Annealed
-from offcorr.training.semantics import Semantics, batch_semantics
+from offcorr.training.semantics import Semantics
 
 ENGINE = "offcorr/engine/"
 UNSCORED = "offcorr/loss/unscored"
@@ -163,23 +164,28 @@ class Step:
                 measured = f"measured against {policy}"
             return f"nothing is corrected; staleness is {measured}; {engine}"
         old_logp = f"{policy or 'none, so that every staleness ratio is 1'} ({self._named_anchor(str)})"
+        if self._placed is not None and self._placed.contains_rollout:
+            engine += "; the engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them)"
         return f"loss {self._correction.method!r}; old_logp: {old_logp}; {engine}"
 
-    def semantics(self, batch: Batch, temperature: float = 1.0) -> Semantics | None:
+    def semantics(self, batch: Batch, temperature: float = 1.0, current: bool | None = None) -> Semantics | None:
         """Whether the engine's log-probs of a placed batch are the sampler's probabilities; None without them.
+
+        Where the lag is 0, ``old_logp`` is compared with ``logp`` before.
 
         It copies the batch to the host, so it is for a run's first batch.
 
         Args:
             temperature: the trainer's.
+            current: the weights being trained sampled the batch; None: where its versions say so.
 
         >>> import offcorr
         >>> step = Step(offcorr.get("tis"))
         >>> step.semantics(step.place(offcorr.testing.example(spread=0.0))).sentence
         "the engine's log-probs agree with the trainer's (mean |d| 0 over 48 tokens)"
         """
-        sampled = isinstance(self._placed, Supplied | Snapshots)
-        return batch_semantics(batch, temperature=temperature, sampled=sampled)
+        sampled = self._placed is not None and self._placed.supplies == "sampled"
+        return batch_semantics(batch, temperature=temperature, sampled=sampled, current=current)
 
     def _named_anchor(self, text: Callable[[object], str] = repr) -> str:
         chosen = self._make_anchor is not None or self._anchor is not None
@@ -392,8 +398,10 @@ class Step:
         if self.monitor is not None and self._train:
             if not self.monitor.tested and self.monitor.self_test != "off":
                 self.monitor.test(self.semantics(batch, self.monitor.temperature))
-            of_weights = self._placed is None or isinstance(self._placed, Supplied | Snapshots | Recomputed)
-            kept = batch if of_weights else batch.replaced(old_logp=None)  # no log-probs of the weights that sampled
+            self.monitor.same_weights = self._placed is not None and self._placed.supplies == "sampled"
+            kept = (
+                batch if self._of_weights else batch.replaced(old_logp=None)
+            )  # no log-probs of the weights that sampled
             self.monitor.keep(kept, ids, self._version + 1)
         if metrics is None:
             unscored = batch.tokens.unscored.sum(dtype=torch.float64).reshape(1)
@@ -454,11 +462,23 @@ class Step:
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
         self.none_advantaged = computed.get(NO_ADVANTAGE) == 1.0 and not computed.get(NONFINITE)
         if self.monitor is not None and train:
-            self.monitor.end(self._version, watched_numbers(computed))
+            self.monitor.end(self._version, self._judged(computed))
             computed |= self.monitor.numbers() if computed else {}
         if choice is None:
             return {name: value for name, value in computed.items() if not name.startswith(FIELD)}
         return logged(computed, choice, train)
+
+    @property
+    def _of_weights(self) -> bool:
+        """Whether ``old_logp`` is of weights that the samples' age explains, rather than of a mixture of policies."""
+        return self._placed is None or bool(self._placed.supplies)
+
+    def _judged(self, computed: Mapping[str, float]) -> dict[str, float]:
+        """The numbers for the monitor: without the engine series where it is not the engine that they measure."""
+        numbers = watched_numbers(computed)
+        if self._of_weights:
+            return numbers
+        return {name: value for name, value in numbers.items() if not name.startswith(ENGINE)}
 
     def _complete(self, metrics: Metrics, batch: Batch, coefficient: Tensor | None = None) -> Metrics:
         """Adds the metrics that other frameworks log, those by origin and those for the monitor.  Where the anchor

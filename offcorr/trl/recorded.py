@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offcorr.trl.patch import patched
 
-Recorded = Sequence[Sequence[float] | None]
+Recorded = Sequence[Sequence[float | None] | None]
 
 
 def score_unrecorded(
@@ -35,5 +35,6 @@ def score_unrecorded(
             rewards[unscored] = score(*([column[i] for i in unscored] for column in columns))
     for i, known in enumerate(recorded):
         if known is not None:
-            rewards[i] = torch.tensor(known, dtype=rewards.dtype)
+            numbers = [torch.nan if reward is None else reward for reward in known]
+            rewards[i] = torch.tensor(numbers, dtype=rewards.dtype)
     return accelerator.gather(rewards)

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 ASKED_FILE = "offcorr_run.json"
-"""The file of a checkpoint folder with the loss, anchor, learning rate and sampler that the run was asked for."""
+"""The file of a checkpoint folder with the loss, anchor, learning rate, sampler and length of a generation that the run
+was asked for."""
+
+GENERATION = ("steps_per_generation", "num_iterations", "gradient_accumulation_steps")
+"""The options that decide at which optimizer steps a generation ends; the asynchronous trainer has no generations."""
 
 
 def asked_for(trainer: Any) -> dict[str, str]:
-    """A trainer's loss, anchor, learning rate and sampler in words, by option; to be called before it trains.
+    """A trainer's loss, anchor, learning rate, sampler and length of a generation in words, by option; to be called
+    before it trains.
 
     ``loss`` is the correction at the start of its schedules; a sampler that has no repr of its own is named by its
     class or function.
@@ -24,6 +29,7 @@ def asked_for(trainer: Any) -> dict[str, str]:
         "anchor": repr(anchor) + (f" with {dict(options)}" if options else ""),
         "ess_lr": repr(getattr(args, "ess_lr", None)),
         "rollout_func": "None" if sampler is None else _named(sampler),
+        **{name: repr(getattr(args, name)) for name in GENERATION if hasattr(args, name)},
     }
 
 
@@ -40,8 +46,7 @@ def save_asked(asked: dict[str, str], folder: Path) -> None:
 
 def differences(asked: dict[str, str], checkpoint: Path) -> str:
     """A sentence on what a run is asked for otherwise than the one that saved ``checkpoint``; "": nothing is known."""
-    file = checkpoint / ASKED_FILE
-    saved = json.loads(file.read_text()) if file.exists() else {}
+    saved = _saved(checkpoint)
     changed = [name for name, now in asked.items() if saved.get(name, now) != now]
     if not changed:
         return ""
@@ -49,15 +54,21 @@ def differences(asked: dict[str, str], checkpoint: Path) -> str:
     return f"the run that goes on from {checkpoint} is not the one that saved it: {each}"
 
 
-def cut_generation(trainer: Any) -> str:
-    """A sentence where a run resumes in the middle of a generation; "": it does not.
+def _saved(checkpoint: Path) -> dict[str, str]:
+    file = checkpoint / ASKED_FILE
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def cut_generation(trainer: Any, checkpoint: Path) -> str:
+    """A sentence where ``checkpoint`` lies in the middle of a generation of the run that saved it; "": it does not.
 
     TRL keeps no samples in a checkpoint: it samples anew, and the rest of the generation is never trained on.
     """
-    used = getattr(trainer.args, "steps_per_generation", None)
-    if used is None:  # the asynchronous trainer has no generations
+    if getattr(trainer.args, "steps_per_generation", None) is None:  # the asynchronous trainer has no generations
         return ""
-    uses, each = used * trainer.num_iterations, trainer.args.gradient_accumulation_steps
+    saved = _saved(checkpoint)
+    used, iterations, each = (int(saved.get(name, getattr(trainer.args, name))) for name in GENERATION)
+    uses = used * iterations
     left = -trainer.state.global_step * each % uses
     if not left:
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -210,7 +211,7 @@ def _check_origins(rows: Any, completions: int) -> None:
 
 
 def _check_rewards(rows: Any, completions: int, functions: int) -> None:
-    """None, or as many rewards as functions; NaN is the reward of a function that scored nothing."""
+    """None, or as many rewards as functions; None is the reward of a function that scored nothing."""
     name = "recorded_rewards"
     _check_length(name, rows, completions)
     for i, row in enumerate(rows):
@@ -227,8 +228,11 @@ def _check_rewards(rows: Any, completions: int, functions: int) -> None:
                 f"rollout_func returned {name}[{i}] of {len(rewards)} numbers, expected {functions}: one for each "
                 "reward function"
             )
-        if (f := _first(rewards, lambda reward: not _is_number(reward))) is not None:
-            raise ValueError(f"rollout_func: {name}[{i}][{f}] is {rewards[f]!r}, expected a number")
+        if (f := _first(rewards, lambda reward: not (reward is None or _is_known(reward)))) is not None:
+            raise ValueError(
+                f"rollout_func: {name}[{i}][{f}] is {rewards[f]!r}, expected a number, or None for a function that "
+                "scored nothing"
+            )
 
 
 # -- log-probs ---------------------------------------------------------------------------------------------------
@@ -340,6 +344,10 @@ def _first(values: Sequence[Any], wrong: Callable[[Any], bool]) -> int | None:
 
 def _is_number(value: Any) -> bool:
     return type(value) is float or (hasattr(value, "__float__") and _length(value) is None)
+
+
+def _is_known(value: Any) -> bool:
+    return _is_number(value) and not math.isnan(float(value))
 
 
 def _is_bit(value: Any) -> bool:

@@ -38,6 +38,13 @@ def distorting(args: Any, sampler: Any) -> dict[str, float]:
     return {name: value for name, value in given.items() if value not in OFF[name]}
 
 
+def precision_of(sampler: Any) -> str | None:
+    """The precision of a sampler's weights, such as "int4"; None: not known."""
+    while isinstance(sampler, Around):
+        sampler = sampler.sampler
+    return sampler.precision if isinstance(sampler, OffPolicy) else None
+
+
 def distortion_warning(settings: Mapping[str, float], reported: bool) -> str:
     """The warning of these settings.
 

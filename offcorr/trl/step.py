@@ -23,7 +23,7 @@ from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import STALENESS
 from offcorr.training.monitor import Monitor
-from offcorr.training.origins import watched
+from offcorr.training.origins import origin_lag
 from offcorr.training.schedules import Annealed
 from offcorr.training.step import MONITORED, Step
 from offcorr.trl.config import PREFIX, monitor_options
@@ -42,6 +42,17 @@ NO_ADVANTAGE = (
     "Metrics over tokens with an advantage (offcorr/loss/dropped, damped, amplified, multiplier_vs_ratio, ess_after) "
     "have nothing to measure and are not logged. Check the reward functions, or take prompts that are neither always "
     "nor never solved"
+)
+
+ALL_CUT_OFF = (
+    "all {} completions of a generation were cut off at max_completion_length={}, and mask_truncated_completions=True "
+    "leaves such completions out of the loss: none is trained on. Raise max_completion_length, or set "
+    "mask_truncated_completions=False"
+)
+
+INFINITE = (
+    "reward function {} returned an infinite reward: the advantages of its prompt's completions become NaN, for which "
+    "TRL puts 0, so none of them is trained on. Return finite numbers"
 )
 
 STATE_FILE = "offcorr_trainer.pt"
@@ -130,13 +141,15 @@ def share_done(trainer: Any) -> float:
 def lag_metrics(trainer: Any, inputs: dict[str, Any], batch: offcorr.Batch) -> Metrics:
     """The lag of a micro-batch without versions, counted from the weights of its generation; empty with versions.
 
-    That is the lag of TRL's own generation, and the least that a ``rollout_func`` without versions can have.
+    That is the lag of TRL's own generation, and the least that a ``rollout_func`` without versions can have; of a
+    replayed sequence it is counted from the generation that sampled it.
     """
     if batch.rollout_version is not None:
         return Metrics()
     lag = (trainer.state.global_step - inputs["generated_at"])[:, None].expand_as(batch.logp).double()
-    mask = watched(batch).mask.bool()
-    return Metrics({STALENESS + "lag": Mean(Mean.of(lag, mask)), STALENESS + "lag_max": Max(Max.of(lag, mask))})
+    mask = batch.mask.bool()
+    whole = {STALENESS + "lag": Mean(Mean.of(lag, mask)), STALENESS + "lag_max": Max(Max.of(lag, mask))}
+    return Metrics({**whole, **origin_lag(batch, lag).data})
 
 
 def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
@@ -158,12 +171,13 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
     if step.monitor is not None and step.monitor.stopped and not trainer.control.should_training_stop:
         trainer.control.should_training_stop = trainer.control.should_save = True
     if step.none_scored:
-        _warn_once_in_run(trainer, UNSCORED)
+        warn_once_in_run(trainer, UNSCORED)
     if step.none_advantaged and mode == "train":
-        _warn_once_in_run(trainer, NO_ADVANTAGE)
+        warn_once_in_run(trainer, NO_ADVANTAGE)
 
 
-def _warn_once_in_run(trainer: Any, message: str) -> None:
+def warn_once_in_run(trainer: Any, message: str) -> None:
+    """Warn, on the main process alone, the first time in a run."""
     if message not in trainer._warned:
         trainer._warned.add(message)
         warn_on_main(trainer, message)
@@ -191,12 +205,18 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     """Log the line, warn, and return the reason not to begin the training, if there is one."""
     step = trainer.correction_step
     tests = step.monitor is None or step.monitor.self_test != "off"
-    found = step.semantics(batch, trainer.temperature) if tests else None
+    # At the first step there are no older weights that a sampler without versions could have used.
+    current = True if batch.rollout_version is None and trainer.state.global_step == 0 else None
+    found = step.semantics(batch, trainer.temperature, current) if tests else None
     whose = "" if trainer.correction is not None else f"{trls_loss(trainer.args)}: "
     agreement = "" if found is None or found.wrong else f"; {found.sentence}"
     if found is not None and found.kind == "unknown" and found.tokens:
         agreement += ": this test is skipped, as it is made of a run's first batch alone"
-    logger.warning("offcorr: %s%s; sampled by %s%s", whose, step.describe(batch), sampler, agreement)
+    remark = trainer._sampler.remark() if hasattr(getattr(trainer, "_sampler", None), "remark") else ""
+    sampler += f", {remark}" if remark else ""
+    unversioned = batch.rollout_version is None and getattr(trainer, "_sampler", None) is not None
+    bound = ", rollout_version is not returned: lag is a lower bound" if unversioned else ""
+    logger.warning("offcorr: %s%s; sampled by %s%s%s", whose, step.describe(batch), sampler, bound, agreement)
     if found is None or not found.wrong:
         return ""
     refusal = "" if step.monitor is None else step.monitor.refusal(found)
@@ -244,7 +264,8 @@ class StepCallback(TrainerCallback):
             self._trainer.dumps.begin(resumed=self.checkpoint is not None)
         if self.checkpoint is None:
             return
-        for sentence in (differences(self._asked, Path(self.checkpoint)), cut_generation(self._trainer)):
+        folder = Path(self.checkpoint)
+        for sentence in (differences(self._asked, folder), cut_generation(self._trainer, folder)):
             if sentence:
                 warn_on_main(self._trainer, sentence)
         path = Path(self.checkpoint, STATE_FILE)

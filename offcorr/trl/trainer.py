@@ -32,9 +32,11 @@ from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
 from offcorr.trl.recorded import score_unrecorded
 from offcorr.trl.returned import SAMPLED, check_returned, check_rollout_func, column
-from offcorr.trl.sampling import distorting, distortion_warning
+from offcorr.trl.sampling import distorting, distortion_warning, precision_of
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
+    ALL_CUT_OFF,
+    INFINITE,
     StepCallback,
     lag_metrics,
     log_metrics,
@@ -42,6 +44,7 @@ from offcorr.trl.step import (
     report_first_batch,
     share_done,
     warn_on_main,
+    warn_once_in_run,
 )
 
 GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
@@ -205,6 +208,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         if "rollout_version" in inputs or getattr(self.args, "ess_base", None) != AUTO:
             return None
         return (inputs["generated_at"] == self.state.global_step).all()
+
+    def _warn_if_all_cut_off(self, completion_mask: Tensor) -> None:
+        trained = self.accelerator.gather(completion_mask.any(1))
+        if not trained.any():
+            warn_once_in_run(self, ALL_CUT_OFF.format(len(trained), self.args.max_completion_length))
 
     @property
     def _skips_dead(self) -> bool:
@@ -379,6 +387,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         for name, rows in self._sampled.items():
             output[name] = column(name, rows, width, device)
+        if self._mode == "train" and self.args.mask_truncated_completions:
+            self._warn_if_all_cut_off(output["completion_mask"])
         if exchanges:
             output["place"] = row - first
             self._sampler.finished(inputs, output, self._rewards_per_function[first : first + ours], self)
@@ -406,6 +416,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._rewards_per_function = score_unrecorded(
             super()._calculate_rewards, columns, self._recorded_rewards, len(self.reward_funcs), self.accelerator
         )
+        for name, rewards in zip(self.reward_func_names, self._rewards_per_function.T, strict=True):
+            if rewards.isinf().any():
+                warn_once_in_run(self, INFINITE.format(name))
         return self._rewards_per_function
 
     def _weighted_rewards(self, size: int) -> Tensor:
@@ -509,6 +522,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         settings = distorting(self.args, self._sampler)
         if self.correction_step.monitor is not None:
             self.correction_step.monitor.sampling = settings
+            self.correction_step.monitor.precision = precision_of(self._sampler)
         if settings:
             warn_on_main(self, distortion_warning(settings, reported=self._sampler is not None or self.use_vllm))
 

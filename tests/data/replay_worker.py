@@ -83,8 +83,13 @@ def parameters(trainer: Seen) -> torch.Tensor:
 def main(model: str, output: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    whole = run(model, output / "whole", Short(OffPolicy(lag=1), 1.0, folder=output / "groups"))
-    again = run(model, output / "again", Short(OffPolicy(lag=1), 1.0), resume=str(output / "whole" / "checkpoint-3"))
+    whole = run(model, output / "whole", Short(OffPolicy(lag=1), 1.0, max_age=100, folder=output / "groups"))
+    again = run(
+        model,
+        output / "again",
+        Short(OffPolicy(lag=1), 1.0, max_age=100),
+        resume=str(output / "whole" / "checkpoint-3"),
+    )
     result = {
         "generations": whole.generations,
         "resumed_alike": torch.equal(parameters(whole), parameters(again)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import offcorr
 from offcorr import Batch
 from offcorr.data import Demonstrations, Prefixes, Traces
 from offcorr.data.demonstrations import comparing
+from offcorr.data.matched import Matched
 from offcorr.rollout import OffPolicy
 from offcorr.training import origin_ids
 from offcorr.training.unrecorded import filled
@@ -86,7 +88,9 @@ def test_traces_of_a_prompt_take_turns_and_no_group_has_one_twice(tmp_path):
 def test_prompts_without_traces_are_sampled_as_without_the_class(tmp_path):
     plain = trainer_of(OffPolicy(lag=1), tmp_path / "plain")
     plain.train()
-    none = trainer_of(Demonstrations(OffPolicy(lag=1), traces_of([])), tmp_path / "none")
+    traces = traces_of(logp=-1.0)
+    none = trainer_of(Demonstrations(OffPolicy(lag=1), traces), tmp_path / "none")
+    traces._add([], None)
     none.train()
     assert torch.equal(weights_of(plain), weights_of(none))
 
@@ -268,11 +272,31 @@ def test_trls_own_loss_takes_traces_where_that_is_said(tmp_path):
         trainer_of(demonstrations, tmp_path, **options).train()
 
 
-def test_prompts_that_never_match_are_noticed(tmp_path):
-    demonstrations = Demonstrations(OffPolicy(), traces_of(["c2="], logp=-1.0))
-    trainer = trainer_of(demonstrations, tmp_path, prompts=PROMPTS[2:], max_steps=32, max_completion_length=5)
+AROUND = {"Demonstrations": Demonstrations, "Prefixes": Prefixes}
+
+
+@pytest.mark.parametrize("kind", AROUND)
+@pytest.mark.parametrize("rows", [["c2="], []])
+def test_traces_that_match_no_prompt_are_refused(tmp_path, kind, rows):
+    sampler = AROUND[kind](OffPolicy(), traces_of(rows, logp=-1.0))
+    with pytest.raises(ValueError, match=r"none of the 2 prompts of the training dataset has a trace; there are Tr"):
+        trainer_of(sampler, tmp_path, prompts=PROMPTS[2:])
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_the_first_line_counts_the_prompts_with_a_trace(tmp_path, kind, caplog):
+    trainer_of(AROUND[kind](OffPolicy(), traces_of(logp=-1.0)), tmp_path, max_steps=1).train()
+    (line,) = [record.getMessage() for record in caplog.records if "sampled by" in record.getMessage()]
+    assert f"sampled by {kind}(OffPolicy), 2 of 4 prompts have a trace" in line
+
+
+def test_prompts_of_an_iterable_dataset_that_never_match_are_noticed():
+    matched = Matched(traces_of(["c2="], logp=-1.0))
+    matched.count(SimpleNamespace(train_dataset=iter([])))
     with pytest.warns(RuntimeWarning, match=r"none of the first 64 prompts has a trace; there are Traces\(1 of 1"):
-        trainer.train()
+        for _ in range(32):
+            matched.note(2, 0)
+    assert str(matched) == ""
 
 
 # ------------------------------------------------------------------------------------------------ composed, resumed

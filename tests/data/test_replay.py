@@ -134,7 +134,7 @@ def test_rewards_that_are_not_there_stay_absent(make_trainer):
 
     trainer = make_trainer(
         Seen,
-        rollout_func=Replay(OffPolicy(), 1.0),
+        rollout_func=Replay(OffPolicy(), 1.0, max_age=1),
         reward_funcs=[sometimes, always],
         reward_weights=[1.0, 0.5],
         **{**SETTINGS, "max_steps": 2},

@@ -6,7 +6,7 @@ import pytest
 import torch
 import trl
 
-from offcorr.data import Around, Replay
+from offcorr.data import Around, Demonstrations, Replay, Traces
 from offcorr.data.sources import check_rows, check_trainer
 from offcorr.rollout import OffPolicy
 from tests.data.replaying import groups_of, parameters
@@ -175,3 +175,32 @@ def test_a_sampler_without_versions(trained):
     for now, (at, generation) in enumerate(zip(generated, trainer.generations, strict=True)):
         for version, origin in zip(at, generation["origin"].tolist(), strict=True):
             assert now - 2 <= version < now if origin else version == now
+
+
+def test_the_lag_of_replayed_sequences_without_versions(trained, series, caplog):
+    """That of their generation, the least that it can be; the first line says that it is no more than that."""
+    trainer = trained(Replay(without("rollout_version"), 0.5), max_steps=4)
+    ages = [
+        [now - int(at) for at, origin in zip(one["generated_at"], one["origin"], strict=True) if origin == 1]
+        for now, one in enumerate(trainer.generations)
+    ]
+    assert min(map(min, ages[1:])) >= 1
+    assert min(series(trainer, "offcorr/staleness/lag")[1:]) > 0
+    mean = series(trainer, "offcorr/origin/replay/lag")
+    assert len(mean) == 3 and all(min(a) <= lag <= max(a) for a, lag in zip(ages[1:], mean, strict=True))
+    (line,) = [record.getMessage() for record in caplog.records if "sampled by" in record.getMessage()]
+    assert "rollout_version is not returned: lag is a lower bound" in line
+
+
+def test_shares_and_ages_that_replay_all_or_nothing_are_refused(make_trainer):
+    for options, said in (({"share": 1.0}, "share is 1, expected a number below 1"), ({"max_age": 0}, "max_age is 0")):
+        with pytest.raises(ValueError, match=said):
+            make_trainer(rollout_func=Replay(OffPolicy(), **options), loss_type="minpro")
+
+
+def test_replay_is_the_outermost_sampler_and_there_is_one(tokenizer):
+    traces = Traces([{"prompt": "1+1=", "completion": "2"}], tokenizer)
+    for around in (Replay, lambda sampler: Demonstrations(sampler, traces)):
+        for inside in (Replay(OffPolicy()), Passing(Replay(OffPolicy()))):
+            with pytest.raises(ValueError, match=r"cannot go around: Replay .* is the outermost sampler"):
+                around(inside)

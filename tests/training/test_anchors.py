@@ -93,7 +93,7 @@ def test_rollout_is_the_engines_and_ratio_1_where_it_has_none(batch):
     assert old[1, 2] == batch.logp[1, 2]
     old[1, 2] = reported[1, 2]
     torch.testing.assert_close(old, reported, equal_nan=True)
-    with pytest.raises(ValueError, match="rollout_logp is None, but Rollout.. needs it: pass"):
+    with pytest.raises(ValueError, match="rollout_logp is None, but anchor 'rollout' needs it: pass"):
         Rollout().old_logp(dataclasses.replace(batch, rollout_logp=None))
 
 
@@ -133,7 +133,7 @@ def test_log_linear_ends_in_rollout_and_recomputed(model, score, batch):
 
 def test_log_linear_says_what_to_pass(batch):
     for name in ("rollout_version", "trainer_version", "rollout_logp"):
-        with pytest.raises(ValueError, match=rf"{name} is None, but LogLinear\(proximal_lag=1\) needs it: pass"):
+        with pytest.raises(ValueError, match=rf"{name} is None, but anchor 'log_linear' .* needs it: pass"):
             LogLinear().old_logp(dataclasses.replace(batch, **{name: None}))
     with pytest.raises(ValueError, match="proximal_lag is -1"):
         LogLinear(-1)

@@ -127,3 +127,27 @@ def test_a_fault_from_the_first_step_on_has_not_moved_anything():
     assert alarm.step == 3 and "the engine's log-probs are far from the trainer's (critical)" in str(alarm)
     assert "moved" not in str(alarm)
     assert logged[PREFIX + "engine"] == pytest.approx(logged["offcorr/engine/k3"] / 0.015)
+
+
+@pytest.mark.parametrize(
+    ("same_weights", "precision", "cause"),
+    [(False, None, "stale_weights"), (True, "int4", "precision"), (True, "fp32", "unknown"), (True, None, "unknown")],
+)
+def test_the_age_of_weights_explains_no_gap_between_two_of_the_same(same_weights, precision, cause):
+    """With anchor="snapshot" both log-probs are of the weights that sampled, whatever the lag."""
+    monitor = quiet(name_cause=named("stale_weights"))
+    monitor.same_weights, monitor.precision = same_weights, precision
+    (alarm,) = run(monitor, FAULTY)
+    assert alarm.cause == cause
+    assert ("old_logp is of" in str(alarm)) == same_weights
+
+
+def test_a_diagnosis_without_log_probs_of_the_engine_is_a_sentence():
+    monitor = quiet()
+    for step in range(1, 6):
+        batch = batch_of(0.0, seed=step)
+        unscored = batch.replaced(rollout_logp=torch.full_like(batch.logp, torch.nan), old_logp=0.5 * batch.logp)
+        monitor.observe(unscored, step=step)
+        monitor.end(step)
+    (alarm, *_) = [alarm for alarm in monitor.alarms if alarm.series == "staleness"]
+    assert "the last sequences have no log-probs of the engine" in str(alarm) and "ValueError" not in str(alarm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import get_args
 
@@ -376,3 +377,28 @@ def test_many_placeholders_are_refused_and_a_few_are_not(placeholder, said):
         result = logprob_semantics(logp, given, mask, entropy=entropy)
         assert (result.kind == "placeholders") == refused and result.fatal == (refused or result.kind != "agrees")
         assert not refused or (said in result.sentence and "tis" not in result.mend and "NaN" in result.mend)
+
+
+@pytest.mark.parametrize(("noise", "said"), [(0.06, "agree with"), (0.12, r"differ .* by mean \|d\| 0\.0\d+ over")])
+def test_engine_and_trainer_agree_below_the_healthy_limit_alone(noise, said):
+    """The limit is the one of docs/metrics.md for offcorr/engine/abs_mean."""
+    result = logprob_semantics(*sampled(noise=noise)[:3])
+    assert result.kind == "agrees" and (result.gap > 0.05) == ("differ" in said)
+    assert re.search(said, result.sentence) and ("(healthy: below 0.05)" in result.sentence) == ("differ" in said)
+
+
+@pytest.mark.parametrize("engine", ["right", "NaN", "absent"])
+@pytest.mark.parametrize("factor", [0.9, 0.5])
+def test_a_wrong_old_logp_is_named_where_the_lag_is_0(engine, factor):
+    logp, rollout_logp, mask, _ = sampled()
+    rollout = {"right": rollout_logp.float(), "NaN": torch.full_like(logp, torch.nan), "absent": None}[engine]
+    given = {"logp": logp, "advantages": torch.ones(len(logp)), "mask": mask, "rollout_logp": rollout}
+    versions = {"rollout_version": torch.full(logp.shape, 3), "trainer_version": 3}
+    step = Step(offcorr.get("minpro"))
+    wrong = step.place(offcorr.Batch(**given, **versions, old_logp=factor * logp))
+    found = step.semantics(wrong)
+    assert found.kind == "old_logp" and found.sentence.startswith("old_logp is not the trainer's log-prob")
+    assert found.fatal == (engine == "right") and "old_logp" in found.mend
+    assert step.semantics(wrong.replaced(trainer_version=4)) is None or engine != "absent"
+    right = step.semantics(wrong.replaced(old_logp=logp))
+    assert right is None if engine == "absent" else not right.wrong

@@ -334,3 +334,19 @@ def test_the_monitor_from_every_source(tmp_path):
         with pytest.raises(ValueError, match=message):
             GRPOConfig(monitor=wrong, **common)
     assert not hasattr(trl.GRPOConfig, "monitor")
+
+
+@pytest.mark.parametrize("anchor", [{"anchor": "ewma", "anchor_kwargs": {"window": 8}}, {"anchor": "log_linear"}])
+def test_an_exact_engine_is_not_blamed_for_the_distance_of_the_anchor(make_trainer, anchor):
+    """The mean of past weights is far from the engine, which samples with the weights of now."""
+    settings = {"loss_type": "minpro", "learning_rate": 1e-2, "monitor": {"warning": "log", "critical": "log"}}
+    _, alarms = run(make_trainer, OffPolicy(), max_steps=10, **settings, **anchor)
+    assert not [alarm for alarm in alarms if alarm.series == "engine"]
+
+
+@pytest.mark.parametrize(("anchor", "same"), [("snapshot", True), ("recomputed", False)])
+def test_the_monitor_knows_what_the_sampler_says_of_itself(make_trainer, anchor, same):
+    """Its precision, and whether ``old_logp`` is of the weights that sampled."""
+    trainer, _ = run(make_trainer, OffPolicy(lag=2, precision="int4"), max_steps=1, anchor=anchor)
+    monitor = trainer.correction_step.monitor
+    assert monitor.precision == "int4" and monitor.same_weights == same

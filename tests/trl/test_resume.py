@@ -53,14 +53,20 @@ def test_resume(make_trainer, uninterrupted, series, tmp_path):
     assert series(resumed, "offcorr/staleness/lag")[-2:] == [3, 4]
 
 
-def test_resume_without_the_ring_says_so(make_trainer, uninterrupted, tmp_path):
+@pytest.mark.parametrize("missing", ["the ring", "a larger lag", "no OffPolicy"])
+def test_resume_without_weights_of_that_age_says_so(make_trainer, uninterrupted, series, tmp_path, missing):
+    """It samples with the oldest weights that it holds, as a fresh run does."""
     checkpoint = tmp_path / "whole" / "checkpoint-4"
-    (checkpoint / "offcorr_rollout.pt").unlink()
-    resumed = make_trainer(
-        rollout_func=OffPolicy(lag=3, precision="int8"), output_dir=str(tmp_path / "again"), **SETTINGS
-    )
-    with pytest.raises(KeyError, match="weights of version 1 are not held"):
+    if missing != "a larger lag":
+        (checkpoint / "offcorr_rollout.pt").unlink()
+    sampler = OffPolicy(lag=9 if missing == "a larger lag" else 3, precision="int8")
+    oldest = 1 if missing == "a larger lag" else 4
+    resumed = make_trainer(rollout_func=sampler, output_dir=str(tmp_path / "again"), **SETTINGS)
+    with pytest.warns(UserWarning, match="the oldest held") as caught:
         resumed.train(resume_from_checkpoint=str(checkpoint))
+    (said,) = (str(w.message) for w in caught if "the oldest held" in str(w.message))
+    assert f"(lag={sampler.lag})" in said and f"none from before version {oldest}" in said
+    assert series(resumed, "offcorr/staleness/lag")[-2:] == [4 - oldest, 5 - oldest]
 
 
 def test_a_resumed_run_says_what_it_does_otherwise(make_trainer, uninterrupted, replay, tmp_path):
@@ -82,6 +88,15 @@ def test_a_checkpoint_within_a_generation_is_named_at_resume(make_trainer, tmp_p
     resumed = make_trainer(output_dir=str(tmp_path / "again"), **settings)
     with pytest.warns(UserWarning, match="in the middle of a generation.* multiple of 2 for checkpoints"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+
+
+def test_another_length_of_a_generation_is_named_at_resume(make_trainer, uninterrupted, tmp_path):
+    """The checkpoint of step 4 lies between two generations of the run that saved it, whatever the resumed run has."""
+    settings = SETTINGS | {"num_iterations": 3, "max_steps": 5}
+    resumed = make_trainer(rollout_func=OffPolicy(lag=3, precision="int8"), output_dir=str(tmp_path / "x"), **settings)
+    with pytest.warns(UserWarning, match="saved it: num_iterations was 2, and is 3") as caught:
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert not any("middle of a generation" in str(w.message) for w in caught)
 
 
 def test_the_same_run_resumes_without_a_word(make_trainer, uninterrupted, tmp_path):

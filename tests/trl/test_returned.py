@@ -257,3 +257,9 @@ def test_every_completion_has_its_row(make_trainer, replay):
 
     with pytest.raises(ValueError, match="returned rollout_version for 7 completions, expected 8, those of completion"):
         make_trainer(loss_type="minpro", rollout_func=rollout_func).train()
+
+
+def test_a_recorded_reward_of_nan_is_refused_and_none_is_not(train):
+    train(lambda output: {**output, "recorded_rewards": [[float(i)] for i in range(8)]})
+    with pytest.raises(ValueError, match=r"recorded_rewards\[3\]\[0\] is nan, expected a number, or None for a func"):
+        train(lambda output: {**output, "recorded_rewards": [[math.nan if i == 3 else 1.0] for i in range(8)]})

@@ -375,6 +375,8 @@ def test_log_probs_that_agree_are_half_a_sentence(make_trainer, caplog, settings
     assert re.search(
         r"OffPolicy; the engine's log-probs agree with the trainer's \(mean \|d\| 0\.\d+ over \d{3} tokens", said
     )
+    inside = "the engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them)"
+    assert (inside in said) == (settings.get("anchor") == "rollout")
 
 
 def test_log_probs_are_compared_in_the_first_batch_alone(make_trainer, monkeypatch):
@@ -690,7 +692,7 @@ def test_loss_must_be_a_correction(make_trainer):
 
 def test_snapshot_without_old_logp(make_trainer, replay):
     trainer = make_trainer(loss_type="minpro", anchor="snapshot", rollout_func=replay())
-    with pytest.raises(ValueError, match="old_logp is None, but Supplied.. needs it"):
+    with pytest.raises(ValueError, match="old_logp is None, but anchor 'snapshot' needs it"):
         trainer.train()
 
 

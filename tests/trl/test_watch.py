@@ -111,3 +111,40 @@ def test_an_alarm_agrees_with_the_configuration(make_trainer):
     trainer.train()
     alarms = trainer.correction_step.monitor.alarms
     assert alarms and {alarm.cause for alarm in alarms} == {"top_p"}
+
+
+def test_a_generation_of_completions_that_are_all_masked_is_noticed(make_trainer):
+    """Nobody ends in two tokens here, so each generation is cut off as a whole."""
+    never = {"max_completion_length": 2, "mask_truncated_completions": True, "max_steps": 3}
+    trainer = make_trainer(loss_type="minpro", **SETTINGS | never)
+    trainer.eos_token_ids = [-1]
+    trainer.eos_token_id = -1
+    with pytest.warns(UserWarning, match="all 8 completions .* max_completion_length=2, and mask_tr") as caught:
+        trainer.train()
+    assert len([1 for w in caught if "mask_truncated" in str(w.message)]) == 1
+
+
+def test_an_infinite_reward_is_noticed(make_trainer):
+    def overflowing(completion_ids, **_):
+        return [float("inf") if i == 0 else float(len(ids) % 3) for i, ids in enumerate(completion_ids)]
+
+    trainer = make_trainer(loss_type="minpro", reward_funcs=overflowing, **SETTINGS | {"max_steps": 2})
+    with pytest.warns(UserWarning, match="reward function overflowing returned an infinite reward") as caught:
+        trainer.train()
+    assert len([1 for w in caught if "infinite reward" in str(w.message)]) == 1
+
+
+def test_a_wrong_old_logp_is_named_in_a_trainer(make_trainer):
+    """Without versions, at the first step: there are no older weights that could have sampled."""
+
+    def scaled(prompts, trainer):
+        output = sampler(prompts, trainer)
+        del output["rollout_version"]
+        return {**output, "old_logp": [[0.8 * logp for logp in row] for row in output["old_logp"]]}
+
+    sampler = OffPolicy()
+    trainer = make_trainer(loss_type="minpro", rollout_func=scaled, **SETTINGS | {"max_steps": 1})
+    with pytest.warns(
+        UserWarning, match=r"in the first batch old_logp is not .*, and the engine's agree .*: return"
+    ):
+        trainer.train()

@@ -1,0 +1,87 @@
+"""The log-probs of a run's first batch: the engine's, and the ``old_logp`` that the sampler supplied."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offcorr.batch import Batch, above_zero
+from offcorr.training.origins import watched_rows
+from offcorr.training.semantics import HEALTHY, UNCERTAIN, Estimate, Semantics, logprob_semantics, mean_of
+
+
+def batch_semantics(
+    batch: Batch, *, temperature: float = 1.0, sampled: bool = True, current: bool | None = None
+) -> Semantics | None:
+    """``logprob_semantics`` of a batch, padded or packed; None where the engine reported nothing.
+
+    Of a batch with ``origin`` it looks at the sequences that were sampled for this generation; None where there are
+    none.
+
+    Args:
+        temperature: the trainer's.
+        sampled: ``old_logp``, if any, is of the weights that sampled; False: ``logp`` is compared.
+        current: ``logp`` is of the weights that sampled, too; None: where the versions say so.
+    """
+    padded = batch.tokens.batch
+    rows = watched_rows(padded)
+    if rows is not None:
+        padded = padded.rows(rows)
+    if rows is not None and not rows.any():
+        return None
+    if sampled and (_same_version(padded) if current is None else current) and (wrong := _wrong_old_logp(padded)):
+        return wrong
+    if padded.rollout_logp is None:
+        return None
+    mask, logp, entropy, same_weights = padded.mask.bool(), padded.logp.detach(), padded.entropy, True
+    if not mask.any(1).all():
+        # Sequences were left out, say those without an end: the mean of -logp - entropy of the others need not be 0.
+        entropy = None
+    if sampled and padded.old_logp is not None:
+        moved = (logp - padded.old_logp)[mask].nan_to_num().abs().mean()
+        logp, entropy = padded.old_logp, entropy if moved < 0.01 else None
+    elif padded.rollout_version is not None and padded.trainer_version is not None:
+        same_weights = bool((padded.rollout_version == padded.trainer_version)[mask].all())
+    return logprob_semantics(
+        logp,
+        padded.rollout_logp,
+        mask,
+        entropy=entropy,
+        temperature=temperature,
+        same_weights=same_weights,
+    )
+
+
+def _same_version(batch: Batch) -> bool:
+    """Whether versions are known, and all say that the weights being trained sampled."""
+    if batch.rollout_version is None or batch.trainer_version is None:
+        return False
+    return bool((batch.rollout_version == batch.trainer_version)[batch.mask.bool()].all())
+
+
+def _wrong_old_logp(batch: Batch) -> Semantics | None:
+    """The finding that ``old_logp`` is not of the weights of ``logp``, though it should be; None where it is.
+
+    Where the engine reported log-probs, they decide which of the two is wrong.
+    """
+    if batch.old_logp is None:
+        return None
+    logp, old_logp, mask = batch.logp.detach(), batch.old_logp, batch.mask.bool()
+
+    def between(one: Tensor, other: Tensor) -> Tensor:
+        seen = mask & one.isfinite() & other.isfinite()
+        return (one - other)[seen].double().cpu()
+
+    d = between(logp, old_logp)
+    if len(d) < UNCERTAIN or (gap := d.abs().mean().item()) <= HEALTHY or above_zero(old_logp[mask]):
+        return None
+    ratio, borne_out = Estimate(torch.nan, torch.nan), ""
+    engine = None if batch.rollout_logp is None else between(logp, batch.rollout_logp)
+    if engine is not None and len(engine):
+        if (other := engine.abs().mean().item()) > gap / 2:
+            return None
+        ratio, borne_out = mean_of(engine.exp()), f", and the engine's agree with the trainer's (mean |d| {other:.2g})"
+    sentence = (
+        f"old_logp is not the trainer's log-prob of the same weights (lag 0): mean |d| {gap:.2g} over {len(d)} tokens"
+    )
+    return Semantics("old_logp", len(d), gap, ratio, None, None, sentence + borne_out)
