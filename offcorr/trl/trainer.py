@@ -254,6 +254,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             uncertain = self.get_high_entropy_mask(forward.entropy, mask, 1 - self.top_entropy_quantile)
             advantages = advantages.view(len(advantages), -1) * uncertain
 
+        supplied = inputs.get("old_logp") if getattr(self.args, "anchor", None) in (None, "snapshot") else None
         version = inputs.get("rollout_version")
         if version is not None and version.ndim == 1:
             version = version[:, None].expand_as(mask)
@@ -261,7 +262,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             logp=logp,
             advantages=advantages,
             mask=mask,
-            old_logp=filled(inputs.get("old_logp"), logp, inputs.get("origin")),
+            old_logp=filled(supplied, logp, inputs.get("origin")),
             rollout_logp=inputs.get("sampling_per_token_logps"),
             rewards=inputs.get("rewards"),
             group_ids=inputs.get("group_ids"),

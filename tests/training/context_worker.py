@@ -157,7 +157,8 @@ def steps(rank):
 
 def work(rank, task, ranks, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.save({"methods": methods, "step": steps}[task](rank), Path(folder, f"{rank}.pt"))
     dist.barrier()
     sys.stdout.flush()

@@ -328,5 +328,5 @@ def test_refused_before_the_model_is_loaded(make_trainer, tmp_path, settings, me
 
 def test_log_linear_says_what_to_pass(make_trainer, replay):
     trainer = make_trainer(loss_type="ppo", anchor="log_linear", rollout_func=replay())
-    with pytest.raises(ValueError, match="rollout_version is None.*LogLinear.*returns 'rollout_version'"):
+    with pytest.raises(ValueError, match="rollout_version is None.*anchor 'log_linear'.*returns 'rollout_version'"):
         trainer.train()

@@ -144,7 +144,5 @@ def test_a_wrong_old_logp_is_named_in_a_trainer(make_trainer):
 
     sampler = OffPolicy()
     trainer = make_trainer(loss_type="minpro", rollout_func=scaled, **SETTINGS | {"max_steps": 1})
-    with pytest.warns(
-        UserWarning, match=r"in the first batch old_logp is not .*, and the engine's agree .*: return"
-    ):
+    with pytest.warns(UserWarning, match=r"in the first batch old_logp is not .*, and the engine's agree .*: return"):
         trainer.train()
