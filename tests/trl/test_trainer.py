@@ -254,8 +254,9 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
         (
             [],
             dict(loss_type="minpro", anchor="rollout"),
-            "loss 'minpro'; old_logp: the engine, as it reported (anchor 'rollout'); engine log-probs: yes; the engine's "
-            "gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them); sampled by rollout_func",
+            "loss 'minpro'; old_logp: the engine, as it reported (anchor 'rollout'); engine log-probs: yes; the "
+            "engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them); sampled by "
+            "rollout_func",
             "Rollout()",
         ),
         (
