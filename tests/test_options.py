@@ -129,7 +129,7 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("name", "build", "value"), CASES, ids=lambda one: one if isinstance(one, str) else repr(one))
+@pytest.mark.parametrize(("name", "build", "value"), CASES, ids=lambda one: getattr(one, "__name__", str(one)))
 def test_parts_of_a_training_loop(name, build, value):
     refuses(build, name, value)
 
