@@ -233,8 +233,6 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         """The loss terms of this rank's row, as a packed batch."""
         logp = self._outputs.log_probs.flatten()
         batch = packed_batch(inputs, logp, self._outputs.entropy.flatten().detach(), self.trainer_version)
-        if batch.old_logp is not None and not batch.old_logp.isfinite().all():  # the worker supplied none
-            batch = dataclasses.replace(batch, old_logp=None)
         if batch.origin is not None and (batch.origin == UNKNOWN).any():
             batch = batch.replaced(origin=None)
         batch = self.correction_step.place(batch, partial(self._score, inputs))
@@ -419,6 +417,8 @@ def packed_batch(
     depth = inputs["position_ids"][inputs["attention_mask"].bool()][index]
     breaks = F.pad((depth.diff() != 1) | (segment.diff() != 0), (1, 0)).long()
     extra = {name: inputs[name][terms] for name in COLUMNS if name in inputs}
+    if "old_logp" in extra and not extra["old_logp"].isfinite().all():  # the worker supplied none
+        del extra["old_logp"]
     # A sequence without terms has no entry to read; its reward and group multiply nothing.
     first = starts.clamp(max=max(len(index) - 1, 0))
     per_sequence = {name: extra.pop(name)[first] for name in ("rewards", "group_ids", "origin") if name in extra}

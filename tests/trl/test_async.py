@@ -504,7 +504,7 @@ def test_log_linear_says_what_to_pass(folder, tmp_path):
     trainer = trainer_of(folder, tmp_path, loss_type="ppo", anchor="log_linear")
     (inputs,), _ = through_trl(some_samples())
     del inputs["rollout_version"]
-    with pytest.raises(ValueError, match="rollout_version is None.*LogLinear.* model_version"):
+    with pytest.raises(ValueError, match="rollout_version is None.*anchor 'log_linear'.* model_version"):
         gradients(trainer, [inputs])
     trainer = trainer_of(folder, tmp_path, loss_type="ppo", anchor="snapshot")
     (inputs,), _ = through_trl(some_samples(old_logp=False))
