@@ -508,7 +508,7 @@ def test_log_linear_says_what_to_pass(folder, tmp_path):
         gradients(trainer, [inputs])
     trainer = trainer_of(folder, tmp_path, loss_type="ppo", anchor="snapshot")
     (inputs,), _ = through_trl(some_samples(old_logp=False))
-    with pytest.raises(ValueError, match="old_logp is None.*Supplied.* CorrectedSample"):
+    with pytest.raises(ValueError, match="old_logp is None.*anchor 'snapshot'.* CorrectedSample"):
         gradients(trainer, [inputs])
 
 
