@@ -539,8 +539,8 @@ MUTATIONS = [
     Mutation(
         "the sampler one update too fresh",
         "offcorr/rollout/off_policy.py",
-        "max(0, now - self.lag) if training",
-        "max(0, now - self.lag + 1) if training",
+        "max(now - self.lag, self.ring.versions[0])",
+        "max(now - self.lag + 1, self.ring.versions[0])",
         f"{ROLLOUT}::test_lag_k_samples_with_the_weights_of_k_updates_ago",
     ),
     Mutation(
@@ -692,7 +692,7 @@ MUTATIONS = [
     ),
     Mutation(
         "entropy of later weights beside old_logp",
-        "offcorr/training/semantics.py",
+        "offcorr/training/first_batch.py",
         "entropy if moved < 0.01 else None",
         "entropy",
         "tests/training/test_semantics.py::test_step_compares_with_the_weights_that_sampled",
@@ -1452,13 +1452,13 @@ MUTATIONS = [
     Mutation(
         "the monitor reads replay, too",
         "offcorr/training/step.py",
-        "self.monitor.end(self._version, watched_numbers(computed))",
-        "self.monitor.end(self._version, computed)",
+        "numbers = watched_numbers(computed)",
+        "numbers = dict(computed)",
         f"{ORIGINS} alarm",
     ),
     Mutation(
         "the self-test reads replay, too",
-        "offcorr/training/semantics.py",
+        "offcorr/training/first_batch.py",
         "padded = padded.rows(rows)",
         "pass",
         f"{ORIGINS} self_test",

@@ -89,7 +89,7 @@ def test_a_fraction_of_a_group_is_carried_over(trained):
 
 
 def test_fewest_uses_first_and_none_twice_in_a_generation(trained):
-    replay = Replay(OffPolicy(), 1.0, max_groups=16)
+    replay = Replay(OffPolicy(), 1.0, max_groups=16, max_age=9)
     trainer = trained(replay, per_device_train_batch_size=16, max_steps=2)
     assert [entry.uses for entry in replay.store.entries.values()] == [1] * 8
     contents = [content for _, content in groups_of(trainer.generations[1])]

@@ -839,14 +839,14 @@ def over_torch(log_ratio, advantage):
 
 
 @dataclass(frozen=True)
-class TorchGate(gates.Gate):
+class _TorchGate(gates.Gate):
     surrogate = staticmethod(over_torch)
 
 
 def test_the_choice():
     batch = padded()
     assert dispatch.backend(offcorr.get("ppo"), batch) == "reference: logp is on cpu; on a GPU it would be: triton"
-    of_torch = offcorr.Correction(gate=TorchGate())
+    of_torch = offcorr.Correction(gate=_TorchGate())
     reason = "reference: over_torch cannot run in Triton"
     assert dispatch.backend(of_torch, batch).startswith(
         f"reference: logp is on cpu; on a GPU it would be: {reason} (it"
