@@ -137,7 +137,7 @@ HINTS: dict[str, str] = {
     "nonfinite": "0. `strict=True` makes an error of it, which names the stage.",
     "skipped": "Any value: the sequences that `skip_dead_sequences` left out have no gradient.",
 }
-"""What else is known of a metric of the full log, by the last part of its name."""
+"""Further notes on metrics of the full log, by the last part of their names."""
 
 
 def guide() -> str:
