@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from offcorr import metrics as measures
-from offcorr.batch import Batch, Tokens, check_batch
+from offcorr.batch import Batch, check_batch
 from offcorr.kernels import dispatch
-from offcorr.metrics import CONTROL, Gather, Mean, Metrics
+from offcorr.loss import Attach, kept_counts, torch_loss
+from offcorr.metrics import CONTROL, Mean, Metrics
 from offcorr.shapes import Scalar
-from offcorr.stages import calls, pointwise, reference
+from offcorr.stages import calls, reference
 from offcorr.stages.advantages import Advantages
-from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, check_denominator, own_total, row_constant
+from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, check_denominator
 from offcorr.stages.base import Controller, Number, Plan, Stage, plain
-from offcorr.stages.blame import maker_of_nonfinite
 from offcorr.stages.checks import one_of, warn_once
 from offcorr.stages.definition import check_uses_ratio
 from offcorr.stages.gates import Clip, Gate
@@ -29,6 +27,7 @@ from offcorr.stages.ratios import Ratio, Token
 from offcorr.stages.rejections import Rejection
 from offcorr.stages.spans import PRODUCTS
 from offcorr.stages.weights import Weight
+from offcorr.statistics import Statistics, check_statistics
 
 
 class Output(NamedTuple):
@@ -42,28 +41,6 @@ class Output(NamedTuple):
     loss: Scalar
     coefficient: Tensor
     metrics: Metrics
-
-
-@dataclass(frozen=True, eq=False)
-class Statistics:
-    """The statistics of the controllers, one entry per controller, keyed by its slot ("gate", "weight.0" ...).
-
-    ``merge`` combines micro-batches, ``all_reduce`` ranks.
-    """
-
-    parts: Mapping[str, Any]
-
-    def merge(self, other: Statistics) -> Statistics:
-        """Both together, as if they had been one batch."""
-        return Statistics({place: part.merge(other.parts[place]) for place, part in self.parts.items()})
-
-    def all_reduce(self, gather: Gather) -> Statistics:
-        """Merged over ranks, tensor by tensor.
-
-        Args:
-            gather: [K] of this rank to [ranks, K]; the ranks' tensors may have different lengths.
-        """
-        return Statistics({place: _all_reduced(part, gather) for place, part in self.parts.items()})
 
 
 @dataclass(frozen=True)
@@ -230,12 +207,12 @@ class Correction:
                 plan = plan._replace(count_rejected=True)  # Z is known, and nothing else depends on what is kept
             names = self._controllers_by_place
             fused = dispatch.run(plan, batch, denominator)
-            loss, coefficient, data = fused or _reference(plan, batch, denominator, controllers=names)
+            loss, coefficient, data = fused or torch_loss(plan, batch, denominator, controllers=names)
         # A loss that is an argument of its own would come out as a view, and adding to it would be an error; but of
         # tensors in a tuple torch.compile makes a result without a gradient.
         compiling = torch.compiler.is_compiling()
         known: Any = (loss.clone(), coefficient) if compiling else ((loss, coefficient),)
-        return Output(_Attach.apply(batch.logp, *known), coefficient, Metrics(data | control))
+        return Output(Attach.apply(batch.logp, *known), coefficient, Metrics(data | control))
 
     @torch.no_grad()
     def coefficient(self, batch: Batch, denominator: float | Tensor | None = None) -> Tensor:
@@ -254,7 +231,7 @@ class Correction:
             self._refuse_denominator(denominator)
         resolved = self.resolve(self.statistics(batch))
         batch = resolved.prepared(batch)
-        return _reference(resolved.plan(batch), batch, denominator, measured=False)[1]
+        return torch_loss(resolved.plan(batch), batch, denominator, measured=False)[1]
 
     def statistics(self, batch: Batch) -> Statistics | None:
         """The statistics of the controllers, to be merged over micro-batches and ranks; None if there are none."""
@@ -264,7 +241,7 @@ class Correction:
         with torch.no_grad():
             parts = {place: calls.statistics_of(stage, batch.tokens) for place, stage in self.controllers.items()}
         for place, part in parts.items():
-            _check_statistics(part, self.stages[place])
+            check_statistics(part, self.stages[place])
         return Statistics(parts)
 
     def kept_units(self, batch: Batch, statistics: Statistics | None = None) -> Tensor:
@@ -280,7 +257,7 @@ class Correction:
             resolved = self.resolve((statistics or self.statistics(batch)) if self.controllers else None)
             batch = resolved.prepared(batch)
             kept = reference.factors(resolved.plan(batch).factors, batch.tokens).kept
-            return torch.stack(_kept(kept.sum(1), batch.tokens)).double()
+            return torch.stack(kept_counts(kept.sum(1), batch.tokens)).double()
 
     def resolve(self, statistics: Statistics | None) -> Correction:
         """The same correction, every controller replaced by an ordinary stage computed from ``statistics``."""
@@ -465,113 +442,6 @@ def named(correction: Correction, method: str, options: Mapping[str, Any]) -> Co
     return dataclasses.replace(correction, made_from=MadeFrom(method, options, correction._values))
 
 
-# -- the reference -------------------------------------------------------------------------------------------
-
-
-def _reference(
-    plan: Plan,
-    batch: Batch,
-    denominator: float | Tensor | None,
-    measured: bool = True,
-    controllers: Sequence[str] = (),
-) -> tuple[Scalar, Tensor, dict[str, Any]]:
-    """Loss, coefficient and, where they are ``measured``, metrics by torch: the definition."""
-    tokens = batch.tokens
-    did = reference.factors(plan.factors, tokens)
-    gate = reference.gated(plan.ratio, plan.gate, tokens)
-    weight = did.weight if tokens.weight is None else did.weight * tokens.weight
-    scale = _row_scale(plan, tokens, did.kept, denominator) * weight
-    loss, coefficient = -scale * gate.surrogate, -scale * gate.derivative
-    finite = tokens.trainable & pointwise.finite(loss + coefficient)
-    nonfinite = tokens.mask & ~finite
-    if plan.strict and nonfinite.any():  # looking synchronises
-        made = tokens.trainable & ~finite
-        if made.any():
-            raise ValueError(_made_by(plan, tokens, made, controllers))
-        row, place = nonfinite.nonzero()[0].tolist()
-        raise ValueError(
-            f"{int(nonfinite.sum())} valid tokens gave no finite number to train on, the first at sequence "
-            f"{row}, position {place}: {_culprits(tokens.batch, row, place)}"
-        )
-    loss, coefficient = torch.where(finite, loss, 0), torch.where(finite, coefficient, 0)
-    if not measured:
-        return loss.sum(), batch.repack(coefficient), {}
-    data = measures.mismatch(tokens) | measures.loss_metrics(
-        tokens,
-        derivative=gate.derivative,
-        held_back=gate.held_back,
-        weight=weight,
-        kept=did.kept,
-        vetoed=did.vetoed,
-        truncated=did.truncated,
-        coefficient=coefficient,
-        nonfinite=nonfinite,
-    )
-    return loss.sum(), batch.repack(coefficient), data
-
-
-def _made_by(plan: Plan, tokens: Tokens, made: Tensor, controllers: Sequence[str]) -> str:
-    """The stage that ``made`` NaN or infinity of fields that are finite, and where."""
-    row, place = made.nonzero()[0].tolist()
-    maker = maker_of_nonfinite(plan, tokens, row, place, controllers)
-    return (
-        f"{maker}, at sequence {row}, position {place}, the first of {int(made.sum())} valid tokens whose logp, "
-        "old_logp and advantage are finite"
-    )
-
-
-def _culprits(padded: Batch, row: int, place: int) -> str:
-    """The fields that are not finite at a token, with their values; all where none is, but the loss overflows."""
-    given = {name: getattr(padded, name) for name in ("logp", "old_logp", "advantages", "weight")}
-    values = {
-        name: float(value[row, place] if value.ndim == 2 else value[row])
-        for name, value in given.items()
-        if value is not None
-    }
-    found = {name: value for name, value in values.items() if not math.isfinite(value)}
-    return ", ".join(f"{name} {value:g}" for name, value in (found or values).items())
-
-
-def _row_scale(plan: Plan, tokens: Any, kept: Tensor, denominator: float | Tensor | None) -> Tensor:
-    """[B, 1], the weight of each sequence's sum over Z."""
-    count = tokens.rows.count
-    sequences: Any = len(tokens.mask)
-    if not plan.count_rejected:
-        count = kept.sum(1).to(tokens.dtype)
-        _, sequences = _kept(count, tokens)
-    constant = row_constant(plan.aggregate, plan.max_length, tokens.mask.shape[1])
-    rows = pointwise.row_weight(count, constant, AGGREGATIONS[plan.aggregate].divides_by_count)
-    z = own_total(plan.aggregate, count, sequences) if denominator is None else denominator
-    return (rows / z)[:, None]
-
-
-def _kept(count: Tensor, tokens: Any) -> tuple[Tensor, Tensor]:
-    """The number of tokens and of sequences that are kept, from the number of kept tokens of each sequence."""
-    return count.sum(), ((count > 0) | (tokens.rows.count == 0)).sum()
-
-
-class _Attach(torch.autograd.Function):
-    """A scalar whose gradient with respect to ``logp`` is known already: (loss, coefficient), in a tuple or not."""
-
-    @staticmethod
-    def forward(ctx: Any, logp: Tensor, *known: Any) -> Tensor:
-        loss, coefficient = known if len(known) == 2 else known[0]
-        ctx.save_for_backward(coefficient)
-        ctx.dtype = logp.dtype
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
-        if torch.is_grad_enabled():  # of create_graph=True: the coefficient would be taken for a constant
-            raise RuntimeError("the loss has first derivatives only: create_graph=True asks for more")
-        (coefficient,) = ctx.saved_tensors
-        if ctx.dtype == torch.float16:  # the one dtype whose range the product may leave
-            limits = torch.finfo(ctx.dtype)
-            return (incoming * coefficient).clamp(limits.min, limits.max).to(ctx.dtype), None, None
-        gradient = torch.empty_like(coefficient, dtype=ctx.dtype)
-        return torch.mul(coefficient, incoming, out=gradient), None, None
-
-
 # -- helpers -------------------------------------------------------------------------------------------------
 
 
@@ -588,35 +458,3 @@ def _needed_by(stage: Any) -> set[str]:
     needs |= {"rollout_logp"} if stage.mismatch in ("engine", "total") else set()
     needs |= {"old_logp"} if isinstance(stage, Ratio) and stage.mismatch in ("staleness", None) else set()
     return needs
-
-
-def _check_statistics(part: Any, controller: Any) -> None:
-    """Raise TypeError for statistics that could not be merged over micro-batches or ranks."""
-    name = f"{type(controller).__name__}.statistics"
-    if not hasattr(type(part), "__dataclass_fields__") or not callable(getattr(part, "merge", None)):
-        raise TypeError(f"{name} returned a {type(part).__name__}, expected a frozen dataclass of tensors with merge()")
-    for f in dataclasses.fields(part):
-        value = getattr(part, f.name)
-        if not isinstance(value, Tensor) or value.ndim > 1:
-            raise TypeError(f"{name}: {f.name} is {value!r}, expected a tensor of at most one dimension")
-
-
-def _all_reduced(part: Any, gather: Gather) -> Any:
-    """A controller's statistics merged over ranks, by gathering each of its tensors."""
-    make: Any = type(part)
-    columns = {f.name: _gathered(getattr(part, f.name), gather) for f in dataclasses.fields(part)}
-    ranks = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    parts = [make(**row) for row in ranks]
-    while len(parts) > 1:  # neighbours first: one after another, statistics that join would be copied once per rank
-        odd = parts[len(parts) // 2 * 2 :]
-        parts = [a.merge(b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
-    return parts[0]
-
-
-def _gathered(values: Tensor, gather: Gather) -> list[Tensor]:
-    """Every rank's tensor, which may differ in length: padded to the longest, gathered, and cut again."""
-    flat = values.reshape(-1)
-    lengths = gather(torch.tensor([len(flat)], device=flat.device)).flatten().tolist()
-    padded = gather(torch.nn.functional.pad(flat, (0, max(lengths) - len(flat))))
-    parts = [rank[:length] for rank, length in zip(padded, lengths, strict=True)]
-    return [rank[0] if values.ndim == 0 else rank for rank in parts]

@@ -39,6 +39,7 @@ SOURCE = "offcorr/kernels/correction.py"
 LAUNCHES, METERING = "tests/kernels/test_launches.py", "offcorr/kernels/metrics.py"
 GOLDEN = f"{ORACLE}::test_golden_table"
 SPANS, CORRECTION, BATCH = "offcorr/stages/spans.py", "offcorr/correction.py", "offcorr/batch.py"
+LOSS, ACCUMULATORS = "offcorr/loss.py", "offcorr/accumulators.py"
 REFERENCE, STRUCTURE = "offcorr/stages/reference.py", "tests/test_structure.py"
 SEQUENCES, SLICES = "offcorr/training/parallel.py", "tests/training/test_parallel.py"
 LAB, EXACT = "offcorr/lab/exact.py", "tests/lab/test_exact.py"
@@ -101,7 +102,7 @@ MUTATIONS = [
         "starts[:, :1].expand_as(starts).flatten().cumsum(0)",
         f"{ORACLE} free",
     ),
-    Mutation("sign of the coefficient", CORRECTION, "-scale * gate.derivative", "scale * gate.derivative", GOLDEN),
+    Mutation("sign of the coefficient", LOSS, "-scale * gate.derivative", "scale * gate.derivative", GOLDEN),
     Mutation(
         "clamp cuts the gradient",
         REFERENCE,
@@ -111,14 +112,14 @@ MUTATIONS = [
     ),
     Mutation(
         "kept count in the denominator",
-        CORRECTION,
+        LOSS,
         "if not plan.count_rejected:\n        count",
         "if True:\n        count",
         f"{PITFALLS} denominator",
     ),
     Mutation(
         "empty sequences left out of the mean",
-        CORRECTION,
+        LOSS,
         "sequences: Any = len(tokens.mask)",
         "sequences: Any = (count > 0).sum()",
         f"{ORACLE} random",
@@ -146,14 +147,14 @@ MUTATIONS = [
     ),
     Mutation(
         "backward forgets the incoming gradient",
-        CORRECTION,
+        LOSS,
         "torch.mul(coefficient, incoming, out=gradient)",
         "torch.mul(coefficient, torch.ones_like(incoming), out=gradient)",
         f"{CONTRACT} gradient and ppo",
     ),
     Mutation(
         "gradient overflows the input's dtype",
-        CORRECTION,
+        LOSS,
         ".clamp(limits.min, limits.max).to",
         ".to",
         f"{CONTRACT} low_precision and token_is",
@@ -405,14 +406,14 @@ MUTATIONS = [
     ),
     Mutation(
         "extremes merged by adding",
-        "offcorr/metrics.py",
+        ACCUMULATORS,
         '"""The larger of each."""\n        return torch.maximum(a, b)',
         '"""The larger of each."""\n        return a + b',
         f"{CONTRACT} splitting and tis",
     ),
     Mutation(
         "a ratio of 1 for every masked token",
-        "offcorr/metrics.py",
+        ACCUMULATORS,
         "torch.where(where, x, _NONE).amax(-1)",
         "torch.where(where, x, 0).amax(-1)",
         f"{METRICS} in_no_tail",
@@ -482,7 +483,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a batch's own weight forgotten",
-        CORRECTION,
+        LOSS,
         "did.weight if tokens.weight is None else did.weight * tokens.weight",
         "did.weight",
         f"{ORACLE} random and ppo",
