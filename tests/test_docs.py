@@ -84,16 +84,16 @@ def test_the_readme_examples_without_trl_run():
     text = (ROOT / "README.md").read_text().partition("## Without TRL")[2]
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
     assert len(blocks) == 2
-    example = offcorr.testing.example()
-    names = {name: getattr(example, name) for name in ("old_logp", "rollout_logp", "advantages", "mask")}
-    names |= {"logp": example.logp.requires_grad_()}
+    own: dict[str, Any] = {}
     try:
         for block in blocks:
+            names: dict[str, Any] = {}  # each block as it is when pasted alone
             exec(block, names)
+            own |= names
     finally:
         if "mine" in offcorr.available():
             offcorr.unregister("mine")
-    torch.testing.assert_close(names["logp"].grad, names["out"].coefficient)
+    torch.testing.assert_close(own["batch"].logp.grad, own["out"].coefficient)
 
 
 # --------------------------------------------------------------------------------------------- methods by paper

@@ -61,7 +61,7 @@ SHORT = (
     Answer(LOSS + "nonfinite", "How many tokens gave no finite number to train on?", "not 0"),
     Answer(LOSS + "skipped", "What share of the sequences was left out of the forward pass?", "not 0"),
     Answer("offcorr/monitor/*", "Which series is out of its range, by how much, and what is masked?", "in force"),
-    Answer("lr_scale", "What is the learning rate multiplied by?", "in force"),
+    Answer("lr_scale", "What is the logged learning_rate multiplied by in the step?", "in force"),
     Answer("ess_base", "Which effective sample size counts as healthy?", "in force"),
     Answer("offcorr/control/*", "Which bounds did the controllers choose?", "in force"),
     Answer("offcorr/schedule/*", "Which values do the scheduled options have?", "in force"),
