@@ -162,7 +162,7 @@ class Correction:
     @functools.cached_property
     def needs(self) -> frozenset[str]:
         """The optional ``Batch`` fields that it requires; ``old_logp`` for a staleness ratio, which is 1 without it."""
-        return frozenset(name for stage in self.stages.values() for name in _needed_by(stage))
+        return frozenset(name for stage in self.stages.values() for name in needed_by(stage))
 
     # -- the loss ----------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class Correction:
         check_batch(batch)
         for name in self.needs:
             if name != "old_logp" and getattr(batch, name) is None:
-                users = [repr(stage) for stage in self.stages.values() if name in _needed_by(stage)]
+                users = [repr(stage) for stage in self.stages.values() if name in needed_by(stage)]
                 known = name == "rollout_logp"
                 hint = "; pass rollout_logp=old_logp to say that engine and trainer agree" if known else ""
                 raise ValueError(f"{name} is None, but {', '.join(users)} of {self.method!r} needs it{hint}")
@@ -451,7 +451,7 @@ def _as_tuple(stages: Any) -> tuple[Any, ...]:
     return tuple(stages) if isinstance(stages, tuple | list) else (stages,)
 
 
-def _needed_by(stage: Any) -> set[str]:
+def needed_by(stage: Any) -> set[str]:
     """The optional fields of ``Batch`` that a stage requires."""
     needs = {field for name, field in _FIELD_OF_INPUT.items() if name in stage.inputs}
     needs |= set(stage.needs)

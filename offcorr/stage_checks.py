@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from offcorr.batch import Batch
-from offcorr.correction import Correction
+from offcorr.correction import OPTIONAL, Correction, needed_by
 from offcorr.stages import gates, ratios
-from offcorr.stages.base import Plan
+from offcorr.stages.base import Controller, Plan
 from offcorr.stages.calls import resolved, statistics_of
 from offcorr.stages.reference import Gated
 
 
 def check_controllers(loss_fn: Correction, batch: Batch) -> None:
-    """Raise AssertionError for a controller that answers a second time otherwise than the first."""
+    """Raise AssertionError for a controller with a state of its own, or with fields that its ``needs`` do not name."""
     for controller in loss_fn.controllers.values():
         name = type(controller).__name__
         first, second = (statistics_of(controller, batch.tokens) for _ in range(2))
@@ -26,11 +26,35 @@ def check_controllers(loss_fn: Correction, batch: Batch) -> None:
             f"{name}.statistics gave two answers for one batch; a controller has no state, and what it counts comes "
             "from the batch alone"
         )
+        for read in _undeclared(controller, first, batch):
+            raise AssertionError(
+                f"{name}.statistics reads {read} of the batch, and its needs are {sorted(controller.needs)}, expected "
+                f"{read!r} among them: a batch without it would be trained on, in silence, as if there were nothing to "
+                "correct"
+            )
         answers = [resolved(controller, first) for _ in range(2)]
         assert _equal(*answers) and _equal(*[answer.params for answer in answers]), (
             f"{name}.resolve gave two answers for equal statistics, {answers[0]!r} and {answers[1]!r}; a controller "
             "has no state between steps, and what varies over training is an option with a schedule"
         )
+
+
+def _undeclared(controller: Controller, known: Any, batch: Batch) -> list[str]:
+    """The optional fields that its statistics, ``known`` for ``batch``, depend on and that it does not declare.
+
+    Without ``old_logp`` every staleness ratio is 1, which is right on-policy, so that no controller needs to name it.
+    """
+    declared = needed_by(controller) | {"old_logp"}
+    given = [name for name in OPTIONAL if name not in declared and getattr(batch, name) is not None]
+    return [name for name in given if not _same_without(name, controller, known, batch)]
+
+
+def _same_without(name: str, controller: Controller, known: Any, batch: Batch) -> bool:
+    without: dict[str, Any] = {name: None}
+    try:
+        return _equal(known, statistics_of(controller, dataclasses.replace(batch, **without).tokens))
+    except Exception:  # of any kind: it cannot do without
+        return False
 
 
 def check_finite(loss_fn: Correction, batch: Batch) -> None:

@@ -141,7 +141,7 @@ def example(seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 
 
 
 def equal_answers(loss_fn: Correction) -> None:
-    """Controllers give the same stage for the same statistics: they keep no state."""
+    """Controllers give the same stage for the same statistics, of the fields that they declare: they keep no state."""
     check_controllers(loss_fn, example())
 
 
@@ -190,6 +190,22 @@ def splitting(loss_fn: Correction) -> None:
         for out in outs[1:]:
             merged = merged.merge(out.metrics)
         check_equal_numbers(merged.compute(), whole.metrics.compute(), "merged metrics")
+
+
+def groups_apart(loss_fn: Correction) -> None:
+    """Where controllers couple the samples of one prompt alone, another prompt's samples change nothing."""
+    if loss_fn.couples != {"group"} or not loss_fn.count_rejected:
+        return
+    batch, others = example(), example(seed=1)
+    own = batch.group_ids == 0  # type: ignore[operator]
+    fields: dict[str, Any] = {}
+    for name in ("logp", "old_logp", "rollout_logp", "entropy", "advantages", "rewards"):
+        value, other = getattr(batch, name), getattr(others, name)
+        fields[name] = torch.where(own[:, None] if value.ndim == 2 else own, value, other)
+    denominator = _denominator(loss_fn, batch)
+    changed = loss_fn(dataclasses.replace(batch, **fields), denominator=denominator)
+    wanted = loss_fn(batch, denominator=denominator)
+    check_close(changed.coefficient[own], wanted.coefficient[own], "coefficient of one group, with others beside it")
 
 
 def row_order(loss_fn: Correction) -> None:
@@ -331,6 +347,7 @@ CHECKS: dict[str, Callable[[Correction], None]] = {
         on_policy_gradient,
         blind_under_the_mask,
         splitting,
+        groups_apart,
         row_order,
         masked_tokens_have_no_effect,
         padding_has_no_effect,

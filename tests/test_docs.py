@@ -84,10 +84,10 @@ def test_the_readme_examples_without_trl_run():
     text = (ROOT / "README.md").read_text().partition("## Without TRL")[2]
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
     assert len(blocks) == 2
-    own: dict[str, Any] = {}
+    own = {}
     try:
         for block in blocks:
-            names: dict[str, Any] = {}  # each block as it is when pasted alone
+            names = {}  # each block as it is when pasted alone
             exec(block, names)
             own |= names
     finally:

@@ -194,3 +194,67 @@ class Remembering(offcorr.controllers.Controller):
 def test_a_controller_with_state_is_found(check):
     with pytest.raises(AssertionError, match="Remembering.resolve gave two answers for equal statistics, Clip"):
         check(offcorr.Correction(gate=Remembering()))
+
+
+@dataclass(frozen=True)
+class Gap:
+    total: torch.Tensor
+    tokens: torch.Tensor
+
+    def merge(self, other):
+        return Gap(self.total + other.total, self.tokens + other.tokens)
+
+
+@dataclass(frozen=True)
+class ByGap(offcorr.controllers.Controller):
+    """A clip that widens with the engine's gap, which is 0 where the engine reports nothing."""
+
+    declared: bool = False
+
+    becomes, couples = "gate", "batch"
+
+    @property
+    def needs(self):
+        return frozenset({"rollout_logp"} if self.declared else ())
+
+    def statistics(self, tokens):
+        return Gap(tokens.log_ratio("engine").raw.abs().sum(), tokens.mask.sum())
+
+    def resolve(self, statistics):
+        return gates.Clip(0.2, 0.2 + statistics.total / statistics.tokens)
+
+
+def test_a_controller_that_reads_an_undeclared_field_is_found():
+    testing.check(offcorr.Correction(gate=ByGap(declared=True)))
+    with pytest.raises(AssertionError, match=r"ByGap.statistics reads rollout_logp of the batch, and its needs are"):
+        testing.check(offcorr.Correction(gate=ByGap()))
+
+
+@dataclass(frozen=True)
+class OfAll(offcorr.controllers.Controller):
+    """A clip at the mean reward of the batch, under the name of a group's."""
+
+    coupled: str = "batch"
+
+    becomes = "gate"
+    needs = frozenset({"rewards"})
+
+    @property
+    def couples(self):
+        return self.coupled
+
+    def statistics(self, tokens):
+        return Gap(tokens.batch.rewards.sum(), torch.tensor(len(tokens.mask)))
+
+    def resolve(self, statistics):
+        bound = 0.3 + 0.29 * statistics.total / statistics.tokens
+        return gates.Clip(bound, bound)
+
+
+def test_a_controller_that_couples_more_than_it_says_is_found():
+    testing.check(offcorr.Correction(gate=OfAll()))
+    for name in offcorr.available():
+        if testing._resolve(name)[0].couples == {"group"}:
+            testing.check(name)
+    with pytest.raises(AssertionError, match="groups_apart.*with others beside it"):
+        testing.check(offcorr.Correction(gate=OfAll("group")))
