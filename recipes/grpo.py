@@ -337,7 +337,12 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         trainer.remove_callback(quiet)
     if trainer.accelerator.is_main_process and not args.disable_tqdm:
         trainer.add_callback(Bar)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    except KeyboardInterrupt:
+        if trainer.accelerator.is_main_process:
+            print(f"\n{what_is_left(trainer, history)}", file=sys.stderr, flush=True)
+        raise
     evaluated, _ = series(trainer.state.log_history, "eval_reward")
     if trainer.state.global_step not in evaluated:
         trainer.evaluate()
@@ -350,6 +355,16 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
     # A process that ends while gloo still holds its tensors aborts (pytorch/pytorch#190489).
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+
+
+def what_is_left(trainer: GRPOTrainer, history: History) -> str:
+    """What an interrupted run has on disk."""
+    stopped = f"stopped after {trainer.state.global_step} of {trainer.state.max_steps} updates"
+    numbers = f"{history.file} has the log so far" if history.logs else "nothing was logged yet"
+    if history.checkpoint is None:
+        return f"{stopped}: {numbers}, and no model was saved (--save_strategy steps --save_steps 50 saves it)"
+    again = f"the same command with --resume_from_checkpoint {history.checkpoint} goes on from there"
+    return f"{stopped}: {numbers}; {again}"
 
 
 def sampled_by(args: Arguments) -> str:
@@ -368,11 +383,15 @@ class Bar(ProgressCallback):
 
 
 class History(TrainerCallback):
-    """Writes everything logged to one JSON file, which is complete at any moment."""
+    """Writes everything logged to one JSON file, which is complete at any moment; knows this run's last checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "history.json"
         self.logs: list[dict[str, float]] = []
+        self.checkpoint: Path | None = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero:

@@ -124,7 +124,8 @@ def _worst(evidence: Evidence, decode: Decode | None) -> str:
     sizes = gaps(evidence)
     shown = np.argsort(-sizes, kind="stable")[:WORST].tolist()
     parts = [
-        '<p class="note">Each token of the completion; red where the trainer finds it less likely than the '
+        '<p class="note">The largest mean |d| first; a heading names the file and the row in it. Each token of the '
+        "completion; red where the trainer finds it less likely than the "
         f"sampler did, blue where more; full colour at |d| = {scale:.2g} nats. Point at one for its numbers."
         f"{' --tokenizer NAME shows words in place of token ids.' * (decode is None)}</p>"
     ]

@@ -319,9 +319,7 @@ class RunLog:
         self.began = self.said = time.monotonic()
         if runs:
             seconds = STARTING + SECONDS * self.updates / 160 / processes
-            guess = (
-                f", about {duration(seconds)} on cores like those it was measured on" if runs[0].model == "toy" else ""
-            )
+            guess = f", about {duration(seconds)} on idle cores like ours" if runs[0].model == "toy" else ""
             _say(f"{len(runs)} runs, {processes} at a time{guess}; one file each in {folder}")
 
     def ended(self, run: Run, record: Mapping[str, Any]) -> None:

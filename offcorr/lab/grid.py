@@ -573,5 +573,5 @@ def _plan(chosen: Sequence[Cell], methods: Sequence[tuple[str, Correction]], dra
     seconds = sum(_seconds(cell.setting, len(methods), coupled * draws) for cell in chosen) / processes
     return (
         f"offcorr bench exact: methods: {len(methods)}, cells: {len(chosen)}, processes: {processes}; "
-        f"about {duration(5 * math.ceil((seconds + 3) / 5))}"
+        f"about {duration(5 * math.ceil((seconds + 3) / 5))} on idle cores like ours"
     )

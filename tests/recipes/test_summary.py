@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -255,3 +256,14 @@ def test_the_demo_cut_short(tmp_path):
         assert len(list((tmp_path / name / "rollouts").glob("step_*.rank_0.parquet"))) == 12
     report = json.loads((tmp_path / "demo.json").read_text())["runs"]
     assert set(grpo.EFFECT) <= report["minpro"]["means"].keys() and not set(grpo.EFFECT) & report["trl"]["means"].keys()
+
+
+def test_an_interrupted_run_says_what_is_on_disk(tmp_path):
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=12, max_steps=400))
+    history = grpo.History(tmp_path)
+    assert grpo.what_is_left(trainer, history).startswith("stopped after 12 of 400 updates: nothing was logged yet")
+    history.logs = [{"loss": 0.0}]
+    said = grpo.what_is_left(trainer, history)
+    assert "history.json has the log so far" in said and "no model was saved (--save_strategy steps" in said
+    history.on_save(SimpleNamespace(output_dir=tmp_path), trainer.state, None)
+    assert grpo.what_is_left(trainer, history).endswith(f"{tmp_path}/checkpoint-12 goes on from there")
