@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offcorr.cli.tables import markdown
 from offcorr.lab import results
@@ -25,11 +25,9 @@ from offcorr.lab import results
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("docs/lab.md", "docs/which.md")
 BLOCK = re.compile(r"(<!-- lab (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
-ARENAS = (
-    *("arena", "arena_more", "arena_lam", "arena_mu_grpo"),
-    *("arena_int4", "arena_lag_4", "arena_lag_0"),
-)
-RESULTS = ("exact", "loop", "loop_long", "loop_variants", *ARENAS, "arena_ess")
+ARENAS = (("arena_default",), ("arena", "arena_more", "arena_lam", "arena_mu_grpo"))
+"""The arena's files in groups; a method is compared with the best of its own.  Of two groups the later one counts."""
+RESULTS = ("exact", "loop", "loop_long", "loop_variants", *ARENAS[0], *ARENAS[1], "arena_ess")
 OWN = "near_overlap"
 SAFEST = "minpro"
 """What docs/which.md advises where nothing is known: its numbers stand in every row there."""
@@ -122,46 +120,58 @@ def _level(relative: float, error: float) -> str:
 def arena() -> list[Row]:
     """Every sampler and method; differences between the runs of the same seeds."""
     lines = []
-    for cell, rows in trained().items():
-        best = _best(rows)
-        for row in sorted(rows.values(), key=lambda row: -_relative(row, best)):
-            lines.append({"sampler": "lag {}, {}".format(*cell)} | _arena_row(row, best))
+    for cell, runs in sorted(trained().items()):
+        for run in sorted(runs.values(), key=lambda run: -run.relative):
+            lines.append({"sampler": "lag {}, {}".format(*cell)} | _arena_row(run))
     return lines
 
 
-Trained = dict[str, Mapping[str, Any]]
+class Trained(NamedTuple):
+    """A method in the arena, and the best of its group at the same lag and precision: rows of the result files."""
+
+    row: Mapping[str, Any]
+    best: Mapping[str, Any]
+
+    @property
+    def against(self) -> list[float]:
+        """The AUC of the best, of the seeds that this method has."""
+        known = dict(zip(self.best["seeds"], self.best["auc_of_seeds"], strict=True))
+        return [known[seed] for seed in self.row["seeds"]]
+
+    @property
+    def relative(self) -> float:
+        """The mean AUC over that of the best method's runs of the same seeds."""
+        return statistics.fmean(self.row["auc_of_seeds"]) / statistics.fmean(self.against)
 
 
 @functools.cache
-def trained() -> dict[tuple[int, str], Trained]:
-    """The rows of all arena files by sampler, then by method."""
-    cells: dict[tuple[int, str], Trained] = {}
-    for row in (row for name in ARENAS for row in result(name)["rows"]):
-        cells.setdefault((row["lag"], row["precision"]), {})[row["method"]] = row
+def trained() -> dict[tuple[int, str], dict[str, Trained]]:
+    """Every method that was trained with a sampler, by lag and precision."""
+    cells: dict[tuple[int, str], dict[str, Trained]] = {}
+    for group in ARENAS:
+        rows = [row for name in group for row in result(name)["rows"]]
+        for cell in {(row["lag"], row["precision"]) for row in rows}:
+            here = {row["method"]: row for row in rows if (row["lag"], row["precision"]) == cell}
+            best = _best(here)
+            cells.setdefault(cell, {}).update({name: Trained(row, best) for name, row in here.items()})
     return cells
 
 
-def _best(rows: Trained) -> Mapping[str, Any]:
+def _best(rows: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """The highest mean AUC among the methods with most seeds."""
     most = max(len(row["seeds"]) for row in rows.values())
     return max((row for row in rows.values() if len(row["seeds"]) == most), key=lambda row: row["auc"]["mean"])
 
 
-def _relative(row: Mapping[str, Any], best: Mapping[str, Any]) -> float:
-    """The mean AUC over that of the best method's runs of the same seeds."""
-    others = dict(zip(best["seeds"], best["auc_of_seeds"], strict=True))
-    return statistics.fmean(row["auc_of_seeds"]) / statistics.fmean(others[seed] for seed in row["seeds"])
-
-
-def _arena_row(row: Mapping[str, Any], best: Mapping[str, Any]) -> Row:
-    others = dict(zip(best["seeds"], best["auc_of_seeds"], strict=True))
-    away = results.difference(row["auc_of_seeds"], [others[seed] for seed in row["seeds"]])
+def _arena_row(run: Trained) -> Row:
+    row = run.row
+    away = results.difference(row["auc_of_seeds"], run.against)
     return {
         "method": f"`{row['method']}`",
         "AUC": f"{row['auc']['mean']:.3f} ({row['auc']['low']:.3f} to {row['auc']['high']:.3f})",
         "final": f"{row['final']['mean']:.3f}",
         "largest fall": f"{row['fall']['mean']:.3f}",
-        "to the best": "" if row is best else f"{away.mean:+.3f} ± {away.error:.3f}".replace(" ± nan", ""),
+        "to the best": "" if row is run.best else f"{away.mean:+.3f} ± {away.error:.3f}".replace(" ± nan", ""),
         "collapsed": f"{row['collapsed']} of {row['runs']}",
     }
 
@@ -207,8 +217,7 @@ def situations() -> list[Row]:
         }
         top = max(looped.values())
         looped = {name: value / top for name, value in looped.items()}
-        found = [trained()[cell] for cell in cells]
-        arena = {name: _relative(row, _best(rows)) for rows in found for name, row in rows.items()}
+        arena = {name: run.relative for cell in cells for name, run in trained()[cell].items()}
         rows.append(
             {
                 "the sampler is": situation,
@@ -241,9 +250,9 @@ def worlds() -> list[Row]:
     lowest = {row["method"]: min(row["relative"]) for row in result("loop")["methods"]}
     cells = {f"lag {lag}": trained()[lag, "int8"] for lag in (16, 64)}
     relative = {
-        name: {cell: _relative(rows[name], _best(rows)) for cell, rows in cells.items()}
+        name: {cell: runs[name].relative for cell, runs in cells.items()}
         for name in exactly.keys() & looped.keys()
-        if all(name in rows for rows in cells.values())
+        if all(name in runs for runs in cells.values())
     }
     worst = {name: min(lowest[name], *numbers.values()) for name, numbers in relative.items()}
     return [
@@ -256,7 +265,7 @@ def worlds() -> list[Row]:
         | {f"arena: AUC, {cell}": f"{value:.2f}" for cell, value in relative[name].items()}
         | {
             "arena: collapses": " + ".join(
-                f"{rows[name]['collapsed']} of {rows[name]['runs']}" for rows in cells.values()
+                f"{runs[name].row['collapsed']} of {runs[name].row['runs']}" for runs in cells.values()
             ),
             "worst of loop and arena": f"{worst[name]:.2f}",
         }
@@ -279,18 +288,21 @@ def lam() -> list[Row]:
             ]
             line[f"loop, {length} tokens"] = f"{statistics.fmean(found):.3f}"
         for lag in (16, 64):
-            rows_at = trained()[lag, "int8"]
-            known = _by_lam(list(rows_at.values()))
-            line[f"arena, lag {lag}"] = f"{_relative(known[value], _best(rows_at)):.3f}" if value in known else ""
+            known = _by_lam([run.row for run in trained()[lag, "int8"].values()])
+            name = known[value]["method"] if value in known else None
+            line[f"arena, lag {lag}"] = f"{trained()[lag, 'int8'][name].relative:.3f}" if name else ""
         rows.append(line)
     return rows
 
 
 def ess() -> list[Row]:
     """Methods with and without the ESS-scaled learning rate, in runs of one processor."""
-    rows = {row["method"]: row for row in result("arena_ess")["rows"]}
-    best = max(rows.values(), key=lambda row: row["auc"]["mean"])
-    return [_arena_row(row, best) for row in sorted(rows.values(), key=lambda row: -row["auc"]["mean"])]
+    lines: list[Row] = []
+    rows = result("arena_ess")["rows"]
+    for lag in sorted({row["lag"] for row in rows}):
+        here = sorted((row for row in rows if row["lag"] == lag), key=lambda row: -row["auc"]["mean"])
+        lines += [{"sampler": f"lag {lag}, {row['precision']}"} | _arena_row(Trained(row, here[0])) for row in here]
+    return lines
 
 
 def _by_lam(rows: Sequence[Mapping[str, Any]]) -> dict[float, Mapping[str, Any]]:

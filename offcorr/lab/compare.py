@@ -139,8 +139,8 @@ COLUMNS = (
 )
 NOT_A_RANKING = (
     "One setting is not a ranking: the order changes with the regime, the gap, the length and the seed, and how "
-    "accurate one gradient is does not predict how training goes: reinforce, which corrects nothing, looks good here, and "
-    "with old samples it is among the first to collapse in training (docs/which.md)."
+    "accurate one gradient is does not predict how training goes: reinforce, which corrects nothing, looks good "
+    "here, and with old samples it is among the first to collapse in training (docs/which.md)."
 )
 
 
