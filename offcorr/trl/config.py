@@ -13,7 +13,7 @@ from typing import Any
 import trl
 
 import offcorr
-from offcorr.methods.registry import Method, find
+from offcorr.methods.registry import Method, find, split_spec
 from offcorr.stages.checks import nearest, one_of, outside
 from offcorr.training.alarms import ACTIONS
 from offcorr.training.anchors import ANCHORS
@@ -332,17 +332,19 @@ def _ess_base(base: Any) -> float | str:
 def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> Annealed | None:
     """The correction that ``loss=`` or the config asks for, with its schedules; None: TRL's own loss.
 
+    A ``loss_type`` equal to TRL's default cannot be told from none, so it may stand beside ``loss=``.
+
     Raises:
         TypeError: ``loss`` is no Correction.
         ValueError: the correction is given twice, its name is unknown, an option is unknown or out of range (at the
             start of its schedule or at its end), or options are given for a loss of TRL.
     """
-    loss_type = getattr(args, "loss_type", "dapo")
+    loss_type = getattr(args, "loss_type", TRL_DEFAULTS["loss_type"])
     options = dict(getattr(args, "loss_kwargs", None) or {})
     known_to_trl = loss_type in TRL_LOSSES
     if loss is not None:
         annealed = given(loss, args)
-        if options or not known_to_trl:
+        if options or loss_type != TRL_DEFAULTS["loss_type"]:
             raise ValueError(
                 f"loss={loss!r} was passed beside loss_type={loss_type!r}, loss_kwargs={options or None!r}: "
                 "give the correction in one of the two ways"
@@ -374,6 +376,9 @@ def given(loss: Any, args: Any) -> Annealed:
 def named(name: str, args: Any) -> Annealed:
     """The correction of this name with the ``loss_kwargs`` of ``args``, and its schedules.
 
+    An option that ``loss_kwargs`` or the name itself gives, as in "holderpo?power=1.0", takes the place of the method's
+    own schedule.
+
     Raises:
         ValueError: the name is unknown, or an option is unknown or out of range.
     """
@@ -383,10 +388,11 @@ def named(name: str, args: Any) -> Annealed:
             "offcorr.available(), such as 'minpro' or 'offcorr:dapo'"
         )
     try:
-        found = find(name)
+        found, (_, in_name) = find(name), split_spec(name)
     except (TypeError, ValueError) as error:
         raise _of_option("loss_type", error) from error
-    own = found.schedules if isinstance(found, Method) else {}
+    schedules = found.schedules if isinstance(found, Method) else {}
+    own = {option: schedule for option, schedule in schedules.items() if option not in in_name}
 
     options = getattr(args, "loss_kwargs", None) or {}
     try:

@@ -189,3 +189,29 @@ def test_defaults_are_trls(tmp_path):
     args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to=[])
     assert (args.loss_type, args.loss_kwargs, args.anchor) == ("dapo", None, None)
     assert args.to_dict()["loss_kwargs"] is None
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_an_option_in_the_name_takes_the_place_of_the_methods_schedule(tmp_path, config):
+    choose = choose_correction if config is GRPOConfig else choose_async_correction
+    common = dict(bf16=False, use_cpu=True, report_to=[])
+    annealed = choose(config(str(tmp_path), loss_type="holderpo?power=1.0", **common))
+    assert not annealed.schedules and annealed.at(0.0).ratio.power == annealed.at(1.0).ratio.power == 1.0
+    other = choose(config(str(tmp_path), loss_type="holderpo?aggregate=sum", max_steps=4, **common))
+    assert list(other.schedules) == ["power"] and other.at(1.0).ratio.power == -1.0
+    twice = config(str(tmp_path), loss_type="holderpo?power=1.0", loss_kwargs={"power": 2.0}, **common)
+    with pytest.raises(ValueError, match=r"loss_kwargs: power is 2.0, but 'holderpo\?power=1.0' holds it too: give it"):
+        choose(twice)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "offcorr:dapo", "minpro"])
+def test_a_loss_beside_an_explicit_loss_type_is_refused(tmp_path, loss_type):
+    common = dict(bf16=False, use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=f"was passed beside loss_type='{loss_type}', .* in one of the two ways"):
+        choose_correction(GRPOConfig(str(tmp_path), loss_type=loss_type, **common), offcorr.get("minpro"))
+
+
+def test_a_loss_beside_trls_default_loss_type_is_taken(tmp_path):
+    minpro = offcorr.get("minpro")
+    for args in (None, GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to=[])):
+        assert choose_correction(args, minpro).at(0.0) == minpro
