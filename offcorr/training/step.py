@@ -22,6 +22,7 @@ from offcorr.training.last_batches import Ids
 from offcorr.training.logged import logged
 from offcorr.training.monitor import Monitor
 from offcorr.training.origins import origin_metrics, watched_metrics, watched_numbers
+from offcorr.training.parts import given_or_made
 from offcorr.training.schedules import Annealed
 from offcorr.training.semantics import Semantics
 
@@ -41,7 +42,7 @@ class Step:
         loss: the correction, or an ``Annealed`` one whose options follow schedules; None: the loss is computed
             elsewhere, and ``observe`` measures its batches.
         anchor: supplies ``old_logp``; None: ``default_anchor`` of each batch.  A function that makes an anchor is
-            called when it is first needed, and again by ``restart``.
+            called when it is first needed, and again by ``restart``; what it makes is checked then.
         ess_lr: scales the learning rate; a function, as for ``anchor``, where the optimizer is made later.
         gather: [K] of this rank to [ranks, K], for instance ``lambda vector: accelerator.gather(vector[None])``;
             None: one rank.
@@ -49,6 +50,7 @@ class Step:
             metrics, and acts then.  ``end`` is to be called with the number of steps.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: the correction and the anchor would count a ratio twice.
 
     A whole training loop, on a bandit whose third action pays:
@@ -93,10 +95,10 @@ class Step:
             raise TypeError(f"loss is {loss!r}, expected an offcorr.Correction, for instance offcorr.get('dapo')")
         self._annealed = loss if isinstance(loss, Annealed) else None
         self._correction = loss.at(0.0) if isinstance(loss, Annealed) else loss
-        self._make_anchor = None if anchor is None or isinstance(anchor, Anchor) else anchor
-        self._make_ess_lr = None if ess_lr is None or isinstance(ess_lr, ESSLearningRate) else ess_lr
-        self._anchor = anchor if isinstance(anchor, Anchor) else None
-        self._ess_lr = ess_lr if isinstance(ess_lr, ESSLearningRate) else None
+        self._anchor, self._make_anchor = given_or_made("anchor", anchor, Anchor, "make_anchor('rollout')")
+        self._ess_lr, self._make_ess_lr = given_or_made("ess_lr", ess_lr, ESSLearningRate, "ESSLearningRate(optimizer)")
+        if self._anchor is not None:
+            self._checked(self._anchor)
         self._gather: Gather = gather or (lambda vector: vector[None])
         self.monitor = monitor
         if monitor is not None:
@@ -119,8 +121,6 @@ class Step:
         self._active: Mean | None = None
         self._measured: dict[bool, Metrics] = {True: Metrics(), False: Metrics()}
         self._values: dict[bool, dict[str, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
-        if self._anchor is not None and self._correction is not None:
-            self._anchor.check(self._correction)
 
     @property
     def correction(self) -> Correction:
@@ -137,8 +137,14 @@ class Step:
     def anchor(self) -> Anchor | None:
         """The anchor; None: ``default_anchor`` of each batch."""
         if self._anchor is None and self._make_anchor is not None:
-            self._anchor = self._make_anchor()
+            self._anchor = self._checked(self._make_anchor())
         return self._anchor
+
+    def _checked(self, anchor: Anchor) -> Anchor:
+        """The anchor; raises ``ValueError`` where the correction would count a ratio twice with it."""
+        if self._correction is not None:
+            anchor.check(self._correction)
+        return anchor
 
     @property
     def anchor_in_force(self) -> Anchor | None:
@@ -208,16 +214,14 @@ class Step:
         Args:
             version: of the weights that the run begins with.
         """
-        self._version = version
-        if self._make_anchor is not None:
-            self._anchor = self._make_anchor()
-        if self._make_ess_lr is not None:
-            if self._ess_lr is not None:
-                self._ess_lr.detach()
-            self._ess_lr = self._make_ess_lr()
+        anchor = self._anchor if self._make_anchor is None else self._checked(self._make_anchor())
+        ess_lr = self._ess_lr if self._make_ess_lr is None else self._make_ess_lr()
+        if self._ess_lr is not None and self._ess_lr is not ess_lr:
+            self._ess_lr.detach()
+        self._version, self._anchor, self._ess_lr = version, anchor, ess_lr
         if self.monitor is not None:
             self.monitor.restart()
-        self._active, self._placed, self.in_progress = None, None, False
+        self._active, self._placed, self.in_progress, self._begun = None, None, False, False
 
     # -- one optimizer step --------------------------------------------------------------------------------------
 
@@ -349,18 +353,19 @@ class Step:
         """Loss, coefficient and metrics of a micro-batch; its share of the loss of the whole optimizer step.
 
         Args:
-            last: True for the last micro-batch before ``optimizer.step()``.
+            last: True for the last micro-batch before ``optimizer.step()``: no other follows until ``begin``.  An
+                evaluation may have any number of micro-batches.
             on_policy: as in ``ESSLearningRate.add``.
             ids: the batch's token ids, called where a monitor needs its records; as in ``Monitor.keep``.
 
         Raises:
             MismatchError: the batch is the first, and fails the monitor's self-test.
-            RuntimeError: no step has begun since the last one ended.
+            RuntimeError: no step has begun since the last micro-batch of the one before, or an evaluation has, and
+                the batch is trained on: it has a graph.
             ValueError: the number that the aggregation divides by was not given.
         """
         unit = AGGREGATIONS[self.correction.aggregate].unit
-        if not self._begun:
-            raise RuntimeError("no optimizer step has begun: call begin() before the first micro-batch of every step")
+        self._check_begun(batch)
         if self.denominator is None and unit != "none":
             raise ValueError(
                 f"{unit} is None, but aggregate={self.correction.aggregate!r} divides by the {unit} of the whole "
@@ -374,10 +379,22 @@ class Step:
         out = self.correction(
             weighted, denominator=self.denominator, statistics=self.statistics, kept=kept, anchored=True
         )
-        if self._train and self._anchor is not None and self._anchor.wants_active:
-            self._count_active(batch, out.coefficient)
         self.observe(batch, out.metrics, last=last, on_policy=on_policy, ids=ids, coefficient=out.coefficient)
         return out
+
+    def _check_begun(self, batch: Batch) -> None:
+        """Raise ``RuntimeError`` for a micro-batch that would be divided by the denominator of another step."""
+        wanted = "call begin() before the first micro-batch of every step"
+        if not self._begun:
+            raise RuntimeError(
+                f"no optimizer step has begun since the last micro-batch of the one before: {wanted}, and pass "
+                "last=False with all of its micro-batches but the last"
+            )
+        if not self._train and batch.logp.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "no optimizer step has begun: begin(train=False) began an evaluation, and logp of this batch has a "
+                f"graph: {wanted}, and evaluate under torch.no_grad()"
+            )
 
     def observe(
         self,
@@ -392,9 +409,19 @@ class Step:
         """Measure a micro-batch whose loss is computed elsewhere; arguments as in ``loss``.
 
         Args:
-            coefficient: dL/dlogp of that loss, for the share of each origin's tokens that it keeps.
+            coefficient: dL/dlogp of that loss, in the layout of ``batch.logp``: for the share of each origin's tokens
+                that it keeps, and for an anchor that resets itself by the share of tokens with a gradient.
+
+        Raises:
+            ValueError: ``coefficient`` has another shape, or the anchor needs it and it is None.
         """
         check_batch(batch)
+        if coefficient is not None and coefficient.shape != batch.logp.shape:
+            raise ValueError(
+                f"coefficient has shape {tuple(coefficient.shape)}, expected {tuple(batch.logp.shape)}, that of logp"
+            )
+        if self._train and self.anchor is not None and self.anchor.wants_active:
+            self._count_active(batch, coefficient)
         if self.monitor is not None and self._train:
             if not self.monitor.tested and self.monitor.self_test != "off":
                 self.monitor.test(self.semantics(batch, self.monitor.temperature))
@@ -408,6 +435,8 @@ class Step:
             metrics = Metrics({**measure(batch).data, UNSCORED: Count(unscored)})
         self.add(self._complete(metrics, batch, coefficient))
         self.in_progress = self._train and not last
+        if self._train and last:
+            self._begun = False
         if not self._train or self.ess_lr is None:
             return
         self.ess_lr.add(batch, on_policy)
@@ -502,9 +531,14 @@ class Step:
         return Metrics(data)
 
     @torch.no_grad()
-    def _count_active(self, batch: Batch, coefficient: Tensor) -> None:
+    def _count_active(self, batch: Batch, coefficient: Tensor | None) -> None:
+        if coefficient is None:
+            raise ValueError(
+                f"coefficient is None, but {self.anchor!r} resets itself by the share of tokens with a gradient: pass "
+                "dL/dlogp to observe(coefficient=...), or take an anchor without it (EWMA: reset_below=None)"
+            )
         could = batch.mask.bool()
-        if self.correction.scales_with_advantage:
+        if self._correction is None or self._correction.scales_with_advantage:
             # A prompt whose samples all have the same reward has no gradient, wherever the anchor is.
             could = could & (batch.repack(batch.tokens.advantages) != 0)
         active = Mean(Mean.of(coefficient != 0, could))

@@ -95,7 +95,10 @@ def test_what_is_kept_is_counted_over_the_whole_step(method, aggregate, sizes, a
     step = Step(loss_fn)
     parts = [batch.rows(rows) for rows in torch.arange(ROWS).split(list(sizes))]
     step.begin(map(step.place, parts), averaged_over=averaged_over, **counts(batch))
-    coefficients = torch.cat([step.loss(step.place(part)).coefficient for part in parts])
+    last = [False] * (len(parts) - 1) + [True]
+    coefficients = torch.cat(
+        [step.loss(step.place(part), last=end).coefficient for part, end in zip(parts, last, strict=True)]
+    )
     averaged_over = 1 if aggregate == "sum" else averaged_over
     torch.testing.assert_close(coefficients / averaged_over, wanted.coefficient)
 
@@ -242,7 +245,8 @@ def test_evaluation_is_kept_apart(optimizer):
     step = Step(offcorr.get("ppo"), anchor=EWMA(torch.nn.Linear(1, 1), window=2), ess_lr=ESSLearningRate(optimizer))
     step._anchor.place = lambda batch, score, recomputed: batch
     step.begin(train=False, **counts(batch))
-    step.loss(step.place(batch))
+    with torch.no_grad():
+        step.loss(step.place(batch))
     assert "offcorr/loss/kept" in step.metrics(train=False)
     assert step.metrics() == {} and not step.in_progress
     step.begin(**counts(batch))
@@ -293,6 +297,58 @@ def test_made_anew_by_restart(optimizer):
     first, hooked = step.anchor, len(optimizer._optimizer_step_pre_hooks)
     step.restart()
     assert step.anchor is not first and len(optimizer._optimizer_step_pre_hooks) == hooked == 1
+
+
+@pytest.mark.parametrize("use", [lambda step: step.place(whole_batch()), Step.restart, lambda step: step.anchor])
+def test_what_a_function_makes_is_checked(use):
+    counting_twice = Step(offcorr.get("tis"), anchor=Rollout)
+    with pytest.raises(ValueError, match=r"loss 'tis': the anchor Rollout\(\) puts .* would count twice"):
+        use(counting_twice)
+    assert counting_twice.anchor_in_force is None
+    use(Step(offcorr.get("ppo"), anchor=Rollout))
+    with pytest.raises(TypeError, match="anchor is a function that returned 'rollout', expected an offcorr.training.A"):
+        use(Step(offcorr.get("ppo"), anchor=lambda: "rollout"))
+
+
+def test_what_is_no_anchor_or_learning_rate_is_refused_at_once(optimizer):
+    with pytest.raises(TypeError, match=r"anchor is 'rollout', expected an .*Anchor, .* make_anchor\('rollout'\)"):
+        Step(offcorr.get("ppo"), anchor="rollout")
+    with pytest.raises(TypeError, match=r"ess_lr is 'sqrt', expected an .*ESSLearningRate, .*Rate\(optimizer\)"):
+        Step(offcorr.get("ppo"), ess_lr="sqrt")
+    step = Step(offcorr.get("ppo"), ess_lr=lambda: optimizer)
+    with pytest.raises(TypeError, match="ess_lr is a function that returned SGD"):
+        step.restart(version=3)
+
+
+def test_an_anchor_follows_a_loss_that_is_computed_elsewhere():
+    """It resets itself by the share of active tokens, which the coefficient of that loss has."""
+    batch = whole_batch()
+    out = offcorr.get("ppo", eps_low=0.05, eps_high=0.05)(batch)
+    logged = []
+    for loss in (None, offcorr.get("ppo", eps_low=0.05, eps_high=0.05)):
+        step = Step(loss, anchor=EWMA(torch.nn.Linear(1, 1), window=2))
+        step.begin(**({} if loss is None else counts(batch)))
+        if loss is None:
+            step.observe(batch, coefficient=out.coefficient)
+        else:
+            step.loss(batch)
+        step.end(1)
+        logged.append({name: value for name, value in step.metrics().items() if "anchor" in name})
+    assert logged[0] == logged[1] and 0 < logged[0]["offcorr/anchor/active"] < 1
+
+
+def test_what_such_an_anchor_must_be_told():
+    step, batch = Step(anchor=EWMA(torch.nn.Linear(1, 1), window=2)), whole_batch()
+    step.begin()
+    with pytest.raises(ValueError, match=r"coefficient is None, but EWMA\(.*\) resets itself by .* observe\(coeff"):
+        step.observe(batch)
+    with pytest.raises(ValueError, match=r"coefficient has shape \(8,\), expected \(8, 5\), that of logp"):
+        step.observe(batch, coefficient=torch.ones(ROWS))
+    assert step.metrics() == {}
+    without = Step(anchor=EWMA(torch.nn.Linear(1, 1), window=2, reset_below=None))
+    without.begin()
+    without.observe(batch)
+    without.end(1)
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -403,3 +459,40 @@ def test_a_loop_that_forgets_a_call_is_told():
         step.loss(batch)
     with pytest.raises(TypeError, match="loss is 'dapo', expected an offcorr.Correction"):
         Step("dapo")
+
+
+def test_a_micro_batch_after_the_last_is_refused():
+    """The usual mistake of accumulation: begin for each optimizer step, and last=True, the default, for each loss."""
+    step, batch = Step(offcorr.get("dapo")), whole_batch()
+    step.begin(**counts(batch))
+    step.loss(batch)
+    measured = step.metrics()
+    with pytest.raises(RuntimeError, match="since the last micro-batch of the one before: .* last=False with all"):
+        step.loss(batch)
+    assert measured and step.metrics() == {}, "what was refused was measured"
+    step.begin(**counts(batch))
+    step.loss(batch, last=False)
+    step.loss(batch, last=False)
+    step.loss(batch)
+
+
+def test_a_step_on_the_denominator_of_an_evaluation_is_refused():
+    step, batch = Step(offcorr.get("dapo")), whole_batch()
+    step.begin(tokens=1000, train=False)
+    with torch.no_grad():
+        step.loss(batch)
+    with pytest.raises(RuntimeError, match="train=False. began an evaluation, and logp of this batch has a graph"):
+        step.loss(batch)
+    step.begin(**counts(batch))
+    step.loss(batch, last=False)
+    step.begin(train=False, **counts(batch))  # in the middle of an optimizer step
+    with pytest.raises(RuntimeError, match="call begin.. before the first micro-batch of every step"):
+        step.loss(batch)
+
+
+def test_a_run_that_restarts_has_begun_no_step():
+    step, batch = Step(offcorr.get("dapo")), whole_batch()
+    step.begin(**counts(batch))
+    step.restart()
+    with pytest.raises(RuntimeError, match="no optimizer step has begun"):
+        step.loss(batch)
