@@ -12,7 +12,7 @@ from torch import Tensor
 from offcorr.batch import Batch
 from offcorr.correction import OPTIONAL, Correction, needed_by
 from offcorr.stages import gates, ratios
-from offcorr.stages.base import Controller, Plan
+from offcorr.stages.base import Controller, Plan, Stage
 from offcorr.stages.calls import resolved, statistics_of
 from offcorr.stages.reference import Gated
 
@@ -43,8 +43,12 @@ def _undeclared(controller: Controller, known: Any, batch: Batch) -> list[str]:
     """The optional fields that its statistics, ``known`` for ``batch``, depend on and that it does not declare.
 
     Without ``old_logp`` every staleness ratio is 1, which is right on-policy, so that no controller needs to name it.
+    A ``mismatch`` of its own that is None declares ``rollout_logp``: the pair is total where it is given, else
+    staleness.  The None that every controller inherits declares nothing.
     """
     declared = needed_by(controller) | {"old_logp"}
+    if controller.mismatch is None and type(controller).mismatch is not Stage.mismatch:
+        declared |= {"rollout_logp"}
     given = [name for name in OPTIONAL if name not in declared and getattr(batch, name) is not None]
     return [name for name in given if not _same_without(name, controller, known, batch)]
 

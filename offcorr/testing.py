@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
+from offcorr.check_batches import example, layouts, moved
 from offcorr.closeness import check_close, check_equal_numbers
 from offcorr.correction import Correction, Output
 from offcorr.kernels.dispatch import backend, use
@@ -51,21 +52,17 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
     loss_fn, declared = _resolve(method)
     as_reinforce = declared if on_policy is None else on_policy
     passed = []
-    for name, run in CHECKS.items():
-        if run is on_policy_gradient and not as_reinforce:
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # of the extremes that the checks feed
+    with _quietly():
+        for name, run in CHECKS.items():
+            if run is on_policy_gradient and not as_reinforce:
+                continue
+            try:
                 run(loss_fn)
-        except AssertionError as error:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)
+            except AssertionError as error:
                 stage = culprit(run, loss_fn)
-            of_stage = f" Without {stage} the check passes." if stage else ""
-            raise AssertionError(f"{loss_fn.method}: {name}: {error}. Expected: {run.__doc__}{of_stage}") from error
-        passed.append(name)
-    warn_once.cache_clear()  # so that warnings which were suppressed here are given where they are due
+                of_stage = f" Without {stage} the check passes." if stage else ""
+                raise AssertionError(f"{loss_fn.method}: {name}: {error}. Expected: {run.__doc__}{of_stage}") from error
+            passed.append(name)
     return passed
 
 
@@ -86,55 +83,16 @@ def check_kernel(method: Any, device: torch.device | str = "cpu") -> float:
         RuntimeError: ``device`` is a CPU, and ``TRITON_INTERPRET=1`` is not set.
     """
     loss_fn, _ = _resolve(method)
-    equal_answers(loss_fn)
     largest = 0.0
-    for seed, spread in enumerate((0.01, 0.3, 3.0)):
-        wide = example(seed, sequences=3, width=600, spread=spread)
-        fields = {f.name: getattr(wide, f.name) for f in dataclasses.fields(wide)}
-        tensors = {name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)}
-        single = _cast(tensors, torch.float32)
-        exact = loss_fn(_cast(vars(single), torch.float64))
-        with use("triton"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            where = backend(loss_fn, single)
-            assert where == "triton", f"{loss_fn.method} does not run in the kernel: {where}"
-            fused = loss_fn(single)
-        with use("reference"):
-            plain = loss_fn(single)
-        allowed = 8 * (plain.coefficient - exact.coefficient).abs().max() + 1e-5 * exact.coefficient.abs().max()
-        difference = float((fused.coefficient - exact.coefficient).abs().max())
-        assert difference <= float(allowed) + 1e-7, (
-            f"{loss_fn.method}: kernel and reference differ by {difference:.3g} at a spread of {spread} nats, "
-            f"expected at most {float(allowed):.3g}"
-        )
-        largest = max(largest, difference)
+    with _quietly():
+        equal_answers(loss_fn)
+        for seed, spread in enumerate((0.01, 0.3, 3.0)):
+            wide = example(seed, sequences=3, width=600, spread=spread)
+            packed = layouts(wide, lengths=(600, 0, 333)).packed
+            for layout, batch in (("padded", wide), ("packed", packed)):
+                of_batch = f"on a {layout} batch at a spread of {spread} nats"
+                largest = max(largest, _kernel_error(loss_fn, moved(batch, torch.float32, device), of_batch))
     return largest
-
-
-def example(seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 0.3) -> Batch:
-    """A float64 batch with everything in it: tool spans in the middle, an empty sequence, unscored tokens."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, dtype=torch.float64)
-
-    logp = -normal(sequences, width).abs() - 0.05
-    mask = torch.rand((sequences, width), generator=draw) > 0.3
-    mask[:, 0] = True
-    mask[1] = False
-    old_logp = (logp + spread * normal(sequences, width)).clamp(max=-0.01)
-    rollout_logp = (old_logp + spread * normal(sequences, width)).clamp(max=-0.01)
-    rollout_logp[2, ::5] = math.nan
-    return Batch(
-        logp=logp,
-        old_logp=old_logp,
-        rollout_logp=rollout_logp,
-        advantages=normal(sequences),
-        mask=mask,
-        rewards=normal(sequences).sign(),
-        group_ids=torch.arange(sequences) % 3,
-        entropy=normal(sequences, width).abs(),
-    )
 
 
 # -- the checks ----------------------------------------------------------------------------------------------
@@ -197,7 +155,7 @@ def groups_apart(loss_fn: Correction) -> None:
     if loss_fn.couples != {"group"} or not loss_fn.count_rejected:
         return
     batch, others = example(), example(seed=1)
-    own = batch.group_ids == 0  # type: ignore[operator]
+    own: Any = batch.group_ids == 0
     fields: dict[str, Any] = {}
     for name in ("logp", "old_logp", "rollout_logp", "entropy", "advantages", "rewards"):
         value, other = getattr(batch, name), getattr(others, name)
@@ -247,14 +205,8 @@ def padding_has_no_effect(loss_fn: Correction) -> None:
 
 def packed_equals_padded(loss_fn: Correction) -> None:
     """End to end or padded: the same numbers.  Lengths differ, tool spans interleave, one sequence is empty."""
-    batch = example()
-    lengths = torch.tensor([12, 5, 9, 0, 12, 1, 7])
-    inside = torch.arange(batch.logp.shape[1]) < lengths[:, None]
-    batch = dataclasses.replace(batch, mask=batch.mask & inside)
-    per_token = {name: getattr(batch, name)[inside] for name in ("logp", "old_logp", "rollout_logp", "entropy", "mask")}
-    rest = {name: getattr(batch, name) for name in ("advantages", "rewards", "group_ids")}
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    packed, padded = loss_fn(Batch.packed(cu_seqlens=cu_seqlens, **per_token, **rest)), loss_fn(batch)
+    padded_batch, packed_batch, inside = layouts(example(), lengths=(12, 5, 9, 0, 12, 1, 7))
+    packed, padded = loss_fn(packed_batch), loss_fn(padded_batch)
     check_close(packed.loss, padded.loss, "packed loss")
     check_close(packed.coefficient, padded.coefficient[inside], "packed coefficient")
     check_equal_numbers(packed.metrics.compute(), padded.metrics.compute(), "packed metrics")
@@ -389,13 +341,33 @@ def _denominator(loss_fn: Correction, batch: Batch) -> float | None:
     return counts[AGGREGATIONS[loss_fn.aggregate].unit]
 
 
-def _cast(fields: Mapping[str, Any], dtype: torch.dtype) -> Batch:
-    """A batch whose floating-point fields have this dtype."""
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Suppresses the warnings of extremes, which the checks feed, and no later ones: each is given where it is due."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            yield
+        finally:
+            warn_once.cache_clear()
 
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    return Batch(**{name: cast(value) for name, value in fields.items()})
+def _kernel_error(loss_fn: Correction, batch: Batch, of_batch: str) -> float:
+    """The largest error of a coefficient in the kernel, which the reference's own error bounds."""
+    with use("triton"):
+        where = backend(loss_fn, batch)
+        assert where == "triton", f"{loss_fn.method} does not run in the kernel: {where}"
+        fused = loss_fn(batch)
+    with use("reference"):
+        plain = loss_fn(batch)
+        exact = loss_fn(moved(batch, torch.float64, batch.logp.device))
+    allowed = 8 * (plain.coefficient - exact.coefficient).abs().max() + 1e-5 * exact.coefficient.abs().max()
+    error = float((fused.coefficient - exact.coefficient).abs().max())
+    assert error <= float(allowed) + 1e-7, (
+        f"{loss_fn.method}: kernel and reference differ by {error:.3g} {of_batch}, expected at most "
+        f"{float(allowed):.3g}"
+    )
+    return error
 
 
 def _per_token_advantages(batch: Batch) -> Batch:

@@ -589,9 +589,23 @@ MUTATIONS = [
     Mutation(
         "a solved prompt's tokens counted as left behind",
         "offcorr/training/step.py",
-        "if self.correction.scales_with_advantage:",
-        "if not self.correction.scales_with_advantage:",
+        "if self._correction is None or self._correction.scales_with_advantage:",
+        "if self._correction is None or not self._correction.scales_with_advantage:",
         f"{ANCHORS} teaches_nothing",
+    ),
+    Mutation(
+        "a micro-batch after the last one on the same denominator",
+        "offcorr/training/step.py",
+        "if self._train and last:",
+        "if False:",
+        "tests/training/test_step.py::test_a_micro_batch_after_the_last_is_refused",
+    ),
+    Mutation(
+        "an anchor that a function makes is not checked",
+        "offcorr/training/step.py",
+        "self._checked(self._make_anchor())\n        return",
+        "self._make_anchor()\n        return",
+        "tests/training/test_step.py::test_what_a_function_makes_is_checked",
     ),
     Mutation(
         "an EWMA that is not restored",

@@ -25,7 +25,14 @@ LAYERS = [
     ("offcorr.loss", "offcorr.statistics"),
     ("offcorr.correction",),
     ("offcorr.methods",),
-    ("offcorr.testing", "offcorr.stage_checks", "offcorr.closeness", "offcorr.diagnose", "offcorr.tokens"),
+    (
+        "offcorr.testing",
+        "offcorr.check_batches",
+        "offcorr.stage_checks",
+        "offcorr.closeness",
+        "offcorr.diagnose",
+        "offcorr.tokens",
+    ),
     ("offcorr.training",),
     ("offcorr.exact", "offcorr.diagnose.rescore", "offcorr.diagnose.command", "offcorr.diagnose.html"),
     ("offcorr",),  # the package itself: the names that users see

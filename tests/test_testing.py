@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import offcorr
-from offcorr import gates, ops, ratios, rejections, testing, weights
+from offcorr import controllers, gates, ops, ratios, rejections, testing, weights
 from offcorr.methods.registry import catalogue
 from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.stages.checks import warn_once
 from tests import fresh
 
 METHODS = {method.name: method for method in catalogue()}
@@ -197,6 +198,21 @@ def test_a_controller_with_state_is_found(check):
 
 
 @dataclass(frozen=True)
+class WarnsAndRemembers(Remembering):
+    def resolve(self, statistics):
+        warn_once("of a check that fails")
+        return super().resolve(statistics)
+
+
+@pytest.mark.parametrize("check", [testing.check, testing.check_kernel])
+def test_a_check_that_fails_swallows_no_later_warning(check):
+    with pytest.raises(AssertionError, match="resolve gave two answers"):
+        check(offcorr.Correction(gate=WarnsAndRemembers()))
+    with pytest.warns(RuntimeWarning, match="of a check that fails"):
+        warn_once("of a check that fails")
+
+
+@dataclass(frozen=True)
 class Gap:
     total: torch.Tensor
     tokens: torch.Tensor
@@ -228,6 +244,44 @@ def test_a_controller_that_reads_an_undeclared_field_is_found():
     testing.check(offcorr.Correction(gate=ByGap(declared=True)))
     with pytest.raises(AssertionError, match=r"ByGap.statistics reads rollout_logp of the batch, and its needs are"):
         testing.check(offcorr.Correction(gate=ByGap()))
+
+
+@dataclass(frozen=True)
+class Following(ByGap):
+    """A controller whose pair follows the batch: total where ``rollout_logp`` is given, else staleness."""
+
+    mismatch: str | None = None
+
+
+def test_a_mismatch_of_its_own_that_is_none_declares_the_engines_log_probs():
+    testing.check(offcorr.Correction(gate=Following()))
+    with pytest.raises(AssertionError, match="ByGap.statistics reads rollout_logp"):
+        testing.check(offcorr.Correction(gate=ByGap(declared=False)))
+
+
+CONTROLLERS = {
+    kind
+    for module in (offcorr.advantages, controllers, gates, ratios, rejections, weights)
+    for kind in (getattr(module, name) for name in module.__all__)
+    if isinstance(kind, type) and issubclass(kind, controllers.Controller) and kind is not controllers.Controller
+}
+"""The public controllers; those of a single method are checked with it."""
+
+
+def test_all_public_controllers_are_known():
+    known = {controllers.BalancedClip, controllers.MomentBudget, controllers.MomentClip}
+    assert known | {weights.SelfNormalise, offcorr.advantages.Centred} == CONTROLLERS
+
+
+@pytest.mark.parametrize("kind", sorted(CONTROLLERS, key=lambda kind: kind.__name__))
+def test_every_public_controller_passes(kind):
+    """Alone in its slot; on-policy it need not leave REINFORCE's gradient as it is."""
+    slot = {"rejection": "reject"}.get(kind.becomes, kind.becomes)
+    testing.check(offcorr.Correction(**{slot: kind()}), on_policy=False)
+
+
+def test_centred_advantages_pass_where_the_pair_follows_the_batch():
+    assert len(testing.check(offcorr.get("near_overlap", advantages="centred"))) == len(testing.CHECKS)
 
 
 @dataclass(frozen=True)

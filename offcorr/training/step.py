@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from offcorr.batch import Batch, check_batch
-from offcorr.correction import Correction, Output, Statistics
+from offcorr.correction import Correction, Output
 from offcorr.metrics import NONFINITE, Count, Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.statistics import Statistics
 from offcorr.training.anchors import Anchor, Score, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import FIELD, field_metrics
@@ -95,7 +96,12 @@ class Step:
             raise TypeError(f"loss is {loss!r}, expected an offcorr.Correction, for instance offcorr.get('dapo')")
         self._annealed = loss if isinstance(loss, Annealed) else None
         self._correction = loss.at(0.0) if isinstance(loss, Annealed) else loss
-        self._anchor, self._make_anchor = given_or_made("anchor", anchor, Anchor, "make_anchor('rollout')")
+        self._anchor, self._make_anchor = given_or_made(
+            "anchor",
+            anchor,
+            Anchor,  # type: ignore[type-abstract]
+            "make_anchor('rollout')",
+        )
         self._ess_lr, self._make_ess_lr = given_or_made("ess_lr", ess_lr, ESSLearningRate, "ESSLearningRate(optimizer)")
         if self._anchor is not None:
             self._checked(self._anchor)

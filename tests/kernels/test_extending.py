@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import offcorr
+from offcorr.kernels import dispatch
 from offcorr.stages import spans
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text()
@@ -81,6 +82,19 @@ def test_a_span_without_a_twin_runs_on_the_reference_and_says_so(extensions):
 @pytest.mark.parametrize("name", ["dapo", "minpro", "holderpo", "turn_ppo", "asymre", "vaco"])
 def test_the_kernel_check_passes_where_both_agree(name):
     assert offcorr.testing.check_kernel(name) < 1e-3
+
+
+def test_the_kernel_check_finds_a_kernel_that_is_wrong_on_packed_rows(monkeypatch):
+    run = dispatch.run
+
+    def wrong(plan, batch, denominator):
+        fused = run(plan, batch, denominator)
+        packed = fused is not None and batch.cu_seqlens is not None
+        return fused._replace(coefficient=1.01 * fused.coefficient) if packed else fused
+
+    monkeypatch.setattr(dispatch, "run", wrong)
+    with pytest.raises(AssertionError, match=r"dapo: kernel and reference differ by .* on a packed batch at a spread"):
+        offcorr.testing.check_kernel("dapo")
 
 
 def test_the_kernel_check_finds_a_twin_that_computes_another_span(tmp_path):

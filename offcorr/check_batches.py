@@ -1,0 +1,77 @@
+"""The batches that the checks of ``offcorr.testing`` run on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offcorr.batch import Batch
+
+PER_TOKEN = ("logp", "old_logp", "rollout_logp", "entropy", "mask")
+PER_SEQUENCE = ("advantages", "rewards", "group_ids")
+"""The fields of ``example``."""
+
+
+def example(seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 0.3) -> Batch:
+    """A float64 batch with everything in it: tool spans in the middle, an empty sequence, unscored tokens."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    logp = -normal(sequences, width).abs() - 0.05
+    mask = torch.rand((sequences, width), generator=draw) > 0.3
+    mask[:, 0] = True
+    mask[1] = False
+    old_logp = (logp + spread * normal(sequences, width)).clamp(max=-0.01)
+    rollout_logp = (old_logp + spread * normal(sequences, width)).clamp(max=-0.01)
+    rollout_logp[2, ::5] = math.nan
+    return Batch(
+        logp=logp,
+        old_logp=old_logp,
+        rollout_logp=rollout_logp,
+        advantages=normal(sequences),
+        mask=mask,
+        rewards=normal(sequences).sign(),
+        group_ids=torch.arange(sequences) % 3,
+        entropy=normal(sequences, width).abs(),
+    )
+
+
+class Layouts(NamedTuple):
+    """The same sequences in both layouts."""
+
+    padded: Batch
+    packed: Batch
+    inside: Tensor  # [B, T] bool: the positions of the padded batch that the packed one holds
+
+
+def layouts(batch: Batch, lengths: Sequence[int]) -> Layouts:
+    """The first ``lengths`` [B] positions of the rows of an ``example``, padded and packed.
+
+    >>> padded, packed, _ = layouts(example(sequences=3, width=5), lengths=[5, 0, 2])
+    >>> padded.logp.shape, packed.logp.shape, packed.cu_seqlens.tolist()
+    (torch.Size([3, 5]), torch.Size([7]), [0, 5, 5, 7])
+    """
+    ends = torch.tensor([0, *lengths])
+    inside = torch.arange(batch.logp.shape[1]) < ends[1:, None]
+    per_token = {name: getattr(batch, name)[inside] for name in PER_TOKEN}
+    per_sequence = {name: getattr(batch, name) for name in PER_SEQUENCE}
+    packed = Batch.packed(cu_seqlens=ends.cumsum(0), **per_token, **per_sequence)
+    return Layouts(dataclasses.replace(batch, mask=batch.mask & inside), packed, inside)
+
+
+def moved(batch: Batch, dtype: torch.dtype, device: torch.device | str) -> Batch:
+    """The batch on a device, with its floating-point fields in this dtype."""
+
+    def to(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else value.dtype)
+
+    return Batch(**{field.name: to(getattr(batch, field.name)) for field in dataclasses.fields(batch)})
