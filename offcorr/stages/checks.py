@@ -51,6 +51,12 @@ def one_of(word: Any, words: Any) -> str:
     return f"{close} Expected one of {list(words)}" if close else f", expected one of {list(words)}"
 
 
+@cache
+def of_library(function: Any) -> bool:
+    """Whether a function or class is the library's own, which needs no checks."""
+    return (getattr(function, "__module__", None) or "").startswith("offcorr.")
+
+
 def outside() -> int:
     """The ``stacklevel`` of the first caller outside this library, for a warning of the function that asks.
 
@@ -132,6 +138,12 @@ def check_word(owner: str, field: str, value: Any, choices: Any) -> None:
     """As ``check_choice``, of a value that is no field."""
     if value not in tuple(choices):
         raise ValueError(f"{owner}: {field} is {value!r}{one_of(value, choices)}")
+
+
+def check_flag(owner: Any, field: str) -> None:
+    """``owner.field`` is True or False; 1, 0 and words are not."""
+    if not isinstance(getattr(owner, field), bool):
+        raise ValueError(f"{type(owner).__name__}: {field} is {getattr(owner, field)!r}, expected True or False")
 
 
 def check_mismatch(owner: Any, *, optional: bool = False) -> None:
