@@ -72,7 +72,7 @@ class Correction:
             instead of setting loss and gradient to 0 there.
 
     Raises:
-        ValueError: a stage is not of its kind, or two of them count the same mismatch.
+        ValueError: a stage is not of its kind, two of them count the same mismatch, or no other looks at the ratio.
         TypeError: a function that a user's stage computes from its fields cannot be called.
 
     >>> import torch, offcorr
@@ -266,7 +266,10 @@ class Correction:
         slots: dict[str, Any] = {"advantages": known.get("advantages")}
         for slot in ("weight", "reject"):
             slots[slot] = tuple(stage for place, stage in known.items() if place.startswith(slot)) or None
-        return dataclasses.replace(self, ratio=known.get("ratio"), gate=known["gate"], **slots)
+        gate, ratio = known["gate"], known.get("ratio")
+        if self.gate.uses_ratio and not gate.uses_ratio:
+            ratio = None  # the controller might have used it
+        return dataclasses.replace(self, ratio=ratio, gate=gate, **slots)
 
     def plan(self, batch: Batch) -> Plan:
         """The stages as data, for a batch like this one; controllers must have been resolved."""

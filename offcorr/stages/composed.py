@@ -9,6 +9,7 @@ from offcorr.stages import definition
 from offcorr.stages.base import Controller, Stage
 from offcorr.stages.checks import one_of
 from offcorr.stages.gates import Gate
+from offcorr.stages.ratios import Token
 
 SLOTS = {
     "ratio": "ratio",
@@ -70,7 +71,7 @@ def check_stage(stage: Stage, optional: Iterable[str]) -> None:
 
 
 def check_ratio_and_gate(ratio: Any, gate: Any) -> None:
-    """Raise ValueError where a gate has no ratio, or no gradient by it."""
+    """Raise ValueError where a gate has no ratio, or no gradient by it, or a ratio no gate that uses it."""
     if isinstance(gate, Gate):
         definition.check_uses_ratio(type(gate).__name__, gate.uses_ratio, gate.surrogate)
         if ratio is None and gate.uses_ratio:
@@ -80,6 +81,10 @@ def check_ratio_and_gate(ratio: Any, gate: Any) -> None:
                 f"ratio {ratio!r} does not depend on logp, so gate {gate!r} would have no gradient; "
                 "use gates.DetachedRatio() or a weight"
             )
+    if not gate.uses_ratio and ratio is not None and ratio != Token():
+        raise ValueError(
+            f"ratio is {ratio!r}, but gate {gate!r} uses none, expected None; gates.DetachedRatio() multiplies by one"
+        )
 
 
 def refuse_double_counting(ratio: Any, gate: Any, weights: Iterable[Any]) -> None:

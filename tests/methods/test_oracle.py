@@ -644,7 +644,9 @@ def random_stages(rng: random.Random) -> Options:
     ratios = [name for name in RATIOS if gate not in TOKEN_FORM or name not in MEANS]
     mismatch = rng.choice(["staleness", "staleness", "total", *(["engine"] if gate in DETACHED else [])])
     name = rng.choice(ratios)
-    ratio = (name, {**RATIOS[name](rng), "mismatch": mismatch}) if gate not in NO_RATIO or rng.random() < 0.5 else None
+    ratio: Stage | None = (name, {**RATIOS[name](rng), "mismatch": mismatch})
+    if gate in NO_RATIO:
+        ratio = rng.choice([None, ("Token", {})])
     counted = mismatch if ratio and gate not in NO_RATIO else None
     free = {"staleness": ["engine"], None: ["staleness", "engine", "total"]}.get(counted, [])
     weights = [random_weight(rng, free)] if free and rng.random() < 0.6 else []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 import offcorr
-from offcorr import Correction, advantages, gates, ops, ratios, rejections, weights
+from offcorr import Correction, advantages, controllers, gates, ops, ratios, rejections, weights
 from offcorr.methods.registry import catalogue, illustration
 
 BATCH = offcorr.testing.example()
@@ -43,6 +44,53 @@ def test_a_list_of_stages_is_a_tuple():
     listed = Correction(weight=[weights.Truncate(2.0)], reject=[rejections.Veto(), rejections.Geometric()])
     assert listed == Correction(weight=(weights.Truncate(2.0),), reject=(rejections.Veto(), rejections.Geometric()))
     assert listed == offcorr.from_config(listed.to_config()) and len({listed, dataclasses.replace(listed)}) == 1
+
+
+# -- a ratio that no gate uses --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [ratios.Prefix(), ratios.Token(mismatch="total")])
+def test_a_ratio_beside_a_gate_that_uses_none(ratio):
+    with pytest.raises(
+        ValueError, match=r"ratio is .*, but gate ScoreFunction\(\) uses none, expected None; gates.Det"
+    ):
+        Correction(ratio=ratio, gate=gates.ScoreFunction())
+
+
+def test_the_default_ratio_may_stand_beside_any_gate():
+    plain, without = (Correction(ratio=ratio, gate=gates.ScoreFunction())(BATCH) for ratio in (ratios.Token(), None))
+    assert plain.loss == without.loss
+
+
+@dataclass(frozen=True)
+class Nothing:
+    tokens: Any
+
+    def merge(self, other):
+        return Nothing(self.tokens + other.tokens)
+
+
+class AtTimes(controllers.Controller):
+    """A gate that uses the ratio, or not, as the statistics say."""
+
+    becomes, couples = "gate", "batch"
+
+    def statistics(self, tokens):
+        return Nothing(tokens.mask.sum())
+
+    def resolve(self, statistics):
+        return gates.ScoreFunction()
+
+
+def test_a_controller_may_do_without_the_ratio_it_may_use():
+    loss_fn = Correction(ratio=ratios.Prefix(), gate=AtTimes())
+    assert loss_fn(BATCH).loss == Correction(ratio=None, gate=gates.ScoreFunction())(BATCH).loss
+
+
+def test_a_controller_that_uses_no_ratio_has_none_beside_it():
+    cls = type("Never", (AtTimes,), {"uses_ratio": False, "__module__": __name__})
+    with pytest.raises(ValueError, match="ratio is Prefix.* uses none, expected None"):
+        Correction(ratio=ratios.Prefix(), gate=cls())
 
 
 # -- what a class says of its stages --------------------------------------------------------------------------
