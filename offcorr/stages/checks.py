@@ -6,6 +6,7 @@ import difflib
 import math
 import sys
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, get_args
 
@@ -144,6 +145,20 @@ def check_flag(owner: Any, field: str) -> None:
     """``owner.field`` is True or False; 1, 0 and words are not."""
     if not isinstance(getattr(owner, field), bool):
         raise ValueError(f"{type(owner).__name__}: {field} is {getattr(owner, field)!r}, expected True or False")
+
+
+def check_unused(owner: Any, chosen: str, fields: Iterable[str]) -> None:
+    """``owner.fields`` have their defaults, as the choice of ``owner.chosen`` has no use for them.
+
+    The values of tensors are not looked at.
+    """
+    for field in fields:
+        default, value = type(owner).__dataclass_fields__[field].default, getattr(owner, field)
+        if not isinstance(value, Tensor) and value != default:
+            raise ValueError(
+                f"{type(owner).__name__}: {field} is {value!r} with {chosen} {getattr(owner, chosen)!r}, which has no "
+                f"use for it, expected its default, {default!r}"
+            )
 
 
 def check_mismatch(owner: Any, *, optional: bool = False) -> None:

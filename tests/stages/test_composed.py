@@ -154,6 +154,43 @@ def test_a_function_that_depends_on_the_fields_is_looked_at_once(monkeypatch):
     Correction(reject=stage, gate=offcorr.get("bapo").gate)(BATCH)
 
 
+# -- options that a choice has no use for ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method, options, message",
+    [
+        (
+            "dppo",
+            {"delta": 1e-9},
+            "DPPO: delta is 1e-09 with divergence 'tv', which has no use for it, expected its def",
+        ),
+        ("dppo", {"divergence": "kl", "low": 0.1}, "DPPO: low is 0.1 with divergence 'kl', which has no use for it"),
+        ("dppo", {"divergence": "kl", "high": 0.3}, "DPPO: high is 0.3 with divergence 'kl', which has no use for it"),
+        ("rec", {"eps_low_prime": 0.7}, "REC: eps_low_prime is 0.7 with mode 'one-side', which has no use for it"),
+        ("rec", {"mode": "two-side", "eps_high_prime": 3.0}, "REC: eps_high_prime is 3.0 with mode 'two-side', which"),
+    ],
+)
+def test_an_option_of_another_choice_is_refused(method, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        offcorr.get(method, **options)
+
+
+@pytest.mark.parametrize(
+    "method, options",
+    [
+        ("dppo", {"divergence": "kl", "delta": 0.1}),
+        ("dppo_kl", {"delta": 0.1}),
+        ("dppo_tv", {"low": 0.1}),
+        ("rec", {"mode": "ring", "eps_low_prime": 0.7}),
+    ],
+)
+def test_an_option_of_the_choice_is_taken_and_kept(method, options):
+    loss_fn = offcorr.get(method, **options)
+    config = loss_fn.to_config()
+    assert offcorr.from_config(config) == loss_fn and options.items() <= config.items()
+
+
 def test_every_named_method_is_still_built():
     for method in catalogue():
         assert offcorr.from_config(illustration(method.name).to_config()) == illustration(method.name)
