@@ -72,7 +72,8 @@ class Batch:
         rollout_version: [B, T] int, the weights' version each token was sampled with.
         trainer_version: the version being trained.
         turn_ids: [B, T] int; None: each contiguous run of the mask is a turn.
-        origin: [B] int, where each sequence came from, an index of ``offcorr.training.ORIGINS``; None: all are fresh.
+        origin: [B] int, where each sequence came from, an index of ``offcorr.training.ORIGINS``, or -1 where it is not
+            known (such a sequence is in no series of an origin); None: all are fresh.
 
     Raises:
         TypeError: a field is not a tensor, or of the wrong kind of dtype, or ``trainer_version`` is no whole number.
@@ -216,10 +217,10 @@ class Batch:
         """Raise for a number that stands for no origin, whose tokens would be in no series."""
         if self.origin is not None and self.origin.numel():
             smallest, largest = int(self.origin.min()), int(self.origin.max())
-            if smallest < 0 or largest >= len(ORIGINS):
+            if smallest < -1 or largest >= len(ORIGINS):
                 raise ValueError(
-                    f"origin holds {smallest if smallest < 0 else largest}, expected indices from 0 to "
-                    f"{len(ORIGINS) - 1}, of {ORIGINS}"
+                    f"origin holds {smallest if smallest < -1 else largest}, expected indices from 0 to "
+                    f"{len(ORIGINS) - 1}, of {ORIGINS}, or -1 where it is not known"
                 )
 
     def _of_valid(self, values: Tensor, mask: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ GOOD = {"logp": LOGP, "advantages": torch.ones(4), "mask": torch.ones(4, 128, dt
             ValueError,
             "origin holds 9, expected indices from 0 to 3, of ('fresh'",
         ),
-        ({"origin": torch.tensor([0, -1, 3, 0])}, ValueError, "origin holds -1, expected indices from 0 to 3"),
+        ({"origin": torch.tensor([0, -2, 3, -1])}, ValueError, "origin holds -2, expected indices from 0 to 3"),
         ({"old_logp": LOGP.to("meta")}, ValueError, "old_logp is on meta, expected cpu"),
         ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "logp has shape (4, 128), expected (N,)"),
     ],
