@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offcorr.shapes import BoolScalar, Mismatch, PerSequence, PerToken, TokenIndex, TokenMask
 from offcorr.stages import pointwise
-from offcorr.stages.checks import one_of, warn_once
+from offcorr.stages.checks import nearest, one_of, warn_once
 
 __all__ = ["Batch", "LOG_LIMIT", "LogRatio", "Rows", "Tokens"]
 
@@ -45,6 +45,7 @@ _PER_TOKEN = (
 )
 _PER_SEQUENCE = ("rewards", "group_ids", "origin")
 _EITHER = ("advantages", "weight")
+_REQUIRED = ("logp", "advantages", "mask")
 _NUMBERS = ("trainer_version", "max_seqlen")
 _INTEGER = ("group_ids", "rollout_version", "turn_ids", "origin", "cu_seqlens")
 
@@ -71,15 +72,17 @@ class Batch:
         rollout_version: [B, T] int, the weights' version each token was sampled with.
         trainer_version: the version being trained.
         turn_ids: [B, T] int; None: each contiguous run of the mask is a turn.
-        origin: [B] int, where each sequence came from, an index of ``offcorr.training.ORIGINS``; None: all are fresh.
+        origin: [B] int, where each sequence came from, an index of ``offcorr.training.ORIGINS``, or -1 where it is not
+            known (such a sequence is in no series of an origin); None: all are fresh.
 
     Raises:
-        TypeError: a field is not a tensor, or of the wrong kind of dtype.
-        ValueError: a shape, device or mask value does not fit, ``cu_seqlens`` does not rise from 0 to N, or ``logp``,
-            ``old_logp``, ``advantages`` or ``weight`` has no finite number on any valid token; the message says what
-            came and what was wanted.  On a GPU values are not checked, as that costs a synchronisation: a mask is not
-            looked at, tokens without a finite number are counted (``Metrics.compute`` raises if they are all of them),
-            and a wrong ``cu_seqlens`` ends in a device-side assertion, as a wrong index does in torch.
+        TypeError: a field is not a tensor, or of the wrong kind of dtype, or ``trainer_version`` is no whole number.
+        ValueError: a shape, device or mask value does not fit, ``origin`` holds a number that stands for none,
+            ``cu_seqlens`` does not rise from 0 to N, or ``logp``, ``old_logp``, ``advantages`` or ``weight`` has no
+            finite number on any valid token; the message says what came and what was wanted.  On a GPU values are not
+            checked, as that costs a synchronisation: mask and origin are not looked at, tokens without a finite number
+            are counted (``Metrics.compute`` raises if they are all of them), and a wrong ``cu_seqlens`` ends in a
+            device-side assertion, as a wrong index does in torch.
 
     >>> import torch
     >>> batch = Batch(logp=torch.zeros(4, 128), advantages=torch.ones(4), mask=torch.ones(4, 128).bool())
@@ -123,6 +126,25 @@ class Batch:
         return cls(logp=logp, cu_seqlens=cu_seqlens, **fields)
 
     def __post_init__(self) -> None:
+        self.check_kinds()
+        if self.cu_seqlens is not None:
+            self._check_cu_seqlens(self.cu_seqlens)
+        elif self.max_seqlen is not None:
+            raise ValueError(f"max_seqlen is {self.max_seqlen} without cu_seqlens, expected None: logp is padded")
+        self.check_shapes()
+        if not _unseen(self.mask):
+            if self.mask.dtype != torch.bool:
+                self.check_mask_values()
+            self._check_numbers()
+            self._check_origin()
+
+    def check_kinds(self) -> None:
+        """Raise for a field of another type, dtype, device or number of dimensions; no value is read."""
+        for name in _REQUIRED:
+            if getattr(self, name) is None:
+                raise TypeError(f"{name} is None, expected a torch.Tensor")
+        if self.trainer_version is not None and not _is_whole(self.trainer_version):
+            raise TypeError(f"trainer_version is {self.trainer_version!r}, expected a whole number or None")
         for name, value in self._tensors().items():
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
@@ -135,10 +157,9 @@ class Batch:
         if self.logp.ndim != dims:
             wanted = "(B, T)" if dims == 2 else "(N,), as cu_seqlens is given"
             raise ValueError(f"logp has shape {tuple(self.logp.shape)}, expected {wanted}")
-        if self.cu_seqlens is not None:
-            self._check_cu_seqlens(self.cu_seqlens)
-        elif self.max_seqlen is not None:
-            raise ValueError(f"max_seqlen is {self.max_seqlen} without cu_seqlens, expected None: logp is padded")
+
+    def check_shapes(self) -> None:
+        """Raise for a field whose shape does not go with that of ``logp``; no value is read."""
         tokens, sequences = tuple(self.logp.shape), (self.sequences,)
         for name, value in self._tensors().items():
             allowed = (
@@ -153,10 +174,6 @@ class Batch:
             if allowed and tuple(value.shape) not in allowed:
                 wanted = " or ".join(map(str, allowed))
                 raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {wanted} to go with logp {tokens}")
-        if not _unseen(self.mask):
-            if self.mask.dtype != torch.bool:
-                self.check_mask_values()
-            self._check_numbers()
 
     @property
     def sequences(self) -> int:
@@ -196,6 +213,16 @@ class Batch:
             if values is not None and tokens:
                 _refuse_none_finite(name, self._of_valid(values.detach(), mask), tokens)
 
+    def _check_origin(self) -> None:
+        """Raise for a number that stands for no origin, whose tokens would be in no series."""
+        if self.origin is not None and self.origin.numel():
+            smallest, largest = int(self.origin.min()), int(self.origin.max())
+            if smallest < -1 or largest >= len(ORIGINS):
+                raise ValueError(
+                    f"origin holds {smallest if smallest < -1 else largest}, expected indices from 0 to "
+                    f"{len(ORIGINS) - 1}, of {ORIGINS}, or -1 where it is not known"
+                )
+
     def _of_valid(self, values: Tensor, mask: Tensor) -> Tensor:
         """The values [B] or [B, T] (packed: [S] or [N]) that belong to a valid token; of a packed [S] all."""
         if values.shape == mask.shape and (self.cu_seqlens is None or self.sequences != len(mask)):
@@ -206,7 +233,15 @@ class Batch:
         return dict(vars(self))
 
     def replaced(self, **fields: Any) -> Batch:
-        """The batch with fields computed from its own: unlike ``dataclasses.replace``, nothing is checked again."""
+        """The batch with fields computed from its own: unlike ``dataclasses.replace``, no value is checked again.
+
+        Raises:
+            TypeError: a batch has no field of such a name; the message gives the nearest one.
+        """
+        for name in fields.keys() - _FIELDS:
+            raise TypeError(
+                f"Batch has no field {name!r}{nearest(name, sorted(_FIELDS), '.')} It has {sorted(_FIELDS)}"
+            )
         batch = copy.copy(self)
         vars(batch).update(fields)
         return batch
@@ -272,7 +307,7 @@ class Batch:
         if ends.ndim != 1 or ends.shape[0] < 1:
             raise ValueError(f"cu_seqlens has shape {tuple(ends.shape)}, expected (S + 1,)")
         tokens, most = self.logp.shape[0], self.max_seqlen
-        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+        if most is not None and (not _is_whole(most) or most < 0):
             raise ValueError(f"max_seqlen is {most!r}, expected a number of tokens or None")
         rises = rises_to(tokens, ends)
         short = (ends.diff() > (tokens if most is None else most)).any()
@@ -299,6 +334,13 @@ class Batch:
         place = torch.arange(width, device=ends.device)
         inside = place < repeat(lengths, "s -> s 1")
         return torch.where(inside, repeat(ends[:-1], "s -> s 1") + place, 0), inside
+
+
+_FIELDS = frozenset(f.name for f in dataclasses.fields(Batch))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_batch(batch: object) -> None:

@@ -20,14 +20,22 @@ from offcorr.stages import calls, reference
 from offcorr.stages.advantages import Advantages
 from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, check_denominator
 from offcorr.stages.base import Controller, Number, Plan, Stage, plain
-from offcorr.stages.checks import one_of, warn_once
-from offcorr.stages.definition import check_uses_ratio
+from offcorr.stages.checks import check_flag, warn_once
+from offcorr.stages.composed import (
+    SLOTS,
+    as_tuple,
+    check_ratio_and_gate,
+    check_slot,
+    check_stage,
+    refuse_double_counting,
+)
 from offcorr.stages.gates import Clip, Gate
 from offcorr.stages.ratios import Ratio, Token
 from offcorr.stages.rejections import Rejection
 from offcorr.stages.spans import PRODUCTS
 from offcorr.stages.weights import Weight
-from offcorr.statistics import Statistics, check_statistics
+from offcorr.statistics import Statistics as Statistics
+from offcorr.statistics import check_part, check_parts
 
 
 class Output(NamedTuple):
@@ -64,7 +72,8 @@ class Correction:
             instead of setting loss and gradient to 0 there.
 
     Raises:
-        ValueError: a stage is not of its kind, or two of them count the same mismatch twice.
+        ValueError: a stage is not of its kind, two of them count the same mismatch, or no other looks at the ratio.
+        TypeError: a function that a user's stage computes from its fields cannot be called.
 
     >>> import torch, offcorr
     >>> loss_fn = Correction(ratio=offcorr.ratios.Prefix(), gate=offcorr.gates.Clip(0.2, 0.28))
@@ -86,40 +95,18 @@ class Correction:
     made_from: MadeFrom | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for slot, kind in _KINDS.items():
-            for stage in _as_tuple(getattr(self, slot)):
-                if isinstance(stage, type) and issubclass(stage, Stage):
-                    raise ValueError(f"{slot} is the class {stage.__name__}, expected an instance: {stage.__name__}()")
-                if not isinstance(stage, Stage) or stage.KIND != kind:
-                    raise ValueError(f"{slot} is {stage!r}, expected one of offcorr.{kind.removesuffix('s')}s")
-        if self.gate is None:
-            raise ValueError("gate is None, expected one of offcorr.gates; gates.ScoreFunction() limits nothing")
-        gate = self.gate
-        if isinstance(gate, Gate):
-            check_uses_ratio(type(gate).__name__, gate.uses_ratio, gate.surrogate)
-            if self.ratio is None and gate.uses_ratio:
-                raise ValueError(f"ratio is None, but gate {gate!r} needs one, for instance offcorr.ratios.Token()")
-            if self.ratio is not None and self.ratio.mismatch == "engine" and not gate.detached:
-                raise ValueError(
-                    f"ratio {self.ratio!r} does not depend on logp, so gate {gate!r} would have no gradient; "
-                    "use gates.DetachedRatio() or a weight"
-                )
-        if isinstance(self.advantages, tuple | list):
-            raise ValueError(f"advantages is {self.advantages!r}, expected one stage or None")
-        for controller in self.controllers.values():
-            if controller.couples not in COUPLES:
-                what = f"{type(controller).__name__}.couples is {controller.couples!r}"
-                raise ValueError(f"{what}{one_of(controller.couples, COUPLES)}")
+        for slot in SLOTS:
+            value = getattr(self, slot)
+            if isinstance(value, list):  # a correction compares its stages, and may be a key
+                object.__setattr__(self, slot, tuple(value))
+            check_slot(slot, getattr(self, slot))
         for stage in self.stages.values():
-            for name in [stage.needs] if isinstance(stage.needs, str) else stage.needs:
-                if name not in OPTIONAL:
-                    what = f"{type(stage).__name__}.needs has {name!r}"
-                    raise ValueError(f"{what}, expected a frozenset of names{one_of(name, OPTIONAL)}")
+            check_stage(stage, OPTIONAL)
+        check_ratio_and_gate(self.ratio, self.gate)
         for name in ("count_rejected", "strict"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected True or False")
+            check_flag(self, name)
         check_aggregate(self.aggregate, self.max_length)
-        self._refuse_double_counting()
+        refuse_double_counting(self.ratio, self.gate, as_tuple(self.weight))
 
     # -- for adapters ------------------------------------------------------------------------------------------
 
@@ -134,7 +121,7 @@ class Correction:
         places: dict[str, Stage] = {} if self.ratio is None else {"ratio": self.ratio}
         places["gate"] = self.gate
         for slot in ("weight", "reject"):
-            places |= {f"{slot}.{i}": stage for i, stage in enumerate(_as_tuple(getattr(self, slot)))}
+            places |= {f"{slot}.{i}": stage for i, stage in enumerate(as_tuple(getattr(self, slot)))}
         if self.advantages is not None:
             places["advantages"] = self.advantages
         return places
@@ -180,13 +167,16 @@ class Correction:
         Args:
             denominator: Z; tokens (token-mean) or sequences (seq-mean-*) of the global batch. None: this batch's own.
             statistics: merged ``self.statistics(...)`` of the global batch, for methods with controllers.
-            kept: the denominator counts what is kept (the sum of ``kept_units``), as ``count_rejected=False`` needs.
+            kept: the denominator counts what is kept (the sum of ``kept_units``), as ``count_rejected=False`` needs;
+                without a denominator it changes nothing.
             anchored: an anchor has placed the batch (``Step``), so that an ``old_logp`` of None is meant; else a
                 method that compares with it warns once.
 
         Raises:
-            ValueError: a field that it needs is None, or the denominator is wrong; with ``strict``, a valid token has
-                no finite number, or no token has an engine's log-prob that the method needs.
+            TypeError: ``batch`` is no ``Batch``, or ``statistics`` no ``Statistics``.
+            ValueError: a field that it needs is None, the denominator is wrong, or the statistics are another method's;
+                with ``strict``, a valid token has no finite number, or no token has an engine's log-prob that the
+                method needs.
         """
         self._check(batch, denominator)
         if batch.old_logp is None and not anchored and not torch.compiler.is_compiling():
@@ -194,16 +184,16 @@ class Correction:
         if denominator is not None and not self.count_rejected and not kept:
             self._refuse_denominator(denominator)
         with torch.no_grad():
-            control: dict[str, Any] = {}
-            resolved = self
-            if self.controllers:
-                statistics = statistics or self.statistics(batch)
-                resolved = self.resolve(statistics)
-                control = self._control(resolved, batch.logp.device)
+            if statistics is None and self.controllers:
+                statistics = self.statistics(batch)
+            resolved = self if statistics is None else self.resolve(statistics)
+            control = self._control(resolved, batch.logp.device) if self.controllers else {}
             if resolved._preparing:
                 batch = resolved.prepared(batch)
             plan = resolved.plan(batch)
-            if kept and not AGGREGATIONS[self.aggregate].divides_by_count:
+            if self.controllers:
+                plan = plan._replace(method=self.method)  # what is resolved has no name of its own
+            if kept and denominator is not None and not AGGREGATIONS[self.aggregate].divides_by_count:
                 plan = plan._replace(count_rejected=True)  # Z is known, and nothing else depends on what is kept
             names = self._controllers_by_place
             fused = dispatch.run(plan, batch, denominator)
@@ -231,7 +221,8 @@ class Correction:
             self._refuse_denominator(denominator)
         resolved = self.resolve(self.statistics(batch))
         batch = resolved.prepared(batch)
-        return torch_loss(resolved.plan(batch), batch, denominator, measured=False)[1]
+        names = self._controllers_by_place
+        return torch_loss(resolved.plan(batch), batch, denominator, measured=False, controllers=names)[1]
 
     def statistics(self, batch: Batch) -> Statistics | None:
         """The statistics of the controllers, to be merged over micro-batches and ranks; None if there are none."""
@@ -241,8 +232,8 @@ class Correction:
         with torch.no_grad():
             parts = {place: calls.statistics_of(stage, batch.tokens) for place, stage in self.controllers.items()}
         for place, part in parts.items():
-            check_statistics(part, self.stages[place])
-        return Statistics(parts)
+            check_part(part, self.stages[place])
+        return Statistics(parts, self._classes)
 
     def kept_units(self, batch: Batch, statistics: Statistics | None = None) -> Tensor:
         """[2] float64: the tokens and the sequences of a batch that ``count_rejected=False`` divides by.
@@ -254,22 +245,31 @@ class Correction:
         """
         self._check(batch, None)
         with torch.no_grad():
-            resolved = self.resolve((statistics or self.statistics(batch)) if self.controllers else None)
+            resolved = self.resolve(self.statistics(batch) if statistics is None else statistics)
             batch = resolved.prepared(batch)
             kept = reference.factors(resolved.plan(batch).factors, batch.tokens).kept
             return torch.stack(kept_counts(kept.sum(1), batch.tokens)).double()
 
     def resolve(self, statistics: Statistics | None) -> Correction:
-        """The same correction, every controller replaced by an ordinary stage computed from ``statistics``."""
+        """The same correction, every controller replaced by an ordinary stage computed from ``statistics``.
+
+        Raises:
+            TypeError: ``statistics`` is neither ``Statistics`` nor None.
+            ValueError: they are those of other controllers.
+        """
         if statistics is None:
             return self
+        check_parts(statistics, self._classes, self.method)
         known: dict[str, Any] = dict(self.stages)
         for place, controller in self.controllers.items():
             known[place] = calls.resolved(controller, statistics.parts[place])
         slots: dict[str, Any] = {"advantages": known.get("advantages")}
         for slot in ("weight", "reject"):
-            slots[slot] = tuple(stage for place, stage in known.items() if place.startswith(slot))
-        return dataclasses.replace(self, ratio=known.get("ratio"), gate=known["gate"], **slots)
+            slots[slot] = tuple(stage for place, stage in known.items() if place.startswith(slot)) or None
+        gate, ratio = known["gate"], known.get("ratio")
+        if self.gate.uses_ratio and not gate.uses_ratio:
+            ratio = None  # the controller might have used it
+        return dataclasses.replace(self, ratio=ratio, gate=gate, **slots)
 
     def plan(self, batch: Batch) -> Plan:
         """The stages as data, for a batch like this one; controllers must have been resolved."""
@@ -318,8 +318,12 @@ class Correction:
     @functools.cached_property
     def _controllers_by_place(self) -> list[str]:
         """The class of the controller, or "", for the ratio, the gate, the weights and the rejections."""
-        places = [place for place in self.stages if place != "advantages"]
-        return [type(self.stages[place]).__name__ if place in self.controllers else "" for place in places]
+        return [self._classes.get(place, "") for place in self.stages if place != "advantages"]
+
+    @functools.cached_property
+    def _classes(self) -> dict[str, str]:
+        """The class of each controller, by place."""
+        return {place: type(stage).__name__ for place, stage in self.controllers.items()}
 
     @functools.cached_property
     def _preparing(self) -> list[Stage]:
@@ -378,10 +382,11 @@ class Correction:
             )
 
     def _control(self, resolved: Correction, device: torch.device) -> dict[str, Mean]:
-        """The ``offcorr/control/`` series: numbers of the resolved controllers."""
+        """The ``offcorr/control/`` series: those of resolved controllers, with the place where a name is taken."""
         numbers: dict[str, Number] = {}
         for place, controller in self.controllers.items():
-            numbers |= calls.numbers_logged(controller, resolved.stages[place])
+            logged = calls.numbers_logged(controller, resolved.stages[place])
+            numbers |= {f"{place}/{name}" if name in numbers else name: number for name, number in logged.items()}
         one = torch.ones((), dtype=torch.float64, device=device)  # a list would be copied from the host
         return {CONTROL + name: Mean(torch.stack([one * value, one])) for name, value in numbers.items()}
 
@@ -391,21 +396,6 @@ class Correction:
             "count what is kept: use one of the two, or pass the sum of kept_units() and kept=True"
         )
 
-    def _refuse_double_counting(self) -> None:
-        """Each of the two mismatches may multiply the gradient once: the total ratio is both of them."""
-        counted: dict[str, str] = {}
-        uses_ratio = self.ratio is not None and getattr(self.gate, "uses_ratio", True)
-        multiplying = [("ratio", self.ratio)] if uses_ratio else []
-        for slot, stage in multiplying + [("weight", weight) for weight in _as_tuple(self.weight)]:
-            label = f"{slot} {stage!r}"
-            for mismatch in ("staleness", "engine") if stage.mismatch in ("total", None) else (stage.mismatch,):
-                if mismatch in counted:
-                    raise ValueError(
-                        f"{counted[mismatch]} and {label} both count the {mismatch} ratio; "
-                        "drop one, or compare different policies (mismatch=)"
-                    )
-                counted[mismatch] = label
-
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Correction) if f.name != "made_from")
 """The fields that say what a correction does; they may stand in its configuration."""
@@ -413,19 +403,8 @@ FIELDS = tuple(f.name for f in dataclasses.fields(Correction) if f.name != "made
 OPTIONAL = tuple(f.name for f in dataclasses.fields(Batch) if f.default is None)
 """The fields of a batch that may be None."""
 
-COUPLES = ("batch", "group")
-"""The sequences that may share the statistics of a controller."""
-
 _FIELD_OF_INPUT = {"reward": "rewards", "entropy": "entropy"}
 """The field of a batch that an input of pointwise functions is read from, where it may be None."""
-
-_KINDS = {
-    "ratio": "ratio",
-    "gate": "gate",
-    "weight": "weight",
-    "reject": "rejection",
-    "advantages": "advantages",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -443,12 +422,6 @@ def named(correction: Correction, method: str, options: Mapping[str, Any]) -> Co
 
 
 # -- helpers -------------------------------------------------------------------------------------------------
-
-
-def _as_tuple(stages: Any) -> tuple[Any, ...]:
-    if stages is None:
-        return ()
-    return tuple(stages) if isinstance(stages, tuple | list) else (stages,)
 
 
 def needed_by(stage: Any) -> set[str]:

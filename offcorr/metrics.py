@@ -268,7 +268,7 @@ def _merged_otherwise(
     places: dict[type[Accumulator], list[list[int]]] = {}
     start = 0
     for _, kind in layout:
-        if "merged" in vars(kind):
+        if kind.merged is not Accumulator.merged:
             places.setdefault(kind, []).append(list(range(start, start + kind.size)))
         start += kind.size
     return [(kind, torch.tensor(where, device=device)) for kind, where in places.items()]

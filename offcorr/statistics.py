@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,14 +17,24 @@ from offcorr.metrics import Gather
 class Statistics:
     """The statistics of the controllers, one entry per controller, keyed by its slot ("gate", "weight.0" ...).
 
-    ``merge`` combines micro-batches, ``all_reduce`` ranks.
+    ``merge`` combines micro-batches, ``all_reduce`` ranks.  ``classes`` has the class of each of the controllers.
     """
 
     parts: Mapping[str, Any]
+    classes: Mapping[str, str] = field(default_factory=dict)
 
     def merge(self, other: Statistics) -> Statistics:
-        """Both together, as if they had been one batch."""
-        return Statistics({place: part.merge(other.parts[place]) for place, part in self.parts.items()})
+        """Both together, as if they had been one batch.
+
+        Raises:
+            TypeError: ``other`` is no ``Statistics``.
+            ValueError: they are those of other controllers.
+        """
+        check_type(other)
+        if self.parts.keys() != other.parts.keys() or self.classes != other.classes:
+            raise ValueError(f"the other statistics are of {_listed(other)}, expected {_listed(self)}, as these are")
+        parts = {place: part.merge(other.parts[place]) for place, part in self.parts.items()}
+        return Statistics(parts, self.classes)
 
     def all_reduce(self, gather: Gather) -> Statistics:
         """Merged over ranks, tensor by tensor.
@@ -32,10 +42,34 @@ class Statistics:
         Args:
             gather: [K] of this rank to [ranks, K]; the ranks' tensors may have different lengths.
         """
-        return Statistics({place: _all_reduced(part, gather) for place, part in self.parts.items()})
+        return Statistics({place: _all_reduced(part, gather) for place, part in self.parts.items()}, self.classes)
 
 
-def check_statistics(part: Any, controller: Any) -> None:
+def check_type(statistics: object) -> None:
+    """Raise TypeError for anything but ``Statistics``."""
+    if not isinstance(statistics, Statistics):
+        raise TypeError(f"statistics is a {type(statistics).__name__}, expected an offcorr.Statistics")
+
+
+def check_parts(statistics: object, classes: Mapping[str, str], method: str) -> None:
+    """Raise unless the statistics are those of a method's controllers, given as their classes by place.
+
+    Statistics that were made without ``classes`` need the same places alone.
+    """
+    check_type(statistics)
+    assert isinstance(statistics, Statistics)
+    if statistics.parts.keys() != classes.keys() or (statistics.classes and statistics.classes != classes):
+        wanted = _listed(Statistics(classes, classes))
+        raise ValueError(f"statistics are of {_listed(statistics)}, but those of {method!r} are of {wanted}")
+
+
+def _listed(statistics: Statistics) -> str:
+    """Its controllers, for errors."""
+    shown = [f"{place} {statistics.classes.get(place, '')}".rstrip() for place in statistics.parts]
+    return ", ".join(shown) or "no controller"
+
+
+def check_part(part: Any, controller: Any) -> None:
     """Raise TypeError for statistics that could not be merged over micro-batches or ranks."""
     name = f"{type(controller).__name__}.statistics"
     if not hasattr(type(part), "__dataclass_fields__") or not callable(getattr(part, "merge", None)):

@@ -32,6 +32,18 @@ GOOD = {"logp": LOGP, "advantages": torch.ones(4), "mask": torch.ones(4, 128, dt
         ({"group_ids": torch.ones(4)}, TypeError, "group_ids has dtype torch.float32, expected integers"),
         ({"mask": 2 * torch.ones(4, 128)}, ValueError, "mask holds 2.0, expected bool or only 0 and 1"),
         ({"mask": math.nan * LOGP}, ValueError, "mask holds nan"),
+        ({"logp": None}, TypeError, "logp is None, expected a torch.Tensor"),
+        ({"advantages": None}, TypeError, "advantages is None, expected a torch.Tensor"),
+        ({"mask": None}, TypeError, "mask is None, expected a torch.Tensor"),
+        ({"trainer_version": "4"}, TypeError, "trainer_version is '4', expected a whole number or None"),
+        ({"trainer_version": torch.tensor(4)}, TypeError, "trainer_version is tensor(4), expected a whole number"),
+        ({"trainer_version": True}, TypeError, "trainer_version is True, expected a whole number"),
+        (
+            {"origin": torch.tensor([0, 1, 9, 0])},
+            ValueError,
+            "origin holds 9, expected indices from 0 to 3, of ('fresh'",
+        ),
+        ({"origin": torch.tensor([0, -2, 3, -1])}, ValueError, "origin holds -2, expected indices from 0 to 3"),
         ({"old_logp": LOGP.to("meta")}, ValueError, "old_logp is on meta, expected cpu"),
         ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "logp has shape (4, 128), expected (N,)"),
     ],
@@ -160,6 +172,15 @@ def test_masks_of_numbers_are_masks():
         (lambda: offcorr.from_config({"method": "ppo", "weight": {"name": "truncate", "kap": 2}}), "no option 'kap'"),
         (lambda: offcorr.from_config({"method": "custom", "gait": "clip"}), "no option 'gait', did you mean 'gate'"),
         (lambda: offcorr.resolve("nowhere.py:Loss"), "nowhere.py is not a file"),
+        (
+            lambda: offcorr.get("ppo", reject="k1"),
+            "rejection 'k1' requires low and high, without a default, expected {'name': 'k1', 'low': ..., 'high': ...}",
+        ),
+        (lambda: offcorr.get("ppo", reject={"name": "k2"}), "rejection 'k2' requires bound, without a default"),
+        (lambda: offcorr.get("ppo", reject={"name": 3}), "rejection is {'name': 3}, expected an object, a name, or a"),
+        (lambda: offcorr.get("ppo", aggregate=["x"]), "aggregate is ['x'], expected one of"),
+        (lambda: ratios.MinPrefix(bounded="false"), "MinPrefix: bounded is 'false', expected True or False"),
+        (lambda: rejections.VACO(increase_only=1), "VACO: increase_only is 1, expected True or False"),
     ],
 )
 def test_refused_configuration(build, message):
@@ -191,10 +212,39 @@ def test_what_is_missing_is_named():
         grouped(Batch(**GOOD, rollout_logp=LOGP))
 
 
+def test_a_field_that_a_batch_does_not_have():
+    batch = Batch(**GOOD)
+    with pytest.raises(TypeError, match="Batch has no field 'advantage', did you mean 'advantages'"):
+        batch.replaced(advantage=torch.ones(4))
+    assert batch.replaced(rewards=torch.ones(4), trainer_version=3).trainer_version == 3
+
+
 @pytest.mark.parametrize("denominator", [0, -1, math.nan, math.inf, torch.tensor(0.0)])
 def test_denominator(denominator):
     with pytest.raises(ValueError, match="expected a positive number"):
         offcorr.get("ppo")(Batch(**GOOD), denominator=denominator)
+
+
+@pytest.mark.parametrize(
+    "denominator, message",
+    [
+        (torch.full((1, 1), 4.0), "denominator has shape (1, 1), expected a number or a 0-dim tensor"),
+        (torch.tensor([4.0]), "denominator has shape (1,), expected a number or a 0-dim tensor"),
+        (torch.tensor(True), "denominator has dtype torch.bool, expected a positive number"),
+        (True, "denominator is True, expected a positive number"),
+    ],
+)
+def test_a_denominator_is_one_number(denominator, message):
+    square = Batch(logp=LOGP[:, :4], advantages=torch.arange(4.0), mask=torch.ones(4, 4).bool())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        offcorr.get("reinforce")(square, denominator=denominator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_denominator_does_not_decide_the_precision(dtype):
+    out = offcorr.get("reinforce")(Batch(**GOOD), denominator=torch.tensor(8, dtype=dtype))
+    assert out.coefficient.dtype == out.loss.dtype == torch.float32
+    assert torch.equal(out.coefficient, offcorr.get("reinforce")(Batch(**GOOD), denominator=8).coefficient)
 
 
 def test_denominator_or_kept_count_not_both():
@@ -213,6 +263,13 @@ def test_a_denominator_counts_what_is_kept(aggregate):
     z = tokens if aggregate == "token-mean" else sequences
     halves = torch.cat([loss_fn(part, denominator=z, kept=True).coefficient for part in parts])
     torch.testing.assert_close(halves, loss_fn(batch).coefficient)
+
+
+@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "sum"])
+def test_without_a_denominator_the_kept_units_are_the_batchs_own(aggregate):
+    batch = offcorr.testing.example()
+    loss_fn = offcorr.get("icepop", count_rejected=False, low=0.9, high=1.1, aggregate=aggregate)
+    assert torch.equal(loss_fn(batch, kept=True).coefficient, loss_fn(batch).coefficient)
 
 
 @pytest.mark.parametrize("field", ["count_rejected", "strict"])

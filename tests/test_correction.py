@@ -176,6 +176,91 @@ def test_statistics_that_could_not_be_merged_are_refused(statistics, message):
         offcorr.Correction(gate=Faulty()).statistics(testing.example())
 
 
+@pytest.mark.parametrize(
+    "spec, of, message",
+    [
+        ("m2po", "bapo", "statistics are of gate BalancedClip, but those of 'm2po' are of reject.0 MomentBudget"),
+        ("m2po?mode=clip", "bapo", "statistics are of gate BalancedClip, but those of 'm2po' are of gate MomentClip"),
+        ("ppo", "bapo", "statistics are of gate BalancedClip, but those of 'ppo' are of no controller"),
+    ],
+)
+def test_statistics_of_another_method_are_refused(spec, of, message):
+    loss_fn, batch = offcorr.get(spec), testing.example()
+    statistics = offcorr.get(of).statistics(batch)
+    for call in (
+        loss_fn.resolve,
+        lambda given: loss_fn(batch, statistics=given),
+        lambda s: loss_fn.kept_units(batch, s),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call(statistics)
+
+
+@pytest.mark.parametrize("statistics", ["junk", {}, 0, ""])
+@pytest.mark.parametrize("name", ["ppo", "bapo"])
+def test_what_is_no_statistics_is_refused(name, statistics):
+    loss_fn, batch = offcorr.get(name), testing.example()
+    message = f"statistics is a {type(statistics).__name__}, expected an offcorr.Statistics"
+    for call in (lambda: loss_fn(batch, statistics=statistics), lambda: loss_fn.kept_units(batch, statistics)):
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+def test_statistics_of_two_methods_do_not_merge():
+    bapo, m2po = (offcorr.get(name).statistics(testing.example()) for name in ("bapo", "m2po"))
+    message = "the other statistics are of reject.0 MomentBudget, expected gate BalancedClip, as these are"
+    with pytest.raises(ValueError, match=message):
+        bapo.merge(m2po)
+    with pytest.raises(TypeError, match="statistics is a NoneType"):
+        bapo.merge(None)
+
+
+def test_statistics_of_a_rebuilt_correction_are_taken():
+    """One whose aggregation or numbers have changed since: only its controllers count."""
+    batch, options = testing.example(), {"aggregate": "seq-mean-token-sum"}
+    statistics = offcorr.get("m2po").statistics(batch)
+    coefficient = offcorr.get("m2po", tau=0.01, **options)(batch, statistics=statistics).coefficient
+    assert torch.equal(coefficient, offcorr.get("m2po", tau=0.01, **options)(batch).coefficient)
+
+
+# -- controllers and their names -------------------------------------------------------------------------------
+
+
+def test_two_controllers_that_log_one_name():
+    budgets = (offcorr.controllers.MomentBudget(0.01), offcorr.controllers.MomentBudget(0.04, mismatch="engine"))
+    logged = [
+        {name: value for name, value in offcorr.Correction(reject=reject)(testing.example()).metrics.compute().items()}
+        for reject in (budgets, *budgets)
+    ]
+    name = "offcorr/control/squared_log_ratio"
+    both, first, second = logged
+    assert both[name] == first[name] and both["offcorr/control/reject.1/squared_log_ratio"] == second[name]
+
+
+def test_a_resolved_correction_is_named_by_its_method(monkeypatch):
+    """A warning that it does not run in the kernel says which method it is."""
+    names = []
+    monkeypatch.setattr(offcorr.correction.dispatch, "run", lambda plan, *rest: names.append(plan.method))
+    for name in ("bapo", "m2po", "tis"):
+        offcorr.get(name)(testing.example())
+    assert names == ["bapo", "m2po", "tis"]
+    resolved = offcorr.get("bapo").resolve(offcorr.get("bapo").statistics(testing.example()))
+    assert resolved.weight is resolved.reject is None
+
+
+def test_a_number_of_a_controller_is_named_by_the_coefficient_too():
+    class NoBound(OfRows):
+        couples = "batch"
+
+        def resolve(self, statistics):
+            return offcorr.gates.Clip(torch.tensor(math.nan), torch.tensor(0.2))
+
+    loss_fn = offcorr.Correction(gate=NoBound(), strict=True)
+    for call in (loss_fn, loss_fn.coefficient):
+        with pytest.raises(ValueError, match="its number low is nan, which NoBound.resolve computed"):
+            call(testing.example())
+
+
 def test_couplings():
     assert offcorr.get("bapo").couples == offcorr.get("m2po").couples == {"batch"}
     assert offcorr.get("asymre").couples == {"group"}

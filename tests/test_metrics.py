@@ -12,7 +12,7 @@ import torch
 
 import offcorr
 from offcorr import Batch, Correction, Metrics, gates, ratios, rejections, testing, weights
-from offcorr.metrics import LOSS, MISMATCH, Count, Extremes, Histogram, LogSumExp, Mean
+from offcorr.metrics import LOSS, MISMATCH, Count, Extremes, Histogram, LogSumExp, Max, Mean
 from tests.fresh import python
 
 
@@ -155,6 +155,16 @@ def test_many_ranks_merge_in_few_steps(ranks, monkeypatch):
     merged = parts[0].all_reduce(lambda vector: torch.stack([part.pack() for part in parts]))
     assert merged.compute() == pytest.approx(together, rel=1e-12)
     assert len(calls) <= 2 * math.log2(ranks)
+
+
+@pytest.mark.parametrize("kind", [Max, Extremes, LogSumExp])
+def test_a_kind_of_ones_own_merges_as_its_base(kind):
+    own = type("Mine", (kind,), {})
+    values = (torch.tensor([1.0, 3.0]), torch.tensor([2.0]))
+    for packed in (lambda a, b: a.merge(b), lambda a, b: a.all_reduce(lambda _: torch.stack([a.pack(), b.pack()]))):
+        parts = [[Metrics({"x": made(made.of(one, one > 0))}) for one in values] for made in (kind, own)]
+        theirs, ours = (packed(*part).pack() for part in parts)
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_merging_with_nothing_seen_changes_nothing():

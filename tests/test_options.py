@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 
 import pytest
 import torch
@@ -85,6 +86,24 @@ def test_stages(stage):
             refuses(stage, name, value, **given)
         if name not in NEGATIVE:
             refuses(stage, name, -1.5, **given)
+
+
+def flags(build):
+    return [name for name, one in inspect.signature(build).parameters.items() if str(one.annotation) == "bool"]
+
+
+FLAGS = [(one, name) for one in stages() for name in flags(one)]
+FLAGS += [(getattr(sys.modules[m.build.__module__], m.name), name) for m in catalogue() for name in flags(m.build)]
+
+
+@pytest.mark.parametrize(("build", "name"), FLAGS, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_a_word_is_no_truth_value(build, name):
+    for value in ("false", "no", 0, 1, None, torch.tensor(True)):
+        refuses(build, name, value, **required(build))
+
+
+def test_flags_are_found():
+    assert {(build.__name__, name) for build, name in FLAGS} >= {("MinPrefix", "bounded"), ("VACO", "increase_only")}
 
 
 @pytest.mark.parametrize("value", [True, 0, -1, 1.5, math.nan, math.inf, "one"])

@@ -105,7 +105,8 @@ def about(spec: str, width: int) -> str:
         options[text] = f"{options[text]}, {shown}" if text in options else shown
     schedules = [f"{option}: {dict(schedule)}" for option, schedule in method.schedules.items()]
     called = name if ":" in name else f"offcorr:{method.name}"
-    kwargs = json.dumps(given | added) if given or added else _first(method)
+    shown_options = given | added or _first(method)
+    in_python, in_json = (f"{shown_options!r}", json.dumps(shown_options)) if shown_options else ("", "")
     call = "".join(f", {option}={value!r}" for option, value in added.items())
     illustrated = f"the values of {' and '.join(added)} in the lines below are an illustration, no recommendation"
     parts: dict[str, list[str]] = {
@@ -121,9 +122,9 @@ def about(spec: str, width: int) -> str:
         "read in": [method.provenance],
         "notes": [method.notes],
         "example": [illustrated] if added else [],
-        "in TRL": [f"GRPOConfig(..., loss_type={called!r}" + (f", loss_kwargs={kwargs})" if kwargs else ")")],
+        "in TRL": [f"GRPOConfig(..., loss_type={called!r}" + (f", loss_kwargs={in_python})" if in_python else ")")],
         "without": [f"offcorr.{'resolve' if ':' in name else 'get'}({spec!r}{call})"],
-        "try it": [f"offcorr train --loss_type {called}" + (f" --loss_kwargs '{kwargs}'" if kwargs else "")],
+        "try it": [f"offcorr train --loss_type {called}" + (f" --loss_kwargs '{in_json}'" if in_json else "")],
     }
     lines = [" = ".join((method.name, *method.aliases))]
     for label, texts in parts.items():
@@ -140,12 +141,12 @@ def about(spec: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def _first(method: Method) -> str:
-    """JSON of one numeric option at its default, for an example: eps_high or the first; empty without one."""
+def _first(method: Method) -> dict[str, float]:
+    """One numeric option at its default, for an example: eps_high or the first; empty without one."""
     for name, option in sorted(method.options.items(), key=lambda item: item[0] != "eps_high"):
         if isinstance(option.default, float | int) and not isinstance(option.default, bool):
-            return json.dumps({name: option.default})
-    return ""
+            return {name: option.default}
+    return {}
 
 
 def _arguments(docstring: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from offcorr.shapes import IntScalar, PerSequence, Scalar
@@ -44,7 +45,7 @@ AGGREGATIONS = {
 
 def check_aggregate(name: str, max_length: int | None) -> None:
     """Raise ValueError for an unknown aggregation, or a ``max_length`` that it has no use for."""
-    if name not in AGGREGATIONS:
+    if not isinstance(name, str) or name not in AGGREGATIONS:
         raise ValueError(f"aggregate is {name!r}{one_of(name, AGGREGATIONS)}")
     if max_length is not None and (not _is_count(max_length)):
         raise ValueError(f"max_length is {max_length!r}, expected a positive number of tokens or None")
@@ -82,13 +83,17 @@ def own_total(name: str, count: PerSequence, sequences: Scalar | IntScalar | int
 
 
 def check_denominator(denominator: float | Tensor) -> None:
-    """Raise ValueError for a denominator that is no positive number.
+    """Raise ValueError for a denominator that is no positive number, or a 0-dim tensor of one.
 
     The value of a tensor on a GPU is not looked at, since reading it would synchronise.
     """
     if isinstance(denominator, Tensor):
-        if denominator.numel() != 1:
-            raise ValueError(f"denominator has shape {tuple(denominator.shape)}, expected a number")
+        if denominator.ndim:  # [1] would decide the dtype of the result, and [1, 1] be one for each row
+            raise ValueError(f"denominator has shape {tuple(denominator.shape)}, expected a number or a 0-dim tensor")
+        if denominator.dtype == torch.bool or denominator.is_complex():
+            raise ValueError(
+                f"denominator has dtype {denominator.dtype}, expected a positive number of tokens or sequences"
+            )
         if denominator.is_cuda:
             return
     elif not isinstance(denominator, int | float) or isinstance(denominator, bool):

@@ -216,7 +216,8 @@ def stage_from_config(kind: str, config: Any) -> Any:
     """A stage, or a tuple of them, from ``{"name": ..., **options}``, a bare name, a list, or a stage itself.
 
     Raises:
-        ValueError: the name or an option is unknown, or the configuration is none of these.
+        ValueError: the name or an option is unknown, an option without a default is missing, or the configuration is
+            none of these.
     """
     if config is None or isinstance(config, Stage):
         return config
@@ -224,21 +225,36 @@ def stage_from_config(kind: str, config: Any) -> Any:
         return tuple(stage_from_config(kind, entry) for entry in config)
     if isinstance(config, str):
         config = {"name": config}
-    if not isinstance(config, Mapping) or "name" not in config:
+    if not isinstance(config, Mapping) or not isinstance(config.get("name"), str):
         raise ValueError(f"{kind} is {config!r}, expected an object, a name, or a mapping with a 'name'")
     options = dict(config)
     name = options.pop("name")
     build = form(kind, name)
-    # Python 3.10's signature of a class is that of __new__.
-    fields = [field.name for field in dataclasses.fields(build)] if dataclasses.is_dataclass(build) else None
-    allowed = list(inspect.signature(build).parameters) if fields is None else fields
+    allowed = _options(build)
     for option in options:
         if option not in allowed:
             near = nearest(option, allowed, ".")
-            raise ValueError(f"{kind} {name!r} has no option {option!r}{near} It has {allowed}")
+            raise ValueError(f"{kind} {name!r} has no option {option!r}{near} It has {list(allowed)}")
+    if missing := [option for option, required in allowed.items() if required and option not in options]:
+        raise ValueError(
+            f"{kind} {name!r} requires {' and '.join(missing)}, without a default, expected "
+            f"{{'name': {name!r}, {', '.join(f'{option!r}: ...' for option in missing)}}}"
+        )
     if "inner" in options:
         options["inner"] = stage_from_config(kind, options["inner"])
     return build(**options)
+
+
+def _options(build: Any) -> dict[str, bool]:
+    """The options of a class or function by name, and whether each is required."""
+    if not dataclasses.is_dataclass(build):
+        taken = inspect.signature(build).parameters.values()
+        return {
+            one.name: one.default is one.empty for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        }
+    # Python 3.10's signature of a class is that of __new__.
+    missing = dataclasses.MISSING
+    return {f.name: f.default is missing and f.default_factory is missing for f in dataclasses.fields(build)}
 
 
 def plain(value: Any) -> Any:
@@ -285,7 +301,11 @@ class Controller(Stage, kind="controller"):
         raise NotImplementedError
 
     def logged(self, resolved: Any) -> dict[str, Number]:
-        """Numbers of the resolved stage by name, logged under ``offcorr/control/``."""
+        """Numbers of the resolved stage by name, logged under ``offcorr/control/``.
+
+        Where another controller of the correction logs the same name, the second follows its place
+        (``offcorr/control/reject.1/squared_log_ratio``).
+        """
         return {}
 
 

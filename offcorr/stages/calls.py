@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
 from offcorr.stages.base import Controller, Number, Stage
+from offcorr.stages.checks import of_library
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError)
 """The errors of a function that cannot work, beside torch's; others (a lack of memory, say) are passed on."""
@@ -23,12 +23,6 @@ _MENDS = {
     "cannot be converted to Scalar": "use offcorr.ops, which takes tensors, in the place of math and float()",
 }
 """The mend, by a part of torch's message."""
-
-
-@cache
-def of_library(function: Callable[..., Any]) -> bool:
-    """Whether a function is the library's own, whose calls need no checks."""
-    return (getattr(function, "__module__", None) or "").startswith("offcorr.")
 
 
 def called(what: str, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
@@ -157,7 +151,9 @@ def prepared(stage: Stage, batch: Batch) -> Batch:
     """The batch with the fields that a stage replaces; as it came, for a stage that replaces none.
 
     Raises:
-        TypeError: its method raised an error or returned no batch; the message names class and method.
+        TypeError: its method raised an error, returned no batch, or a field of another type or dtype; the message names
+            class and method.
+        ValueError: a field has a shape that does not go with ``logp``, or ``logp`` itself is another.
     """
     if stage.prepare is None:
         return batch
@@ -168,7 +164,23 @@ def prepared(stage: Stage, batch: Batch) -> Batch:
             f"{type(stage).__name__}.prepare returned {came}, expected a Batch, for instance "
             "batch.replaced(advantages=...)"
         )
+    if not of_library(type(stage).prepare):
+        _check_prepared(f"{type(stage).__name__}.prepare", given, batch)
     return given
+
+
+def _check_prepared(what: str, given: Batch, batch: Batch) -> None:
+    """Raise where a user's ``prepare`` gave fields that do not go together; no value is read."""
+    if given.logp is not batch.logp:
+        raise ValueError(
+            f"{what} returned another logp, expected that of the batch it was given, which the gradient is of; "
+            "batch.replaced(advantages=..., rewards=..., weight=...) replaces what it is multiplied by"
+        )
+    try:
+        given.check_kinds()
+        given.check_shapes()
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def _by_method(stage: Stage, name: str, given: Any) -> Any:

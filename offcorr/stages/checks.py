@@ -6,6 +6,7 @@ import difflib
 import math
 import sys
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, get_args
 
@@ -49,6 +50,12 @@ def one_of(word: Any, words: Any) -> str:
     """ ", expected one of ..." for an error message, after the nearest word where one is near."""
     close = nearest(word, words)
     return f"{close} Expected one of {list(words)}" if close else f", expected one of {list(words)}"
+
+
+@cache
+def of_library(function: Any) -> bool:
+    """Whether a function or class is the library's own, which needs no checks."""
+    return (getattr(function, "__module__", None) or "").startswith("offcorr.")
 
 
 def outside() -> int:
@@ -132,6 +139,26 @@ def check_word(owner: str, field: str, value: Any, choices: Any) -> None:
     """As ``check_choice``, of a value that is no field."""
     if value not in tuple(choices):
         raise ValueError(f"{owner}: {field} is {value!r}{one_of(value, choices)}")
+
+
+def check_flag(owner: Any, field: str) -> None:
+    """``owner.field`` is True or False; 1, 0 and words are not."""
+    if not isinstance(getattr(owner, field), bool):
+        raise ValueError(f"{type(owner).__name__}: {field} is {getattr(owner, field)!r}, expected True or False")
+
+
+def check_unused(owner: Any, chosen: str, fields: Iterable[str]) -> None:
+    """``owner.fields`` have their defaults, as the choice of ``owner.chosen`` has no use for them.
+
+    The values of tensors are not looked at.
+    """
+    for field in fields:
+        default, value = type(owner).__dataclass_fields__[field].default, getattr(owner, field)
+        if not isinstance(value, Tensor) and value != default:
+            raise ValueError(
+                f"{type(owner).__name__}: {field} is {value!r} with {chosen} {getattr(owner, chosen)!r}, which has no "
+                f"use for it, expected its default, {default!r}"
+            )
 
 
 def check_mismatch(owner: Any, *, optional: bool = False) -> None:

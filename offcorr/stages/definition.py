@@ -60,7 +60,7 @@ def check(cls: Any) -> None:
             wanted = "two values" if values == 2 else "one value"
             raise TypeError(f"{name} has no {part}, expected staticmethod(a function that returns {wanted})")
         if isinstance(given, property):
-            continue  # it depends on the fields, and is checked when a correction is built
+            continue  # it depends on the fields: ``check_computed``
         if isinstance(given, types.FunctionType):
             raise TypeError(
                 f"{name}.{part} is a plain function, which Python would make a method of {name}: "
@@ -68,20 +68,49 @@ def check(cls: Any) -> None:
             )
         if not isinstance(given, staticmethod):
             raise TypeError(f"{name}.{part} is {given!r}, expected staticmethod(a function)")
-        check_pointwise(f"{name}.{part}", given.__func__, values)
-        if part == "measure" and "value" in inspect.signature(given.__func__).parameters:
-            raise TypeError(f"{name}.measure asks for 'value', which is what the span makes of the measure")
-        has_params = any("params" in vars(base) for base in cls.__mro__ if base.__name__ != "Stage")
-        if "p" in inspect.signature(given.__func__).parameters and not has_params:
-            raise TypeError(
-                f"{name}.{part} asks for p, but {name} has no params: expected a property params that gives a "
-                "NamedTuple of numbers"
-            )
+        _check_part(cls, part, given.__func__)
 
     if cls.KIND == "gate":
         uses_ratio, surrogate = (inspect.getattr_static(cls, attribute) for attribute in ("uses_ratio", "surrogate"))
         if isinstance(surrogate, staticmethod):
             check_uses_ratio(name, uses_ratio, surrogate.__func__)
+
+
+def check_computed(stage: Any) -> None:
+    """Raise TypeError where a function that a user's class computes from the fields of a stage cannot be called.
+
+    A correction is built for every micro-batch where it has controllers, so each function is looked at once.
+    """
+    cls: Any = type(stage)
+    for part in _computed_parts(cls):
+        function = getattr(stage, part)
+        if not callable(function):
+            raise TypeError(f"{cls.__name__}.{part} is {function!r}, expected a function")
+        _check_part(cls, part, function)
+
+
+@cache
+def _computed_parts(cls: Any) -> tuple[str, ...]:
+    """The pointwise functions that are properties of a class; none of the library's, whose tests call them all."""
+    if cls.__module__.startswith("offcorr."):
+        return ()
+    return tuple(part for part in cls.PARTS if isinstance(inspect.getattr_static(cls, part, None), property))
+
+
+@cache
+def _check_part(cls: Any, part: str, function: Any) -> None:
+    """Raise TypeError for a pointwise function of a class that cannot be called; the message names both."""
+    name = cls.__name__
+    check_pointwise(f"{name}.{part}", function, cls.PARTS[part])
+    asked = inspect.signature(function).parameters
+    if part == "measure" and "value" in asked:
+        raise TypeError(f"{name}.measure asks for 'value', which is what the span makes of the measure")
+    has_params = any("params" in vars(base) for base in cls.__mro__ if base.__name__ != "Stage")
+    if "p" in asked and not has_params:
+        raise TypeError(
+            f"{name}.{part} asks for p, but {name} has no params: expected a property params that gives a "
+            "NamedTuple of numbers"
+        )
 
 
 OF_RATIO = ("log_ratio", "raw_log_ratio", "value")

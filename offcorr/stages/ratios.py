@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from offcorr.shapes import Mismatch
 from offcorr.stages import ops
 from offcorr.stages.base import Number, Pointwise, Stage, own
-from offcorr.stages.checks import check_mismatch, check_number
+from offcorr.stages.checks import check_flag, check_mismatch, check_number
 
 __all__ = [
     "ClippedGeometric",
@@ -109,6 +109,10 @@ class MinPrefix(Ratio):
     """
 
     bounded: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag(self, "bounded")
 
     @property
     def span(self) -> str:

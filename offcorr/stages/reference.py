@@ -15,7 +15,8 @@ from offcorr.batch import LOG_LIMIT, Batch, Tokens
 from offcorr.shapes import PerToken, TokenMask
 from offcorr.stages import pointwise, spans
 from offcorr.stages.base import GateSpec, Plan, Pointwise, Spec, arguments, spec_of
-from offcorr.stages.calls import called, check_drops_only, check_values, of_library, trusted, unchanged
+from offcorr.stages.calls import called, check_drops_only, check_values, trusted, unchanged
+from offcorr.stages.checks import of_library
 
 
 class Factors(NamedTuple):

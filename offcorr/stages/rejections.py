@@ -17,7 +17,7 @@ from torch import Tensor
 from offcorr.shapes import Mismatch
 from offcorr.stages import ops
 from offcorr.stages.base import Number, Pointwise, Stage, own
-from offcorr.stages.checks import check_choice, check_mismatch, check_number, check_order
+from offcorr.stages.checks import check_choice, check_flag, check_mismatch, check_number, check_order, check_unused
 
 __all__ = [
     "BinaryKL",
@@ -419,7 +419,11 @@ class DPPO(Rejection):
         divergence: "tv": drop where the probability rose by more than ``high`` (A > 0), or fell by more than ``low``
             (A <= 0); "kl": drop where the Bernoulli KL of the first policy from the second is above ``delta`` and the
             token has moved in the direction that the advantage pushes.
-        low, high: differences of probabilities. delta: nats.
+        low, high: differences of probabilities, for "tv".
+        delta: nats, for "kl".
+
+    Raises:
+        ValueError: an option is no number >= 0, or the divergence has no use for one that is given.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
@@ -434,6 +438,7 @@ class DPPO(Rejection):
         check_choice(self, "divergence", ("tv", "kl"))
         for field in ("low", "high", "delta"):
             check_number(self, field, low=0)
+        check_unused(self, "divergence", {"tv": ("delta",), "kl": ("low", "high")}[self.divergence])
         check_mismatch(self)
 
     @property
@@ -487,7 +492,7 @@ class VACO(Rejection):
     def __post_init__(self) -> None:
         check_number(self, "bound", low=0)
         check_choice(self, "divergence", _DIVERGENCES)
-        check_choice(self, "increase_only", (True, False))
+        check_flag(self, "increase_only")
         check_mismatch(self, optional=True)
 
     @property

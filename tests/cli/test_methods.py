@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import offcorr
 from offcorr import cli
 from offcorr.cli import methods
 from offcorr.methods.registry import catalogue
@@ -43,6 +44,16 @@ def test_pages_of_several_names_and_given_options(capsys):
     assert "cap=3 " in page and """--loss_type offcorr:tis --loss_kwargs '{"cap": 3}'""" in page
 
 
+@pytest.mark.parametrize("spec", ["rec?weighted=False", "ppo?dual_clip=None&reject=None", "minpro?eps_high=0.3", "tis"])
+def test_the_line_for_trl_is_python(spec, capsys):
+    assert cli.main(["methods", spec]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    line = re.search(r"in TRL GRPOConfig\(\.\.\., (.*?\})\)", page)[1]
+    given = eval(f"dict({line})")
+    flag = re.search(r"--loss_kwargs '(.*?)'", page)[1]
+    assert given["loss_kwargs"] == json.loads(flag) and offcorr.resolve(given["loss_type"], **given["loss_kwargs"])
+
+
 def test_a_page_about_a_method_of_ones_own(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(
@@ -60,7 +71,7 @@ def test_an_example_of_a_page_runs(capsys):
     """The option that the example gives is one that the method takes."""
     for method in catalogue():
         if options := methods._first(method):
-            method(**method.example | json.loads(options))
+            method(**method.example | options)
 
 
 @pytest.mark.parametrize("command", ["methods", "metrics"])

@@ -264,6 +264,14 @@ def advantages(prepare: Any) -> offcorr.Correction:
         (advantages(lambda self, batch: None), "Mine.prepare returned None, expected a Batch, for instance batch.rep"),
         (advantages(lambda self, batch: batch.advantages), "Mine.prepare returned a Tensor, expected a Batch"),
         (advantages(lambda self, batch: batch.nothing), "Mine.prepare: 'Batch' object has no attribute 'nothing'"),
+        (
+            advantages(lambda self, batch: batch.replaced(rewards=[1.0])),
+            "Mine.prepare: rewards is a list, expected a torch.Tensor",
+        ),
+        (
+            advantages(lambda self, batch: batch.replaced(advantage=batch.advantages)),
+            "Mine.prepare: Batch has no field 'advantage', did you mean 'advantages'",
+        ),
     ],
 )
 def test_an_error_of_a_method_begins_with_class_and_method(loss_fn, message):
@@ -271,6 +279,32 @@ def test_an_error_of_a_method_begins_with_class_and_method(loss_fn, message):
         loss_fn(BATCH)
     with pytest.raises(TypeError, match=f"^{message}"):
         offcorr.testing.check(loss_fn)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (lambda b: {"advantages": b.advantages[:1]}, r"advantages has shape \(1,\), expected \(7,\) or \(7, 12\)"),
+        (lambda b: {"advantages": b.advantages[:, None]}, r"advantages has shape \(7, 1\), expected \(7,\) or"),
+        (lambda b: {"weight": b.logp[0]}, r"weight has shape \(12,\), expected \(7,\) or \(7, 12\)"),
+        (lambda b: {"rewards": b.logp}, r"rewards has shape \(7, 12\), expected \(7,\)"),
+        (lambda b: {"mask": b.mask[:1]}, r"mask has shape \(1, 12\), expected \(7, 12\)"),
+    ],
+)
+def test_a_shape_that_would_only_broadcast_is_refused_of_prepare_too(fields, message):
+    with pytest.raises(ValueError, match=f"^Mine.prepare: {message}"):
+        advantages(lambda self, batch: batch.replaced(**fields(batch)))(BATCH)
+
+
+def test_prepare_keeps_the_log_probs_that_the_gradient_is_of():
+    """It runs without a graph: a loss of another ``logp`` would train nothing."""
+    with pytest.raises(ValueError, match=r"^Mine.prepare returned another logp, expected that of the batch it was giv"):
+        advantages(lambda self, batch: batch.replaced(logp=batch.logp * 1))(BATCH)
+
+
+def test_what_prepare_may_give():
+    halves = advantages(lambda self, batch: batch.replaced(advantages=batch.advantages[:, None] * batch.mask / 2))
+    torch.testing.assert_close(halves(BATCH).coefficient, offcorr.Correction()(BATCH).coefficient / 2)
 
 
 def test_a_wrong_number_of_a_resolved_stage_names_the_controller():

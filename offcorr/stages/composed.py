@@ -1,0 +1,103 @@
+"""Checks of the stages of a correction, one by one and together: an error names the slot or the class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from offcorr.stages import definition
+from offcorr.stages.base import Controller, Stage
+from offcorr.stages.checks import one_of
+from offcorr.stages.gates import Gate
+from offcorr.stages.ratios import Token
+
+SLOTS = {
+    "ratio": "ratio",
+    "gate": "gate",
+    "weight": "weight",
+    "reject": "rejection",
+    "advantages": "advantages",
+}
+"""The fields of a correction that hold stages, and the kind of stage that each takes."""
+
+SEVERAL = ("weight", "reject")
+"""The slots that take any number of stages."""
+
+COUPLES = ("batch", "group")
+"""The sequences that may share the statistics of a controller."""
+
+
+def as_tuple(stages: Any) -> tuple[Any, ...]:
+    """The stages of a slot."""
+    if stages is None:
+        return ()
+    return stages if isinstance(stages, tuple) else (stages,)
+
+
+def check_slot(slot: str, value: Any) -> None:
+    """Raise ValueError for anything but the stages that a slot takes."""
+    kind = SLOTS[slot]
+    if slot == "gate" and value is None:
+        raise ValueError("gate is None, expected one of offcorr.gates; gates.ScoreFunction() limits nothing")
+    if isinstance(value, tuple) and slot not in SEVERAL:
+        raise ValueError(f"{slot} is {value!r}, expected one stage" + ("" if slot == "gate" else " or None"))
+    for stage in as_tuple(value):
+        if isinstance(stage, type) and issubclass(stage, Stage):
+            raise ValueError(f"{slot} is the class {stage.__name__}, expected an instance: {stage.__name__}()")
+        if not isinstance(stage, Stage) or stage.KIND != kind:
+            raise ValueError(f"{slot} is {stage!r}, expected one of offcorr.{kind.removesuffix('s')}s")
+
+
+def check_stage(stage: Stage, optional: Iterable[str]) -> None:
+    """Raise for what a class says of its stages, where that depends on their fields.
+
+    Args:
+        optional: the fields of a batch that may be None.
+
+    Raises:
+        ValueError: ``needs`` is no set of them, or ``couples`` is unknown.
+        TypeError: a pointwise function that a property gives cannot be called.
+    """
+    name, needs = type(stage).__name__, stage.needs
+    if isinstance(stage, Controller) and stage.couples not in COUPLES:
+        raise ValueError(f"{name}.couples is {stage.couples!r}{one_of(stage.couples, COUPLES)}")
+    if not isinstance(needs, frozenset | set | tuple | list):
+        meant = f": frozenset({{{needs!r}}})" if isinstance(needs, str) else ""
+        raise ValueError(f"{name}.needs is {needs!r}, expected a frozenset of names{meant}")
+    for field in needs:
+        if field not in optional:
+            raise ValueError(f"{name}.needs has {field!r}, expected a frozenset of names{one_of(field, optional)}")
+    definition.check_computed(stage)
+
+
+def check_ratio_and_gate(ratio: Any, gate: Any) -> None:
+    """Raise ValueError where a gate has no ratio, or no gradient by it, or a ratio no gate that uses it."""
+    if isinstance(gate, Gate):
+        definition.check_uses_ratio(type(gate).__name__, gate.uses_ratio, gate.surrogate)
+        if ratio is None and gate.uses_ratio:
+            raise ValueError(f"ratio is None, but gate {gate!r} needs one, for instance offcorr.ratios.Token()")
+        if ratio is not None and ratio.mismatch == "engine" and not gate.detached:
+            raise ValueError(
+                f"ratio {ratio!r} does not depend on logp, so gate {gate!r} would have no gradient; "
+                "use gates.DetachedRatio() or a weight"
+            )
+    if not gate.uses_ratio and ratio is not None and ratio != Token():
+        raise ValueError(
+            f"ratio is {ratio!r}, but gate {gate!r} uses none, expected None; gates.DetachedRatio() multiplies by one"
+        )
+
+
+def refuse_double_counting(ratio: Any, gate: Any, weights: Iterable[Any]) -> None:
+    """Each of the two mismatches may multiply the gradient once: the total ratio is both of them."""
+    counted: dict[str, str] = {}
+    uses_ratio = ratio is not None and getattr(gate, "uses_ratio", True)
+    multiplying = [("ratio", ratio)] if uses_ratio else []
+    for slot, stage in multiplying + [("weight", weight) for weight in weights]:
+        label = f"{slot} {stage!r}"
+        for mismatch in ("staleness", "engine") if stage.mismatch in ("total", None) else (stage.mismatch,):
+            if mismatch in counted:
+                raise ValueError(
+                    f"{counted[mismatch]} and {label} both count the {mismatch} ratio; "
+                    "drop one, or compare different policies (mismatch=)"
+                )
+            counted[mismatch] = label
