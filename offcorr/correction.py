@@ -18,7 +18,7 @@ from offcorr.metrics import CONTROL, Mean, Metrics
 from offcorr.shapes import Scalar
 from offcorr.stages import calls, reference
 from offcorr.stages.advantages import Advantages
-from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, check_denominator
+from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, checked_denominator
 from offcorr.stages.base import Controller, Number, Plan, Stage, plain
 from offcorr.stages.checks import check_flag, warn_once
 from offcorr.stages.composed import (
@@ -72,7 +72,7 @@ class Correction:
             instead of setting loss and gradient to 0 there.
 
     Raises:
-        ValueError: a stage is not of its kind, two of them count the same mismatch, or no other looks at the ratio.
+        ValueError: a stage is not of its kind, or two of them count the same mismatch.
         TypeError: a function that a user's stage computes from its fields cannot be called.
 
     >>> import torch, offcorr
@@ -178,7 +178,7 @@ class Correction:
                 with ``strict``, a valid token has no finite number, or no token has an engine's log-prob that the
                 method needs.
         """
-        self._check(batch, denominator)
+        denominator = self._checked(batch, denominator)
         if batch.old_logp is None and not anchored and not torch.compiler.is_compiling():
             self._warn_without_old_logp(batch.rollout_logp is not None)
         if denominator is not None and not self.count_rejected and not kept:
@@ -216,7 +216,7 @@ class Correction:
         >>> torch.equal(tis.coefficient(batch), tis(batch).coefficient)
         True
         """
-        self._check(batch, denominator)
+        denominator = self._checked(batch, denominator)
         if denominator is not None and not self.count_rejected:
             self._refuse_denominator(denominator)
         resolved = self.resolve(self.statistics(batch))
@@ -226,7 +226,7 @@ class Correction:
 
     def statistics(self, batch: Batch) -> Statistics | None:
         """The statistics of the controllers, to be merged over micro-batches and ranks; None if there are none."""
-        self._check(batch, None)
+        self._checked(batch, None)
         if not self.controllers:
             return None
         with torch.no_grad():
@@ -243,7 +243,7 @@ class Correction:
         Args:
             statistics: as in a call.
         """
-        self._check(batch, None)
+        self._checked(batch, None)
         with torch.no_grad():
             resolved = self.resolve(self.statistics(batch) if statistics is None else statistics)
             batch = resolved.prepared(batch)
@@ -266,10 +266,7 @@ class Correction:
         slots: dict[str, Any] = {"advantages": known.get("advantages")}
         for slot in ("weight", "reject"):
             slots[slot] = tuple(stage for place, stage in known.items() if place.startswith(slot)) or None
-        gate, ratio = known["gate"], known.get("ratio")
-        if self.gate.uses_ratio and not gate.uses_ratio:
-            ratio = None  # the controller might have used it
-        return dataclasses.replace(self, ratio=ratio, gate=gate, **slots)
+        return dataclasses.replace(self, ratio=known.get("ratio"), gate=known["gate"], **slots)
 
     def plan(self, batch: Batch) -> Plan:
         """The stages as data, for a batch like this one; controllers must have been resolved."""
@@ -334,7 +331,8 @@ class Correction:
     def _plans(self) -> dict[bool, Plan]:
         return {}
 
-    def _check(self, batch: Batch, denominator: float | Tensor | None) -> None:
+    def _checked(self, batch: Batch, denominator: float | Tensor | None) -> float | Tensor | None:
+        """The denominator as a number or a tensor without dimensions; raises where batch or denominator do not fit."""
         check_batch(batch)
         for name in self.needs:
             if name != "old_logp" and getattr(batch, name) is None:
@@ -347,7 +345,7 @@ class Correction:
                 raise ValueError(
                     f"denominator is {denominator!r}, expected None: aggregate {self.aggregate!r} divides by nothing"
                 )
-            check_denominator(denominator)
+            denominator = checked_denominator(denominator)
         if self.strict:
             if batch.mask.dtype != torch.bool:
                 batch.check_mask_values()
@@ -359,6 +357,7 @@ class Correction:
                 "many tokens: the rounding of every log-prob adds up, to a gradient that is 10 to 30 % off over some "
                 "thousand tokens. Compute log-probs in float32"
             )
+        return denominator
 
     def _warn_without_old_logp(self, engine_known: bool) -> None:
         """Warn once that, without ``old_logp``, the current policy takes its place in the stages that compare with it.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offcorr.correction import Output
-from offcorr.stages.aggregate import check_denominator
+from offcorr.stages.aggregate import checked_denominator
 from offcorr.stages.checks import check_number
 
 
@@ -101,7 +101,7 @@ class CHORD:
                 f"sft_mask has shape {tuple(sft_mask.shape)}, expected {tuple(sft_logp.shape)}, that of sft_logp"
             )
         if denominator is not None:
-            check_denominator(denominator)
+            denominator = checked_denominator(denominator)
         mask = sft_mask.bool()
         logp = torch.where(mask, sft_logp, 0)
         p = logp.detach().exp()

@@ -82,21 +82,26 @@ def own_total(name: str, count: PerSequence, sequences: Scalar | IntScalar | int
     return sequences.clamp(min=1) if isinstance(sequences, Tensor) else float(max(sequences, 1))
 
 
-def check_denominator(denominator: float | Tensor) -> None:
-    """Raise ValueError for a denominator that is no positive number, or a 0-dim tensor of one.
+def checked_denominator(denominator: float | Tensor) -> float | Tensor:
+    """The denominator; a tensor of one number as one without dimensions, which decides neither shape nor dtype.
 
     The value of a tensor on a GPU is not looked at, since reading it would synchronise.
+
+    Raises:
+        ValueError: it is no positive number.
     """
+    wanted = "expected a positive number of tokens or sequences"
     if isinstance(denominator, Tensor):
-        if denominator.ndim:  # [1] would decide the dtype of the result, and [1, 1] be one for each row
-            raise ValueError(f"denominator has shape {tuple(denominator.shape)}, expected a number or a 0-dim tensor")
+        if denominator.numel() != 1:
+            raise ValueError(f"denominator has shape {tuple(denominator.shape)}, expected one number")
         if denominator.dtype == torch.bool or denominator.is_complex():
-            raise ValueError(
-                f"denominator has dtype {denominator.dtype}, expected a positive number of tokens or sequences"
-            )
+            raise ValueError(f"denominator has dtype {denominator.dtype}, {wanted}")
+        if denominator.ndim:
+            denominator = denominator.reshape(())
         if denominator.is_cuda:
-            return
+            return denominator
     elif not isinstance(denominator, int | float) or isinstance(denominator, bool):
-        raise ValueError(f"denominator is {denominator!r}, expected a positive number of tokens or sequences")
-    if not float(denominator) > 0 or float(denominator) == float("inf"):
-        raise ValueError(f"denominator is {denominator!r}, expected a positive number of tokens or sequences")
+        raise ValueError(f"denominator is {denominator!r}, {wanted}")
+    if not 0 < float(denominator) < float("inf"):
+        raise ValueError(f"denominator is {denominator!r}, {wanted}")
+    return denominator

@@ -147,18 +147,15 @@ def check_flag(owner: Any, field: str) -> None:
         raise ValueError(f"{type(owner).__name__}: {field} is {getattr(owner, field)!r}, expected True or False")
 
 
-def check_unused(owner: Any, chosen: str, fields: Iterable[str]) -> None:
-    """``owner.fields`` have their defaults, as the choice of ``owner.chosen`` has no use for them.
+def warn_of_unused(owner: Any, chosen: str, fields: Iterable[str]) -> None:
+    """Warns of each of ``owner.fields`` that has another value than its default, as the chosen one has no use for it.
 
     The values of tensors are not looked at.
     """
     for field in fields:
         default, value = type(owner).__dataclass_fields__[field].default, getattr(owner, field)
         if not isinstance(value, Tensor) and value != default:
-            raise ValueError(
-                f"{type(owner).__name__}: {field} is {value!r} with {chosen} {getattr(owner, chosen)!r}, which has no "
-                f"use for it, expected its default, {default!r}"
-            )
+            warn_once(f"{type(owner).__name__}: {field} has no effect with {chosen} {getattr(owner, chosen)!r}")
 
 
 def check_mismatch(owner: Any, *, optional: bool = False) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from offcorr.stages import definition
 from offcorr.stages.base import Controller, Stage
-from offcorr.stages.checks import one_of
+from offcorr.stages.checks import one_of, warn_once
 from offcorr.stages.gates import Gate
 from offcorr.stages.ratios import Token
 
@@ -71,7 +71,7 @@ def check_stage(stage: Stage, optional: Iterable[str]) -> None:
 
 
 def check_ratio_and_gate(ratio: Any, gate: Any) -> None:
-    """Raise ValueError where a gate has no ratio, or no gradient by it, or a ratio no gate that uses it."""
+    """Raise ValueError where a gate has no ratio, or no gradient by it; warn where it uses none of its own."""
     if isinstance(gate, Gate):
         definition.check_uses_ratio(type(gate).__name__, gate.uses_ratio, gate.surrogate)
         if ratio is None and gate.uses_ratio:
@@ -81,10 +81,10 @@ def check_ratio_and_gate(ratio: Any, gate: Any) -> None:
                 f"ratio {ratio!r} does not depend on logp, so gate {gate!r} would have no gradient; "
                 "use gates.DetachedRatio() or a weight"
             )
-    if not gate.uses_ratio and ratio is not None and ratio != Token():
-        raise ValueError(
-            f"ratio is {ratio!r}, but gate {gate!r} uses none, expected None; gates.DetachedRatio() multiplies by one"
-        )
+        if ratio not in (None, Token()) and not gate.uses_ratio:
+            warn_once(
+                f"ratio {ratio!r} has no effect: gate {gate!r} uses none; gates.DetachedRatio() multiplies by one"
+            )
 
 
 def refuse_double_counting(ratio: Any, gate: Any, weights: Iterable[Any]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from offcorr.shapes import Mismatch
 from offcorr.stages import ops
 from offcorr.stages.base import Number, Pointwise, Stage, own
-from offcorr.stages.checks import check_choice, check_flag, check_mismatch, check_number, check_order, check_unused
+from offcorr.stages.checks import check_choice, check_flag, check_mismatch, check_number, check_order, warn_of_unused
 
 __all__ = [
     "BinaryKL",
@@ -423,7 +423,7 @@ class DPPO(Rejection):
         delta: nats, for "kl".
 
     Raises:
-        ValueError: an option is no number >= 0, or the divergence has no use for one that is given.
+        ValueError: an option is no number >= 0.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
@@ -438,7 +438,7 @@ class DPPO(Rejection):
         check_choice(self, "divergence", ("tv", "kl"))
         for field in ("low", "high", "delta"):
             check_number(self, field, low=0)
-        check_unused(self, "divergence", {"tv": ("delta",), "kl": ("low", "high")}[self.divergence])
+        warn_of_unused(self, "divergence", {"tv": ("delta",), "kl": ("low", "high")}[self.divergence])
         check_mismatch(self)
 
     @property

@@ -304,21 +304,14 @@ def with_ppo(own: Callable[[random.Random], Options]) -> Callable[[random.Random
     return lambda rng: {**ppo_options(rng), **own(rng)}
 
 
-def region_options(rng: random.Random) -> Options:
-    """DPPO's: each divergence has bounds of its own."""
-    if rng.random() < 0.5:
-        return {"divergence": "kl", "delta": rng.uniform(0.001, 0.2)}
-    return {"divergence": "tv", "low": rng.uniform(0.01, 0.3), "high": rng.uniform(0.01, 0.3)}
-
-
 def dppo_options(rng: random.Random) -> Options:
-    return {**region_options(rng), "cap": rng.uniform(1.0, 20.0)}
-
-
-def rec_options(rng: random.Random) -> Options:
-    mode = rng.choice(["one-side", "two-side", "ring"])
-    far = {"eps_low_prime": rng.uniform(0.5, 0.9), "eps_high_prime": rng.uniform(1.0, 3.0)} if mode == "ring" else {}
-    return {"mode": mode, "eps_low": rng.uniform(0.05, 0.4), "eps_high": rng.uniform(0.05, 0.9), **far}
+    return {
+        "divergence": rng.choice(["tv", "kl"]),
+        "low": rng.uniform(0.01, 0.3),
+        "high": rng.uniform(0.01, 0.3),
+        "delta": rng.uniform(0.001, 0.2),
+        "cap": rng.uniform(1.0, 20.0),
+    }
 
 
 def opsm_options(rng: random.Random) -> Options:
@@ -396,7 +389,14 @@ OPTIONS: dict[str, Callable[[random.Random], Options]] = {
     "opmd": lambda rng: {"tau": rng.uniform(0.1, 3.0)},
     "kimi": lambda rng: {"tau": rng.uniform(0.01, 1.0)},
     "dro": lambda rng: {"tau": rng.uniform(0.01, 1.0)},
-    "rec": lambda rng: {**rec_options(rng), "weighted": rng.random() < 0.5},
+    "rec": lambda rng: {
+        "mode": rng.choice(["one-side", "two-side", "ring"]),
+        "weighted": rng.random() < 0.5,
+        "eps_low": rng.uniform(0.05, 0.4),
+        "eps_high": rng.uniform(0.05, 0.9),
+        "eps_low_prime": rng.uniform(0.5, 0.9),
+        "eps_high_prime": rng.uniform(1.0, 3.0),
+    },
     "m2po": m2po_options,
     "cppo": lambda rng: {**cppo_options(rng), "cap": rng.choice([None, rng.uniform(1.0, 20.0)])},
     "p3o": lambda rng: {},
@@ -570,13 +570,16 @@ REJECTIONS: dict[str, Draw] = {
     "OPSM": opsm_options,
     "NarrowingInterval": OPTIONS["pnpo"],
     "BinaryKL": log_bound(-3, 0),
-    "DPPO": region_options,
+    "DPPO": lambda rng: {
+        **{key: rng.uniform(0.01, 0.3) for key in ("low", "high", "delta")},
+        "divergence": rng.choice(["tv", "kl"]),
+    },
     "VACO": lambda rng: {
         **log_bound(-3, 0)(rng),
         "divergence": rng.choice(["ratio", "tv", "kl"]),
         "increase_only": rng.random() < 0.7,
     },
-    "REC": rec_options,
+    "REC": lambda rng: {key: value for key, value in OPTIONS["rec"](rng).items() if key != "weighted"},
     "MomentBudget": lambda rng: {"tau": rng.uniform(0.001, 0.5), "tokens": rng.choice(["outward", "all"])},
     "SquareBound": lambda rng: {"bound": 10 ** rng.uniform(-4, 0), "tokens": rng.choice(["outward", "all"])},
     "SuffixVeto": lambda rng: {"threshold": 10 ** rng.uniform(-6, -0.1)},
@@ -641,9 +644,7 @@ def random_stages(rng: random.Random) -> Options:
     ratios = [name for name in RATIOS if gate not in TOKEN_FORM or name not in MEANS]
     mismatch = rng.choice(["staleness", "staleness", "total", *(["engine"] if gate in DETACHED else [])])
     name = rng.choice(ratios)
-    ratio: Stage | None = (name, {**RATIOS[name](rng), "mismatch": mismatch})
-    if gate in NO_RATIO:
-        ratio = rng.choice([None, ("Token", {})])
+    ratio = (name, {**RATIOS[name](rng), "mismatch": mismatch}) if gate not in NO_RATIO or rng.random() < 0.5 else None
     counted = mismatch if ratio and gate not in NO_RATIO else None
     free = {"staleness": ["engine"], None: ["staleness", "engine", "total"]}.get(counted, [])
     weights = [random_weight(rng, free)] if free and rng.random() < 0.6 else []

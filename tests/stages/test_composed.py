@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 import offcorr
-from offcorr import Correction, advantages, controllers, gates, ops, ratios, rejections, weights
+from offcorr import Correction, advantages, gates, ops, ratios, rejections, weights
 from offcorr.methods.registry import catalogue, illustration
+from offcorr.stages import checks
 
 BATCH = offcorr.testing.example()
 
@@ -51,46 +51,14 @@ def test_a_list_of_stages_is_a_tuple():
 
 @pytest.mark.parametrize("ratio", [ratios.Prefix(), ratios.Token(mismatch="total")])
 def test_a_ratio_beside_a_gate_that_uses_none(ratio):
-    with pytest.raises(
-        ValueError, match=r"ratio is .*, but gate ScoreFunction\(\) uses none, expected None; gates.Det"
-    ):
+    checks.warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"has no effect: gate ScoreFunction\(\) uses none; gates.DetachedRatio"):
         Correction(ratio=ratio, gate=gates.ScoreFunction())
 
 
 def test_the_default_ratio_may_stand_beside_any_gate():
     plain, without = (Correction(ratio=ratio, gate=gates.ScoreFunction())(BATCH) for ratio in (ratios.Token(), None))
     assert plain.loss == without.loss
-
-
-@dataclass(frozen=True)
-class Nothing:
-    tokens: Any
-
-    def merge(self, other):
-        return Nothing(self.tokens + other.tokens)
-
-
-class AtTimes(controllers.Controller):
-    """A gate that uses the ratio, or not, as the statistics say."""
-
-    becomes, couples = "gate", "batch"
-
-    def statistics(self, tokens):
-        return Nothing(tokens.mask.sum())
-
-    def resolve(self, statistics):
-        return gates.ScoreFunction()
-
-
-def test_a_controller_may_do_without_the_ratio_it_may_use():
-    loss_fn = Correction(ratio=ratios.Prefix(), gate=AtTimes())
-    assert loss_fn(BATCH).loss == Correction(ratio=None, gate=gates.ScoreFunction())(BATCH).loss
-
-
-def test_a_controller_that_uses_no_ratio_has_none_beside_it():
-    cls = type("Never", (AtTimes,), {"uses_ratio": False, "__module__": __name__})
-    with pytest.raises(ValueError, match="ratio is Prefix.* uses none, expected None"):
-        Correction(ratio=ratios.Prefix(), gate=cls())
 
 
 # -- what a class says of its stages --------------------------------------------------------------------------
@@ -160,19 +128,16 @@ def test_a_function_that_depends_on_the_fields_is_looked_at_once(monkeypatch):
 @pytest.mark.parametrize(
     "method, options, message",
     [
-        (
-            "dppo",
-            {"delta": 1e-9},
-            "DPPO: delta is 1e-09 with divergence 'tv', which has no use for it, expected its def",
-        ),
-        ("dppo", {"divergence": "kl", "low": 0.1}, "DPPO: low is 0.1 with divergence 'kl', which has no use for it"),
-        ("dppo", {"divergence": "kl", "high": 0.3}, "DPPO: high is 0.3 with divergence 'kl', which has no use for it"),
-        ("rec", {"eps_low_prime": 0.7}, "REC: eps_low_prime is 0.7 with mode 'one-side', which has no use for it"),
-        ("rec", {"mode": "two-side", "eps_high_prime": 3.0}, "REC: eps_high_prime is 3.0 with mode 'two-side', which"),
+        ("dppo", {"delta": 1e-9}, "DPPO: delta has no effect with divergence 'tv'"),
+        ("dppo", {"divergence": "kl", "low": 0.1}, "DPPO: low has no effect with divergence 'kl'"),
+        ("dppo", {"divergence": "kl", "high": 0.3}, "DPPO: high has no effect with divergence 'kl'"),
+        ("rec", {"eps_low_prime": 0.7}, "REC: eps_low_prime has no effect with mode 'one-side'"),
+        ("rec", {"mode": "two-side", "eps_high_prime": 3.0}, "REC: eps_high_prime has no effect with mode 'two-side'"),
     ],
 )
-def test_an_option_of_another_choice_is_refused(method, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_an_option_of_another_choice_is_warned_of(method, options, message):
+    checks.warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=message):
         offcorr.get(method, **options)
 
 
