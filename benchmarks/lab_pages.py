@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("docs/lab.md", "docs/which.md")
 BLOCK = re.compile(r"(<!-- lab (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 ARENAS = (("arena_default",), ("arena", "arena_more", "arena_lam", "arena_mu_grpo"))
-"""The arena's files in groups; a method is compared with the best of its own.  Of two groups the later one counts."""
+"""The arena's files in groups; a method is compared with the best of its own.  Of a method in two groups the
+one with more seeds counts."""
 RESULTS = ("exact", "loop", "loop_long", "loop_variants", *ARENAS[0], *ARENAS[1], "arena_ess")
 OWN = "near_overlap"
 SAFEST = "minpro"
@@ -153,7 +154,10 @@ def trained() -> dict[tuple[int, str], dict[str, Trained]]:
         for cell in {(row["lag"], row["precision"]) for row in rows}:
             here = {row["method"]: row for row in rows if (row["lag"], row["precision"]) == cell}
             best = _best(here)
-            cells.setdefault(cell, {}).update({name: Trained(row, best) for name, row in here.items()})
+            known = cells.setdefault(cell, {})
+            for name, row in here.items():
+                if name not in known or len(row["seeds"]) >= len(known[name].row["seeds"]):
+                    known[name] = Trained(row, best)
     return cells
 
 
