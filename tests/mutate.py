@@ -1,12 +1,13 @@
 """Mutation testing: small wrong edits, each with the test that must fail.  Exits with 1 if a mutation survives.
 
-    python tests/mutate.py [WORD ...]      # only mutations whose description contains one of the words
+    python tests/mutate.py [WORD ...] [--trust] [--processes N]
 
 The edits are made in a copy; the checkout does not change.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -1626,16 +1627,19 @@ def misplaced(mutations: Iterable[Mutation]) -> list[str]:
     return found
 
 
-def survives(mutation: Mutation) -> str | None:
-    """Returns the reason why the mutation was not caught, or None if it was."""
+def survives(mutation: Mutation, trust: bool) -> str | None:
+    """Returns the reason why the mutation was not caught, or None if it was.
+
+    Args:
+        trust: that the test passes without the mutation, so that it is not run first.
+    """
     source = (ROOT / mutation.file).read_text()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for part in ("offcorr", "tests", "benchmarks", "pyproject.toml"):
             take = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             take(ROOT / part, copy / part)
-        passed = _test(copy, mutation) if "--trust" not in sys.argv else 0
-        if passed != 0:
+        if not trust and _test(copy, mutation) != 0:
             return f"{mutation.test} does not pass without it"
         (copy / mutation.file).write_text(source.replace(mutation.right, mutation.wrong, 1))
         code = _test(copy, mutation)
@@ -1653,15 +1657,24 @@ def _test(copy: Path, mutation: Mutation) -> int:
 
 
 def main() -> int:
-    words = [word for word in sys.argv[1:] if not word.startswith("-")]
-    chosen = [m for m in MUTATIONS if not words or any(word in m.what for word in words)]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="only mutations whose description contains one of these"
+    )
+    parser.add_argument("--trust", action="store_true", help="do not run each test on the right code first")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at a time; default: one per core")
+    options = parser.parse_args()
+    chosen = [m for m in MUTATIONS if not options.words or any(word in m.what for word in options.words)]
+    if not chosen:
+        parser.error(f"no mutation's description contains one of {options.words}")
     if stale := misplaced(chosen):
         print(*stale, "write these mutations anew: nothing was run", sep="\n")
         return 2
     from rich.progress import track  # tests/test_mutations.py does without
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        verdicts = list(track(pool.map(survives, chosen), total=len(chosen), description="mutations"))
+    with ThreadPoolExecutor(options.processes) as pool:
+        tried = pool.map(lambda mutation: survives(mutation, options.trust), chosen)
+        verdicts = list(track(tried, total=len(chosen), description="mutations"))
     alive = [(m.what, why) for m, why in zip(chosen, verdicts, strict=True) if why]
     for what, why in alive:
         print(f"SURVIVED  {what}: {why}")
