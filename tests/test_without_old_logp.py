@@ -81,5 +81,9 @@ def test_without_any_other_policy():
 
 def test_a_step_has_placed_it():
     step = Step(offcorr.get("minpro"))
-    step.begin(tokens=6)
-    assert not said(lambda given: step.loss(step.place(given)), batch(rollout_logp=None))
+
+    def loss(given):
+        step.begin(tokens=6)
+        return step.loss(step.place(given))
+
+    assert not said(loss, batch(rollout_logp=None))
