@@ -348,9 +348,19 @@ def seeds() -> list[Row]:
 
 
 def warnings() -> list[Row]:
-    """Early warnings: of every metric the threshold that finds most, and of those the one with fewest false alarms."""
+    """Early warnings in the runs of ``arena``."""
+    return _warnings("arena")
+
+
+def warnings_default() -> list[Row]:
+    """Early warnings in the runs of ``arena_default``."""
+    return _warnings("arena_default")
+
+
+def _warnings(name: str) -> list[Row]:
+    """Of every metric the threshold that finds most, and of those the one with fewest false alarms."""
     best: dict[tuple[str, bool], Mapping[str, Any]] = {}
-    for row in result("arena")["warnings"]:
+    for row in result(name)["warnings"]:
         key = row["metric"], row["above"]
         if key not in best or _worth(row) > _worth(best[key]):
             best[key] = row
@@ -409,6 +419,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
         ess,
         seeds,
         warnings,
+        warnings_default,
         situations,
         length,
         sources,

@@ -104,8 +104,10 @@ def equal_answers(loss_fn: Correction) -> None:
 
 
 def finite_on_ordinary_batches(loss_fn: Correction) -> None:
-    """Finite log-probs and advantages give finite numbers at every stage."""
-    check_finite(loss_fn, example())
+    """Finite log-probs and advantages give finite numbers at every stage, where all policies agree, too."""
+    batch = example()
+    for old_logp, rollout_logp in ((batch.old_logp, batch.rollout_logp), (batch.logp, batch.logp)):
+        check_finite(loss_fn, dataclasses.replace(batch, old_logp=old_logp, rollout_logp=rollout_logp))
 
 
 def on_policy_gradient(loss_fn: Correction) -> None:
@@ -296,6 +298,7 @@ CHECKS: dict[str, Callable[[Correction], None]] = {
     for run in (
         equal_answers,
         finite_on_ordinary_batches,
+        coefficient_is_the_gradient,
         on_policy_gradient,
         blind_under_the_mask,
         splitting,
@@ -305,7 +308,6 @@ CHECKS: dict[str, Callable[[Correction], None]] = {
         padding_has_no_effect,
         packed_equals_padded,
         config_round_trip,
-        coefficient_is_the_gradient,
         finite_under_extremes,
         no_advantage_no_gradient,
         nothing_left,

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 _SYMBOLS = (
     "r = exp(logp - old_logp), rho = exp(old_logp - rollout_logp), R = r rho; A: advantage; "
-    "w_t: product of the weights, 0 where rejected; Z: denominator of the aggregation"
+    "w_t: product of the weights, 0 where rejected; Z: what the aggregation divides a token by"
 )
 
 

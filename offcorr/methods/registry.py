@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import math
+import os
 import pkgutil
 import re
 import sys
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from offcorr.correction import FIELDS, Correction, named
 from offcorr.stages.base import stage_from_config
-from offcorr.stages.checks import nearest
+from offcorr.stages.checks import nearest, same_definition
 
 __all__ = [
     "Method",
@@ -160,7 +161,7 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
         for word in (name, *method.aliases):
             _check_name(word)
             known = _METHODS.get(word)
-            if known is not None and _source(known.build) != _source(build):
+            if known is not None and not same_definition(known.build, build):
                 raise ValueError(f"a method named {word!r} exists already: {_source(known.build)}")
         for word in (name, *method.aliases):
             _METHODS[word] = method
@@ -365,11 +366,36 @@ def _load_symbol(path: str, symbol: str) -> Any:
     raise ValueError(f"{path} defines no {symbol!r}{nearest(symbol, known)}")
 
 
-@functools.cache
+_LOADED: dict[Path, tuple[int, Any]] = {}
+"""The files of users that were read: when each had been written, and its module."""
+
+
 def _load_file(file: Path) -> Any:
-    name = f"offcorr_user_{file.stem}"
-    if name in sys.modules:  # another file of that name
-        name += f"_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    """The module of a file: as it was imported, or else read here, and again where the file has changed since."""
+    written = file.stat().st_mtime_ns
+    known_at, known = _LOADED.get(file, (None, None))
+    if known is None and (imported := _imported(file)) is not None:
+        return imported
+    if known_at != written:
+        _LOADED[file] = written, _read(file, known.__name__ if known else None)
+    return _LOADED[file][1]
+
+
+def _imported(file: Path) -> Any:
+    """The module that was imported from a file, if there is one."""
+    for module in list(sys.modules.values()):
+        origin = getattr(module, "__file__", None)
+        if origin and os.path.basename(origin) == file.name and Path(origin).resolve() == file:
+            return module
+    return None
+
+
+def _read(file: Path, name: str | None) -> Any:
+    """The file as a module of its own, under the name that it had before if it is read again."""
+    if name is None:
+        name = f"offcorr_user_{file.stem}"
+        if name in sys.modules:  # another file of that name
+            name += f"_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -75,6 +75,16 @@ def warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=outside())
 
 
+def same_definition(one: Any, other: Any) -> bool:
+    """Whether two functions or classes are one definition: of one name, and of one file, which may be loaded twice."""
+
+    def origin(defined: Any) -> tuple[str, str]:
+        module = sys.modules.get(defined.__module__)
+        return getattr(module, "__file__", None) or defined.__module__, defined.__qualname__
+
+    return origin(one) == origin(other)
+
+
 def check_number(
     owner: Any,
     field: str,

@@ -16,7 +16,7 @@ from einops import repeat
 from offcorr.batch import Rows
 from offcorr.shapes import PerSequence, PerToken, TokenMask
 from offcorr.stages import ops
-from offcorr.stages.checks import one_of
+from offcorr.stages.checks import one_of, same_definition
 
 __all__ = [
     "SPANS",
@@ -209,7 +209,7 @@ def register(name: str) -> Callable[[Any], Any]:
         if asked not in (("x", "rows"), ("x", "rows", "p")):
             raise TypeError(f"span {name!r} takes {asked}, expected (x, rows) or (x, rows, p)")
         known = SPANS.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (span.__module__, span.__qualname__):
+        if known is not None and not same_definition(known, span):
             raise ValueError(f"a span named {name!r} exists already: {known.__module__}.{known.__qualname__}")
         SPANS[name] = span
         return span

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 
 import pytest
@@ -87,3 +89,55 @@ def test_a_name_that_no_spec_could_hold_is_refused(name):
     with pytest.raises(ValueError, match=message):
         offcorr.register("test_fine", aliases=(name,))(lambda: offcorr.Correction())
     assert "test_fine" not in offcorr.available()
+
+
+SPAN_AND_METHOD = """
+import torch
+
+import offcorr
+from offcorr import gates, ratios, spans
+
+
+@spans.register("span_of_{name}")
+def seen(x, rows):
+    return torch.where(rows.mask, x, 0).cumsum(1)
+
+
+@offcorr.register("method_of_{name}", multiplier="as PPO's")
+def mine():
+    return offcorr.Correction(gate=gates.Clip({bound}, {bound}))
+"""
+
+
+def write(file, bound):
+    file.write_text(SPAN_AND_METHOD.format(name=file.stem, bound=bound))
+    os.utime(file, ns=(0, int(bound * 1e9)))  # another time, however coarse the clock
+
+
+@pytest.fixture
+def user_file(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / f"edited_{tmp_path.name.replace('-', '_')}.py"
+    yield file
+    if f"method_of_{file.stem}" in offcorr.available():
+        offcorr.unregister(f"method_of_{file.stem}")
+        offcorr.spans.unregister(f"span_of_{file.stem}")
+
+
+def test_a_file_that_was_edited_is_read_again(user_file):
+    for bound in (0.1, 0.3):
+        write(user_file, bound)
+        assert offcorr.resolve(f"{user_file}:mine").gate == offcorr.gates.Clip(bound, bound)
+        assert offcorr.get(f"method_of_{user_file.stem}").gate.eps_low == bound
+
+
+@pytest.mark.parametrize("order", [("import", "resolve"), ("resolve", "import")])
+def test_a_file_may_be_imported_and_named(user_file, order):
+    write(user_file, 0.1)
+    for step in order:
+        if step == "import":
+            importlib.import_module(user_file.stem)
+        else:
+            assert offcorr.resolve(f"{user_file}:mine").gate == offcorr.gates.Clip(0.1, 0.1)
+    with pytest.raises(ValueError, match="did you mean 'mine'"):
+        offcorr.resolve(f"{user_file}:mien")
