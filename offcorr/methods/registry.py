@@ -384,8 +384,8 @@ def _load_file(file: Path) -> Any:
 def _imported(file: Path) -> Any:
     """The module that was imported from a file, if there is one."""
     for module in list(sys.modules.values()):
-        origin = getattr(module, "__file__", None)
-        if origin and os.path.basename(origin) == file.name and Path(origin).resolve() == file:
+        origin = getattr(module, "__dict__", {}).get("__file__")  # some modules answer for any attribute
+        if isinstance(origin, str) and os.path.basename(origin) == file.name and Path(origin).resolve() == file:
             return module
     return None
 
