@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 
 import offcorr
-from offcorr.correction import _reference
 from offcorr.kernels import dispatch, launch
 from offcorr.kernels.logprob import logits_logprob
 from offcorr.lab.kernels import batch
+from offcorr.loss import torch_loss
 from offcorr.methods.registry import catalogue, illustration
 from offcorr.stages.spans import SPANS
 
@@ -200,7 +200,7 @@ class Timed:
     def compiled(self, **options: Any) -> Callable[[], Any]:
         given = self.loss_fn.prepared(self.given)
         plan = self.loss_fn.plan(given)
-        optimised = torch.compile(lambda: _reference(plan, given, self.denominator), **options)
+        optimised = torch.compile(lambda: torch_loss(plan, given, self.denominator), **options)
 
         def call() -> Any:
             with torch.no_grad():

@@ -203,3 +203,31 @@ def test_no_docstring_begins_with_a_question_word() -> None:
                 line = getattr(node, "lineno", 1)
                 found.append(f"{file.relative_to(ROOT)}:{line}: {docstring.splitlines()[0]}")
     assert not found, f"{len(found)} docstrings:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "recipes"])
+def test_what_a_script_imports_from_the_library_exists(folder: str) -> None:
+    """Most scripts run in no fast test, and some on a GPU alone: a name that has moved would be found there."""
+    missing = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "offcorr":
+                for alias in node.names:
+                    if not _exists(str(node.module), alias.name):
+                        missing.append(f"{file.relative_to(ROOT)}:{node.lineno} imports {alias.name} of {node.module}")
+    assert not missing, "\n".join(missing)
+
+
+def _exists(module: str, name: str) -> bool:
+    if f"{module}.{name}" in modules():
+        return True
+    if module not in modules():
+        return False
+    statements = [node for node in ast.walk(tree(module)) if isinstance(node, ast.stmt)]
+    named = {getattr(node, "name", None) for node in statements}
+    for node in statements:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            named |= {alias.asname or alias.name for alias in node.names}
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        named |= {part.id for target in targets if target for part in ast.walk(target) if isinstance(part, ast.Name)}
+    return name in named or "__getattr__" in named
