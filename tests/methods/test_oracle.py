@@ -346,7 +346,7 @@ OPTIONS: dict[str, Callable[[random.Random], Options]] = {
     "icepop": with_ppo(band),
     "seq_mis": with_ppo(cap),
     "geo_rs": with_ppo(band),
-    "veto": with_ppo(lambda rng: {"threshold": 10 ** rng.uniform(-6, -0.5)}),
+    "veto": with_ppo(lambda rng: {"threshold": 10 ** rng.uniform(-2, -0.05)}),
     "opsm": with_ppo(opsm_options),
     "binary_kl": with_ppo(lambda rng: {"bound": 10 ** rng.uniform(-3, 0)}),
     "vaco": lambda rng: {
@@ -566,7 +566,7 @@ REJECTIONS: dict[str, Draw] = {
     "K1": lambda rng: {**band(rng), "level": rng.choice(REDUCTIONS)},
     "K2": moment,
     "K3": moment,
-    "Veto": lambda rng: {"threshold": 10 ** rng.uniform(-6, -0.5)},
+    "Veto": lambda rng: {"threshold": 10 ** rng.uniform(-2, -0.05)},
     "OPSM": opsm_options,
     "NarrowingInterval": OPTIONS["pnpo"],
     "BinaryKL": log_bound(-3, 0),
