@@ -233,10 +233,12 @@ class Batch:
         return dict(vars(self))
 
     def replaced(self, **fields: Any) -> Batch:
-        """The batch with fields computed from its own: unlike ``dataclasses.replace``, no value is checked again.
+        """The batch with fields computed from its own: unlike ``dataclasses.replace``, no value is read again.
 
         Raises:
-            TypeError: a batch has no field of such a name; the message gives the nearest one.
+            TypeError: a batch has no field of such a name (the message gives the nearest one), or a field is no tensor
+                or has another dtype.
+            ValueError: the shape of a field does not go with that of ``logp``.
         """
         for name in fields.keys() - _FIELDS:
             raise TypeError(
@@ -244,6 +246,8 @@ class Batch:
             )
         batch = copy.copy(self)
         vars(batch).update(fields)
+        batch.check_kinds()
+        batch.check_shapes()
         return batch
 
     @property

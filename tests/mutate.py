@@ -1670,14 +1670,14 @@ def main() -> int:
     if stale := misplaced(chosen):
         print(*stale, "write these mutations anew: nothing was run", sep="\n")
         return 2
-    from rich.progress import track  # tests/test_mutations.py does without
-
+    alive = []
     with ThreadPoolExecutor(options.processes) as pool:
         tried = pool.map(lambda mutation: survives(mutation, options.trust), chosen)
-        verdicts = list(track(tried, total=len(chosen), description="mutations"))
-    alive = [(m.what, why) for m, why in zip(chosen, verdicts, strict=True) if why]
-    for what, why in alive:
-        print(f"SURVIVED  {what}: {why}")
+        for number, (mutation, why) in enumerate(zip(chosen, tried, strict=True), 1):
+            if why:
+                alive.append(f"SURVIVED  {mutation.what}: {why}")
+            print(f"{number} of {len(chosen)}  {mutation.what}: {why or 'caught'}", flush=True)
+    print(*alive, sep="\n")
     print(f"{len(chosen) - len(alive)} of {len(chosen)} mutations caught")
     return int(bool(alive))
 

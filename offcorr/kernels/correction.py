@@ -646,11 +646,12 @@ def correction(
                 if PLAN.stages[k].counts_as == "vetoed":
                     vetoed = vetoed | (block.mask & ~accepted)
 
-        # The gate: its ``value`` is the log-ratio as a constant, its ``logp`` that of the policy being trained.
+        # The gate: ``log_ratio`` and ``value`` are the ratio's, and ``logp`` is that of the policy being trained.
         if PLAN.detached:
             slope = tl.zeros([BLOCK], tl.float32) + 1.0
-        seen = inputs_of(PLAN.gate, block, context, log_ratio)
-        inputs = (log_ratio, seen[1], log_ratio, block.policies[0]) + seen[4:]
+        inputs = inputs_of(PLAN.gate, block, context, log_ratio)
+        clamped, raw, value, logp = log_ratio, inputs[1], log_ratio, block.policies[0]
+        inputs = (clamped, raw, value, logp) + inputs[4:]
         surrogate, derivative = call(PLAN.gate.rule, inputs, PLAN.gate, numbers[len(PLAN.stages)])
         derivative = derivative * slope
         held_back = held_back_by(derivative, log_ratio, slope, block.advantage)

@@ -524,7 +524,7 @@ def _first_line(
     warning = "" if options.output else "; without --output nothing is kept if this is interrupted"
     return (
         f"offcorr bench loop: methods: {len(methods)}, settings: {len(plan.settings)}, seeds: {plan.seeds}, "
-        f"processes: {options.processes}; about {duration(seconds)} on idle cores like ours{warning}"
+        f"processes: {options.processes}; about {duration(max(seconds, 1.0))} on idle cores like ours{warning}"
     )
 
 
