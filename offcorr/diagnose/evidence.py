@@ -241,7 +241,8 @@ class Evidence:
         """Spreads of the trainer's and of the sampler's log-probs, as logged, of one token after one prompt and prefix.
 
         They are in units of 1 - p + .01, as noise on the logits is.  Samples of one prompt share their beginnings; both
-        sides score each beginning once per sample.  Samples of other weights, by version or step, are apart.
+        sides score each beginning once per sample.  Samples of other weights on either side, by version and step, are
+        apart.
         """
         if self.whole is not None:
             return self.whole.same_context
@@ -282,8 +283,12 @@ def _contexts(records: Sequence[Record]) -> NDArray[np.uint64]:
 
 
 def _head(record: Record) -> bytes:
-    """A hash of the prompt and of the weights of ``old_logp``: the version that sampled, or else the step."""
-    return hashlib.blake2b(record.prompt_ids.tobytes() + _weights(record).encode(), digest_size=8).digest()
+    """A hash of the prompt and of the weights on both sides: the sampler's version, and the trainer's step.
+
+    The trainer's weights may move from step to step while those that sampled stay (a sampler that lags).
+    """
+    weights = f"{_weights(record)}/{record.trainer_version if record.step is None else record.step}"
+    return hashlib.blake2b(record.prompt_ids.tobytes() + weights.encode(), digest_size=8).digest()
 
 
 def _weights(record: Record) -> str:

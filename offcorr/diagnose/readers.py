@@ -26,6 +26,11 @@ WITHOUT = {
     ("rollout_version", "trainer_version"): "older weights cannot be told from an update that never arrived",
 }
 """Fields that tests read, and what follows where no record has them."""
+PARTLY = {
+    "entropy": "a trainer's dump leaves it out where the weights have moved since old_logp, and the tests that need it "
+    "read the other records",
+}
+"""What a field means that only some records lack."""
 OF_STEP = re.compile(r"(?P<step>step_\d+\.rank_\d+)(\.(?P<times>\d+))?\.parquet")
 """A file of ``StepDumps``: its step and rank, and how many times the step has been written, from the second on."""
 NUMBERS = (*LOGPS, "entropy", "reward", "advantage")
@@ -140,7 +145,8 @@ class Problems:
                 warn(f"no record has {' or '.join(absent)}: {consequence}")
         for name, count in self.lacking.items():
             if count < self.records:
-                warn(f"{name} is missing in {count} of {self.records} records")
+                meaning = f": {PARTLY[name]}" if name in PARTLY else ""
+                warn(f"{name} is missing in {count} of {self.records} records{meaning}")
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ def headline(report: Report) -> str:
     if report.causes:
         count = len(report.causes) - 1
         more = f"; {count} more cause{'s' * (count > 1)} below" if count else ""
+        if (larger := _larger_updates(report)) is not None:
+            more += f", of which staleness is the larger gap ({larger[1].statistic:.2g} nats)"
         return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}){more}"
     said = {
         "clean": "trainer and sampler agree",
@@ -75,7 +77,8 @@ def to_do(report: Report) -> list[str]:
     'To do: nothing. A correction for the engine is not needed for data like these.'
     """
     if report.causes:
-        return list(_staleness(report))
+        larger = _larger_updates(report)
+        return [] if larger is None else [_staleness(*larger, report.numbers["abs_mean"])]
     checked = f"Checked: {len(CAUSES)} causes."
     if report.verdict == "clean":
         floor = (
@@ -90,15 +93,21 @@ def to_do(report: Report) -> list[str]:
     ]
 
 
-def _staleness(report: Report) -> Iterable[str]:
-    """That the trainer's updates since then are the larger gap, where another cause is the verdict."""
+def _larger_updates(report: Report) -> tuple[int, Finding] | None:
+    """Place and finding of the trainer's updates, where they are the larger gap and another cause is the verdict."""
     for place, finding in enumerate(report.causes[1:], 2):
         if CAUSES[finding.cause].stage == "updates" and finding.share > 0.5:
-            yield (
-                f"The larger gap is another: cause {place}, {finding.statistic:.2g} nats by the trainer's own updates, "
-                f"beside {report.numbers['abs_mean']:.2g} nats between trainer and sampler. That is staleness, for "
-                "which there are corrections; the verdict is about the rest."
-            )
+            return place, finding
+    return None
+
+
+def _staleness(place: int, updates: Finding, gap: float) -> str:
+    """That the trainer's updates since then are the larger gap."""
+    return (
+        f"The larger gap is staleness, cause {place}: {updates.statistic:.2g} nats by the trainer's own updates, "
+        f"beside {gap:.2g} nats between trainer and sampler, which the verdict is about. Staleness has to be corrected "
+        "in the loss, by a method that compares logp with old_logp of the weights that sampled."
+    )
 
 
 def _with(parts: list[str]) -> str:
@@ -159,8 +168,8 @@ def _numbered(place: int, finding: Finding) -> str:
 
 
 def how_sure(finding: Finding) -> str:
-    """The confidence in a cause, and its share of mean |d|; updates move logp, which d is not of."""
-    of_gap = CAUSES[finding.cause].stage != "updates" and finding.share >= 0.005
+    """The confidence in a cause, and its share of mean |d|; of updates and of what neither side logs, d has none."""
+    of_gap = CAUSES[finding.cause].stage not in ("updates", "unlogged") and finding.share >= 0.005
     share = f", explains {finding.share:.0%} of the mean |d|" if of_gap else ""
     return f"confidence {finding.confidence:.2f}{share}"
 

@@ -11,7 +11,7 @@ from offcorr.diagnose.causes import confidence
 from offcorr.diagnose.causes.policies import growth, older
 from offcorr.training.alarms import ADVICE
 from offcorr.training.last_batches import NothingToCompare
-from offcorr.training.series import Series
+from offcorr.training.series import SMALLEST_K3, Series
 
 OF_AGE = ("stale_weights", "adapter_not_synced", "policy_updates")
 """The causes of staleness itself."""
@@ -34,6 +34,9 @@ TRANSFORMED = (
 
 OF_OTHER_WEIGHTS = ("stale_weights", "weights_swapped")
 """Causes that ``old_logp`` of the weights that sampled each token rules out for the engine's gap."""
+
+OF_CONFIGURATION = ("sampling", "policies")
+"""The stages of the causes that a configuration makes, from the first step of a run on."""
 
 NO_PRECISION = 16.0
 """Growth of k3 since the alarm (a factor of 4 in |d|) above which a lower precision is no explanation."""
@@ -96,6 +99,8 @@ def named_cause(
         return _configured(named, sampling)
     if named.cause == "precision" and _grows(series, report):
         named = _grown(series, report)
+    if not same_weights or series.name == "staleness":
+        named = _of_known_age(named, series, report)
     return _never_updated(named, series, report)
 
 
@@ -124,6 +129,27 @@ def _configured(named: NamedCause, sampling: Mapping[str, float]) -> NamedCause:
         (*named.evidence, f"the configuration sets {settings}{alike}"),
         CAUSES[cause].advice,
     )
+
+
+def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCause:
+    """The sampler's age in place of a setting, where versions report an age and the gap grew since the first step.
+
+    A setting makes about the same gap from the first step on, and updates that sharpen the policy look like a
+    temperature.
+    """
+    evidence = getattr(report, "evidence", None)
+    other = named.cause in CAUSES and CAUSES[named.cause].stage in OF_CONFIGURATION
+    if not other or named.cause in (*OF_AGE, "weights_swapped") or evidence is None or not older(evidence):
+        return named
+    times = (series.size or 0.0) / max(series.start, SMALLEST_K3)
+    if times < NO_PRECISION:
+        return named
+    said = (
+        f"by the logged versions the sampler's weights are older than the trainer's, and k3 is {times:.2g} times that "
+        f"of the first step; a setting would have had its effect there, too (the data alone look like {named.cause!r})"
+    )
+    advice = ADVICE["staleness"] if series.name == "staleness" else CAUSES["stale_weights"].advice
+    return NamedCause("stale_weights", named.confidence, (said,), advice)
 
 
 def _grows(series: Series, report: Report) -> bool:

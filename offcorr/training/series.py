@@ -239,14 +239,20 @@ class Series:
 
     def _said(self, chart: Cusum, value: float, metrics: Mapping[str, float]) -> str:
         """The chart's verdict in words."""
-        chart_said = f"CUSUM {chart.score:.1f}, above {chart.threshold:g}, in {chart.above} steps in a row"
+        chart_said = (
+            f"the excess over {chart.above} steps in a row adds up to {chart.score:.1f} standard deviations, "
+            f"{chart.threshold:g} of which give an alarm"
+        )
         if self.name == "surprise":
             return (
                 f"mean of -logp - entropy {metrics[SURPRISE]:.3g} +- {_error(metrics):.2g} nats, "
                 f"{abs(value - chart.mean):.1f} standard errors from that of the first steps ({chart_said})"
             )
         times = math.exp(value - chart.mean)
-        return f"k3 {math.exp(value):.2g}, {times:.3g} times that of the first steps ({chart_said})"
+        return (
+            f"k3, the mean of e^d - 1 - d, is {math.exp(value):.2g}, {times:.3g} times that of the first steps "
+            f"({chart_said})"
+        )
 
     def _risen(self, chart: Cusum, conditions: Sequence[float]) -> str:
         """The reported lag, where it is more than in the first steps."""

@@ -178,7 +178,14 @@ class Step:
         old_logp = f"{policy or 'none, so that every staleness ratio is 1'} ({self._named_anchor(str)})"
         if self._placed is not None and self._placed.contains_rollout:
             engine += "; the engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them)"
+        elif self._holds_lag(batch):
+            engine += "; offcorr/engine holds the lag as well (anchor='snapshot' keeps the two apart)"
         return f"loss {self._correction.method!r}; old_logp: {old_logp}; {engine}"
+
+    def _holds_lag(self, batch: Batch) -> bool:
+        """Whether the engine series of a sampler that may lag compare it with later weights than it has."""
+        sampled = self._placed is None or self._placed.supplies == "sampled"
+        return not sampled and batch.rollout_logp is not None and batch.rollout_version is not None
 
     def semantics(self, batch: Batch, temperature: float = 1.0, current: bool | None = None) -> Semantics | None:
         """Whether the engine's log-probs of a placed batch are the sampler's probabilities; None without them.

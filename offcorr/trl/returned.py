@@ -102,6 +102,15 @@ def column(name: str, rows: list[Any], width: int, device: torch.device) -> Tens
     return torch.tensor(filled, dtype=SAMPLED[name], device=device)
 
 
+def none_as_nan(rows: list[Any]) -> list[Any]:
+    """Rows of log-probs with NaN for None, which TRL before 1.16 cannot read.
+
+    >>> none_as_nan([[-1.0, None], [-2.0]])
+    [[-1.0, nan], [-2.0]]
+    """
+    return [[torch.nan if x is None else x for x in row] if any(x is None for x in row) else row for row in rows]
+
+
 def vocabulary_size(model: Any) -> int:
     """The number of token ids that a model of transformers has embeddings for."""
     size = getattr(model.get_input_embeddings(), "num_embeddings", None)

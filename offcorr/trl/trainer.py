@@ -31,7 +31,7 @@ from offcorr.trl.dump import dump_padded, make_dumps, padded_ids
 from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
 from offcorr.trl.recorded import score_unrecorded
-from offcorr.trl.returned import SAMPLED, check_returned, check_rollout_func, column
+from offcorr.trl.returned import SAMPLED, check_returned, check_rollout_func, column, none_as_nan
 from offcorr.trl.sampling import distorting, distortion_warning, precision_of
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
@@ -437,6 +437,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._sampled = {name: output[name] for name in SAMPLED if output.get(name) is not None}
             self._recorded_rewards = output.get("recorded_rewards")
             self._reports_logp = output.get("logprobs") is not None
+            if self._reports_logp:
+                output = {**output, "logprobs": none_as_nan(output["logprobs"])}
             return {name: values for name, values in output.items() if name != "recorded_rewards"}
 
         return remembering

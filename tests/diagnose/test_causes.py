@@ -231,3 +231,15 @@ def test_a_trainer_that_has_learnt_between_two_steps_has_no_dropout():
             records[len(first) + row] = kept
     assert diagnose(together).verdict == "dropout"
     assert diagnose(apart).verdict != "dropout"
+
+
+@pytest.mark.parametrize("version", [None, 0])
+def test_repeated_contexts_are_of_one_step_of_the_trainer(version):
+    """A sampler that lags keeps its version while the trainer's weights move."""
+
+    def record(step, logp):
+        row = {"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -1.0], "old_logp": logp}
+        return dataclasses.replace(Record.of(row), step=step, rollout_version=version)
+
+    assert len(Evidence.of([record(1, [-1.0, -1.0]), record(1, [-1.5, -1.0])]).same_context[0]) == 4
+    assert len(Evidence.of([record(1, [-1.0, -1.0]), record(2, [-1.5, -1.0])]).same_context[0]) == 0

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from offcorr.diagnose import Evidence, Record, diagnose
-from offcorr.diagnose.causes.drawn import least_share, likely_seen, power_of_draws, repeats, truncation
+from offcorr.diagnose.causes import unlogged
+from offcorr.diagnose.causes.drawn import Repeats, least_share, likely_seen, power_of_draws, repeats, truncation
+from offcorr.diagnose.evidence import Estimate
 from tests.diagnose.simulated import draw, log_softmax, nucleus
 
 VOCABULARY = 40
@@ -118,3 +120,13 @@ def test_without_entropy_or_with_few_tokens_repetitions_say_nothing():
     assert repeats(Evidence.of(records)) is None
     bare = [Record(one.prompt_ids, one.completion_ids, one.rollout_logp, one.old_logp) for one in records]
     assert repeats(Evidence.of(bare)) is None
+
+
+def test_a_penalty_that_raises_nothing_as_a_whole_is_not_named(monkeypatch):
+    """Draws that are too surprising after repetitions, by chance, and too likely elsewhere."""
+    found = Repeats(overall=Estimate(0.01, 0.04), seen=Estimate(0.7, 0.18))
+    monkeypatch.setattr(unlogged, "repeats", lambda evidence: found)
+    records = chain(plain)
+    assert diagnose(records).verdict == "clean"
+    found = Repeats(overall=Estimate(0.08, 0.04), seen=Estimate(0.7, 0.18))
+    assert diagnose(records).verdict == "penalty_silent"

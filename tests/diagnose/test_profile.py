@@ -55,3 +55,37 @@ def test_weights_that_change_at_one_position_are_told_from_what_fades():
     made = world("weights_swapped")
     made.sampler = noise(0.3, shared=True, where=positions(lambda t: np.where(t < 22, 1.0, 0.2)))
     assert diagnose(made.records()).verdict == "weights_swapped"
+
+
+def rounded(order, seed=0):
+    """Rounding whose size depends on the token id alone; ``order`` gives the ids of each position."""
+    rng = np.random.default_rng(seed)
+    records = []
+    for row in range(32):
+        ids = order(rng)
+        trainer = -rng.exponential(size=len(ids)) - 0.1
+        d = np.where(ids < 4, 0.03, 0.006) * rng.standard_normal(len(ids)) * (1 - np.exp(trainer))
+        columns = {
+            "completion_ids": ids,
+            "rollout_logp": trainer - d,
+            "old_logp": trainer,
+            "mask": np.ones(len(ids), bool),
+        }
+        records.append(Record.of({"prompt_ids": [row // 4], **columns}))
+    return records
+
+
+def test_rounding_that_follows_the_text_is_no_old_cache_and_no_other_prompt():
+    """Completions begin with the ids that rounding moves most, as answers of one form do."""
+
+    def form(rng):
+        return np.concatenate([rng.integers(0, 4, 8), rng.integers(0, 40, 40)])
+
+    assert diagnose(rounded(form)).verdict == "precision"
+    faded = Profile.of(Evidence.of(rounded(form)))
+    assert faded.level(0, 8)[0] > 0.8 and abs(faded.within_ids.level(0, 8)[0]) < 0.2
+
+    def first(rng):
+        return np.concatenate([rng.integers(0, 4, 1), rng.integers(4, 40, 47)])
+
+    assert diagnose(rounded(first)).verdict == "precision"

@@ -58,7 +58,8 @@ def test_parquet_of_any_writer(tmp_path):
     records, warnings = read_all(tmp_path / "some.parquet")
     for seed, found in enumerate(records):
         assert_same(found, record(seed, **({2: {"entropy": None}, 3: {"reward": None}}.get(seed, {}))))
-    assert {"entropy is missing in 1 of 5 records", "reward is missing in 1 of 5 records"} <= {*warnings}
+    assert "reward is missing in 1 of 5 records" in warnings
+    assert any(one.startswith("entropy is missing in 1 of 5 records: a trainer's dump leaves it") for one in warnings)
 
 
 def columns(seeds, tokens):

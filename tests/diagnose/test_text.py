@@ -97,5 +97,11 @@ def test_staleness_that_is_the_larger_gap_is_said_first():
     report = diagnose(world("policy_updates", "precision").records())
     said = " ".join(text(report).split())
     assert report.verdict == "precision"
-    assert "The larger gap is another: cause 2" in said.partition("1. ")[0]
+    assert "The larger gap is staleness, cause 2" in said.partition("1. ")[0]
     assert "The larger gap" not in text(diagnose(world("precision").records()))
+
+
+def test_the_first_line_says_that_staleness_is_the_larger_gap():
+    first = text(diagnose(world("policy_updates", "precision").records())).splitlines()[0]
+    assert first.startswith("precision: ") and "staleness is the larger gap (" in first
+    assert "staleness" not in text(diagnose(world("precision").records())).splitlines()[0]

@@ -151,3 +151,20 @@ def test_a_diagnosis_without_log_probs_of_the_engine_is_a_sentence():
         monitor.end(step)
     (alarm, *_) = [alarm for alarm in monitor.alarms if alarm.series == "staleness"]
     assert "the last sequences have no log-probs of the engine" in str(alarm) and "ValueError" not in str(alarm)
+
+
+@pytest.mark.parametrize(
+    ("age", "start", "cause"), [(8, 0.003, "stale_weights"), (0, 0.003, "temperature"), (8, 0.04, "temperature")]
+)
+def test_a_reported_age_is_named_before_a_setting_that_the_first_steps_do_not_show(age, start, cause):
+    """Updates that sharpen the policy look like a temperature; a setting would have made its gap from the start."""
+    record = SimpleNamespace(rollout_version=1, trainer_version=1 + age, step=None)
+
+    def name_cause(records):
+        evidence = SimpleNamespace(records=[record])
+        return SimpleNamespace(verdict="temperature", confidence=0.9, causes=[], evidence=evidence)
+
+    monitor = quiet(name_cause=name_cause)
+    alarm = run(monitor, [start] * 25 + [0.1] * 4)[0]
+    assert alarm.cause == cause
+    assert ("the data alone look like 'temperature'" in str(alarm)) == (cause == "stale_weights")

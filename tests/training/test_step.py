@@ -496,3 +496,15 @@ def test_a_run_that_restarts_has_begun_no_step():
     step.restart()
     with pytest.raises(RuntimeError, match="no optimizer step has begun"):
         step.loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("anchor", "versions", "said"), [(Recomputed, True, True), (Supplied, True, False), (Recomputed, False, False)]
+)
+def test_engine_series_that_hold_the_lag_are_said_at_the_start(anchor, versions, said):
+    """The engine of a sampler that may lag, against log-probs of later weights than it had."""
+    given = {"rollout_version": torch.zeros(ROWS, WIDTH, dtype=torch.long), "trainer_version": 3} if versions else {}
+    batch = dataclasses.replace(whole_batch(), **given)
+    step = Step(offcorr.get("tis"), anchor=anchor())
+    placed = step.place(batch, recomputed=torch.zeros(ROWS, WIDTH))
+    assert ("offcorr/engine holds the lag as well (anchor='snapshot'" in step.describe(placed)) == said

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import trl
+from packaging.version import Version
 from transformers import HfArgumentParser
 from trl import TrlParser
 
@@ -17,7 +17,7 @@ from offcorr.trl import GRPOConfig
 from offcorr.trl.config import TRL_LOSSES, CorrectionOptions, choose_correction
 
 CONFIGS = [GRPOConfig]
-PACKED_ROWS = find_spec("trl.experimental.async_grpo.packing") is not None
+PACKED_ROWS = Version(trl.__version__) >= Version("1.16")
 """Whether the installed TRL has the asynchronous trainer that ours stands on."""
 if PACKED_ROWS:
     from offcorr.trl.async_grpo import AsyncGRPOConfig, choose_async_correction

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
+import trl
+from packaging.version import Version
 from transformers import HfArgumentParser
 
 from offcorr.diagnose import read
@@ -162,7 +162,7 @@ def test_dump_every_alone_does_nothing(tmp_path):
 
 # ------------------------------------------------------------------------------------------ the asynchronous trainer
 
-if find_spec("trl.experimental.async_grpo.packing") is not None:
+if Version(trl.__version__) >= Version("1.16"):
     from tests.trl.test_async import folder as model_folder_of_async
     from tests.trl.test_async import some_samples, through_trl, trainer_of
 

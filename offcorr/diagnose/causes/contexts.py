@@ -12,6 +12,9 @@ from offcorr.diagnose.evidence import Estimate, Evidence
 SIGNIFICANT = 5.0
 """Standard errors."""
 
+FADES = 0.45
+"""Mean log-size of the first eight tokens less that of the later half, from which an old cache is named."""
+
 
 class Position(Cause):
     """The size of d depends on how much padding a prompt has, or begins with the second token."""
@@ -128,7 +131,7 @@ class ChatTemplate(Cause):
         if not count or not np.isfinite(error):
             first, error, count = profile.level(0, 4)
         z = first / error
-        if count >= 4 and first > 1.6 and z > SIGNIFICANT:
+        if count >= 4 and first > 1.6 and z > SIGNIFICANT and profile.mean > WEIGHTS:
             return Found(
                 first,
                 error,
@@ -233,7 +236,11 @@ class StalePrefixCache(Cause):
                 f"others ({_pairs(1 - longer)}), which may be too short to fill a block of the prefix cache",
             )
         decay = _decay(profile)
-        if decay.value < 0.45 or decay.z < 3.5:
+        if decay.value < FADES or decay.z < 3.5:
+            return None
+        # What rounding leaves follows the text, whose order of tokens may have a fade of its own.
+        same = _decay(profile.within_ids)
+        if profile.mean < WEIGHTS and (same.value < FADES or same.z < SIGNIFICANT):
             return None
         drift = evidence.by_token_id
         shared = drift.value > 0.5
@@ -242,7 +249,7 @@ class StalePrefixCache(Cause):
         return Found(
             decay.value,
             decay.error,
-            0.45,
+            FADES,
             decay.value,
             _faded(profile, decay) + ("; the mean d of a token id is alike in all sequences" if shared else ""),
         )

@@ -96,8 +96,9 @@ class Dropout(Cause):
             least,
             2 * np.log(spread / least),
             f"the trainer scored the same token after the same context more than once, as samples of one prompt begin "
-            f"alike, and its log-probs are {spread:.2g} (1 - p) nats from their mean ({len(trainer)} tokens); the "
-            f"sampler's are {other:.2g}, and without dropout the trainer's would agree, too",
+            f"alike, and its log-probs are off their mean by {spread:.2g} (1 - p) nats, where p is the token's "
+            f"probability ({len(trainer)} tokens); the sampler's are by {other:.2g}, and without dropout the trainer's "
+            "would agree, too",
         )
 
 
@@ -163,6 +164,8 @@ class WeightsSwapped(Cause):
                 f"{'last' if first > 0.5 else 'first'}; the change is mostly between index "
                 f"{np.quantile(cuts, 0.1):.0f} and {np.quantile(cuts, 0.9):.0f}",
             )
+        if profile.mean < WEIGHTS:  # what rounding leaves follows the text, whose order of tokens may have a step
+            profile = profile.within_ids
         split = profile.split
         if len(split.gain) < 4:
             return None
@@ -210,8 +213,8 @@ class StaleWeights(Cause):
     title = "the sampler has older weights than the trainer scores with"
     advice = (
         "check that every update reaches the engine; where sampling runs ahead on purpose, correct for it with a "
-        "method for stale data: minpro; topr only where the model already solves a good part (`offcorr methods` lists "
-        "them all)"
+        "method for stale data, against the weights that sampled (in the trainers anchor='snapshot'): minpro; topr "
+        "only where the model already solves a good part (`offcorr methods` lists them all)"
     )
     not_told_from = (
         Alternative(
@@ -337,7 +340,8 @@ class PolicyUpdates(Cause):
     stage = "updates"
     title = "the trainer updated its weights after the tokens were sampled, as off-policy training does"
     advice = (
-        "nothing is wrong here, since this is what clipping and corrections are for. Fewer updates per batch "
+        "correct for it in the loss, by a method that compares logp with this old_logp (where a loss recomputes "
+        "old_logp with the current weights, every ratio is 1 and nothing is corrected). Fewer updates per batch "
         "(num_iterations, steps_per_generation), a smaller lag or a smaller learning rate make the difference smaller"
     )
 

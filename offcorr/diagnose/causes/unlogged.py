@@ -13,6 +13,9 @@ ENDS = 2.2
 REPEATED = 3.5
 """Standard errors by which draws are too surprising, over all and after repetitions, before a penalty is named."""
 
+RAISES = 1.5
+"""Standard errors by which a penalty makes the tokens too surprising as a whole, at least."""
+
 
 def _unlogged(evidence: Evidence, sign: int) -> Estimate | None:
     """The surprisal balance where it is off by more than policies that differ this little can make it."""
@@ -120,7 +123,7 @@ def _penalised(evidence: Evidence) -> Repeats | None:
     found = repeats(evidence) if evidence.balanced else None
     if found is None or found.z < REPEATED or found.seen.z < 2 or found.seen.value < found.overall.value:
         return None
-    if found.overall.z < -2:  # a low temperature or a truncation
+    if found.overall.z < RAISES:  # a penalty makes the tokens more surprising as a whole, too
         return None
     # Two policies that differ can move the balance by about 2 |d|.
     return found if 0.5 * found.seen.value > 2 * (evidence.gap + evidence.moved) else None
