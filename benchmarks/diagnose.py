@@ -4,9 +4,10 @@
 
 Dumps come from ``offcorr.lab.mismatch``: every cause, with several architectures and seeds, and pairs of causes.  The
 rules were written while looking at dumps of ``LOOKED_AT``; dumps of the held-out seeds were not looked at, but three
-seeds share a model, so the held-out dumps are of models that were seen with other seeds.  Rules that are changed after
-a look at them need other held-out seeds.  Each dump is diagnosed whole and cut to 16 and to 8 sequences.  Dumps are kept in ``--folder``, so that a killed run goes on where it stopped, and
-other rules can be tried on the same dumps.
+seeds share a model, so the held-out dumps are of models that were seen with other seeds.  Rules that are changed
+after a look at them need other held-out seeds.  Each dump is diagnosed whole and cut to 16 and to 8 sequences.  Dumps
+are kept in ``--folder``, so that a killed run goes on where it stopped, and other rules can be tried on the same
+dumps.
 
     python benchmarks/diagnose.py --dumps FOLDER --output benchmarks/results/diagnose_served.json
 
