@@ -1705,7 +1705,8 @@ def main() -> int:
             if why:
                 alive.append(f"SURVIVED  {mutation.what}: {why}")
             print(f"{number} of {len(chosen)}  {mutation.what}: {why or 'caught'}", flush=True)
-    print(*alive, sep="\n")
+    for line in alive:
+        print(line)
     print(f"{len(chosen) - len(alive)} of {len(chosen)} mutations caught")
     return int(bool(alive))
 
