@@ -230,7 +230,6 @@ class Histogram(Accumulator):
     high: ClassVar[float] = 3.0
 
     @classmethod
-    @cache
     def edges(cls) -> tuple[float, ...]:
         """The 63 edges between the bins."""
         step = (cls.high - cls.low) / (cls.size - 2)

@@ -328,14 +328,19 @@ class Correction:
         return [stage for stage in self.stages.values() if stage.prepare is not None]
 
     @functools.cached_property
+    def _required(self) -> tuple[str, ...]:
+        """The fields of a batch that may not be None; torch.compile of torch 2.6 refuses a loop over a frozenset."""
+        return tuple(sorted(self.needs - {"old_logp"}))
+
+    @functools.cached_property
     def _plans(self) -> dict[bool, Plan]:
         return {}
 
     def _checked(self, batch: Batch, denominator: float | Tensor | None) -> float | Tensor | None:
         """The denominator as a number or a tensor without dimensions; raises where batch or denominator do not fit."""
         check_batch(batch)
-        for name in self.needs:
-            if name != "old_logp" and getattr(batch, name) is None:
+        for name in self._required:
+            if getattr(batch, name) is None:
                 users = [repr(stage) for stage in self.stages.values() if name in needed_by(stage)]
                 known = name == "rollout_logp"
                 hint = "; pass rollout_logp=old_logp to say that engine and trainer agree" if known else ""

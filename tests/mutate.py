@@ -821,8 +821,8 @@ MUTATIONS = [
     Mutation(
         "a gate sees its pair's log-prob for the policy that is trained",
         SOURCE,
-        "inputs = (log_ratio, seen[1], log_ratio, block.policies[0]) + seen[4:]",
-        "inputs = (log_ratio, seen[1], log_ratio, seen[4]) + seen[4:]",
+        "clamped, raw, value, logp = log_ratio, inputs[1], log_ratio, block.policies[0]",
+        "clamped, raw, value, logp = log_ratio, inputs[1], log_ratio, inputs[4]",
         f"{KERNEL}::test_every_method_padded_and_packed cispo",
     ),
     Mutation(

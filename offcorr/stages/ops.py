@@ -12,11 +12,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LARGEST_EXPONENT", "UNBOUNDED", "abs", "clamp", "exp", "expm1_minus", "log", "maximum", "minimum", "sigmoid",
-    "sqrt", "where", "zeros_like",
-]  # fmt: skip
-
 exp = torch.exp
 log = torch.log
 abs = torch.abs
@@ -30,9 +25,11 @@ UNBOUNDED = 1e30
 LARGEST_EXPONENT = 700.0
 """exp(700) is still finite in float64; the kernel has 80, for float32."""
 
+_NAMES = "abs, clamp, exp, expm1_minus, log, maximum, minimum, sigmoid, sqrt, where, zeros_like"
+
 
 def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(f"offcorr.ops has no {name!r}; a pointwise function may use {', '.join(__all__)}")
+    raise AttributeError(f"offcorr.ops has no {name!r}; a pointwise function may use {_NAMES}")
 
 
 def minimum(a: Tensor, b: Tensor | float) -> Tensor:

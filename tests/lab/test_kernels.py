@@ -94,7 +94,7 @@ def test_the_command_writes_times_and_ratios(command, tmp_path):
         assert 1 < ratio and f"{ratio:.2f}" in out
     assert data["head"]["name"] == "N=16, H=8, V=50, float32" and len(data["head"]["ratio to naive"]) == 2
     assert data["command"].startswith("offcorr bench kernels minpro m2po") and "--head 16 8 50" in data["command"]
-    assert data["machine"]["processor"] and data["versions"]["torch"] == torch.__version__
+    assert data["machine"]["processor"] and torch.__version__.startswith(data["versions"]["torch"])
     before = output.read_text()
     code, out, err = command("ppo", *SMALL, "--output", output)
     assert code == 2 and f"{output} exists" in err and "--overwrite" in err and output.read_text() == before
