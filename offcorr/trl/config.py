@@ -22,7 +22,9 @@ from offcorr.training.logged import CHOICES
 from offcorr.training.monitor import Monitor
 from offcorr.training.schedules import Annealed
 from offcorr.trl.convex_kl import EXAMPLE, ConvexKL
+from offcorr.trl.described import in_short
 from offcorr.trl.lm_head import HEADS, SUPPORTED
+from offcorr.trl.numeric import check_numbers
 
 TRL_LOSSES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
 """The loss types of TRL, in every supported version (1.9.2 to 1.16.0): as bare names these run TRL's own loss.
@@ -169,6 +171,7 @@ class CorrectionOptions:
                 if not isinstance(key, str):
                     raise ValueError(f"{name} has the key {key!r}, expected the name of an option")
         super().__post_init__()  # type: ignore[misc]  # TRL's
+        check_numbers(self)
         self._check_options()
 
     def _check_options(self) -> None:
@@ -311,7 +314,7 @@ def monitor_options(given: Any) -> dict[str, Any] | None:
             raise ValueError(f"monitor has the option {name!r}{one_of(name, MONITOR_OPTIONS)}")
     try:
         Monitor(**options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"monitor: {error}") from error
     return dict(options)
 
@@ -346,7 +349,7 @@ def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> Anne
         annealed = given(loss, args)
         if options or loss_type != TRL_DEFAULTS["loss_type"]:
             raise ValueError(
-                f"loss={loss!r} was passed beside loss_type={loss_type!r}, loss_kwargs={options or None!r}: "
+                f"loss={in_short(loss)} was passed beside loss_type={loss_type!r}, loss_kwargs={options or None!r}: "
                 "give the correction in one of the two ways"
             )
     elif known_to_trl:
