@@ -136,8 +136,9 @@ class CorrectionOptions:
         default="warn",
         metadata={
             "help": "Watches the mismatch between trainer and sampler (offcorr.Monitor). 'warn', 'log', 'dump', 'mask' "
-            "or 'stop': the action of every alarm; 'off': nothing is watched. Or a mapping of the options, on the "
-            'command line as JSON, for instance \'{"critical": ["dump", "stop"], "self_test": "warn"}\': warning, '
+            "or 'stop': the action of every alarm; 'off' or None: nothing is watched, and a first batch that would "
+            "end the run is a warning. Or a mapping of the options, on the command line as JSON, for instance "
+            '\'{"critical": ["dump", "stop"], "self_test": "warn"}\': warning, '
             "critical, self_test, warmup, drift, threshold, persistence, folder. docs/metrics.md, 'The monitor'."
         },
     )
@@ -293,6 +294,8 @@ def monitor_options(given: Any) -> dict[str, Any] | None:
     {'warning': 'stop', 'critical': 'stop'}
     >>> monitor_options('{"self_test": "warn"}')
     {'self_test': 'warn'}
+    >>> monitor_options(None) is monitor_options("off") is None
+    True
     """
     wanted = f"expected 'off', one of {list(ACTIONS)}, or a mapping of options of offcorr.Monitor"
     options = given

@@ -16,7 +16,7 @@ def in_short(correction: offcorr.Correction) -> str:
     >>> print(in_short(offcorr.get("gspo")))
     'gspo'
     >>> print(in_short(offcorr.Correction(ratio=offcorr.ratios.Turn(), gate=offcorr.gates.Clip(0.2, 0.28))))
-    Correction(ratio=Turn(mismatch='staleness'), gate=Clip(eps_low=0.2, eps_high=0.28))
+    Correction(ratio=Turn(mismatch='staleness'), gate=Clip(eps_low=0.2, eps_high=0.28, dual_clip=None))
     """
     if correction.method == "custom":
         given = {

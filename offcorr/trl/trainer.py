@@ -117,8 +117,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._corrects:
             self._check_sources(self.args, self.rollout_func)
             self._check_settings()
-            self._check_ess_lr()
             self._take_over_vllm_correction()
+        self._check_ess_lr()
         if self.rollout_func is not None:
             check_rollout_func(self.rollout_func)
             if hasattr(self.rollout_func, "attach"):
