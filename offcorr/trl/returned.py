@@ -72,8 +72,8 @@ def check_returned(output: Any, prompts: Sequence[Any], trainer: Any) -> None:
         _check_origins(output["origin"], len(lengths))
     if output.get("recorded_rewards") is not None:
         _check_rewards(output["recorded_rewards"], len(lengths), len(trainer.reward_funcs))
-    _warn_of_long(lengths, trainer.args.max_completion_length)
     trained = _trained_tokens(output, lengths)
+    _warn_of_long(trained, trainer.args.max_completion_length)
     _check_log_probs(output, trained, trainer)
     _check_engine(output, trained, trainer)
     if output.get("old_logp") is not None and trainer.tools:
@@ -149,14 +149,15 @@ def _check_ids(output: Mapping[str, Any], prompts: int, vocabulary: int) -> list
     return [len(ids) for ids in output["completion_ids"]]
 
 
-def _warn_of_long(lengths: list[int], longest: int | None) -> None:
-    if longest is None or not lengths or max(lengths) <= longest:
-        return
-    warn_once(
-        f"rollout_func returned completions of up to {max(lengths)} tokens, and max_completion_length is {longest}: "
-        "they are trained on whole. Raise max_completion_length, by which TRL tells completions that were cut off, or "
-        "sample fewer tokens"
-    )
+def _warn_of_long(trained: list[Tensor], longest: int | None) -> None:
+    """Warns of more tokens of the model's than the configuration allows; those of an environment do not count."""
+    most = max((int(tokens.sum()) for tokens in trained), default=0)
+    if longest is not None and most > longest:
+        warn_once(
+            f"rollout_func returned completions of up to {most} tokens, and max_completion_length is {longest}: they "
+            "are trained on whole. Raise max_completion_length, by which TRL tells completions that were cut off, or "
+            "sample fewer tokens"
+        )
 
 
 def _check_length(name: str, rows: Any, completions: int) -> None:

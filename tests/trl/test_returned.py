@@ -137,7 +137,11 @@ def test_no_log_prob_of_an_engine_that_the_ratios_are_taken_from(train, settings
 def test_completions_longer_than_the_configuration_says_are_named(train):
     warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="completions of up to 8 tokens, and max_completion_length is 3: they are"):
-        train(lambda output: None, max_completion_length=3)
+        train(lambda output: None, "old_logp", max_completion_length=3)
+    warn_once.cache_clear()
+    with warnings.catch_warnings():  # a tool wrote the rest
+        warnings.filterwarnings("error", message=".*completions of up to")
+        train(lambda output: None, max_completion_length=6)
 
 
 def test_what_is_not_read_is_not_refused(train):
