@@ -499,9 +499,9 @@ class Tokens:
                 )
             if mismatch == "total" and self.batch.rollout_logp is None:
                 warn_once(
-                    "rollout_logp is None, so a total ratio (log_ratio('total'), the ESS learning rate) is logp "
-                    "against old_logp, the staleness alone. The engine's mismatch counts where its log-probs are "
-                    "given; rollout_logp=old_logp says that there is none"
+                    "rollout_logp is None, so a total ratio (log_ratio('total')) is logp against old_logp, the "
+                    "staleness alone. The engine's mismatch counts where its log-probs are given; "
+                    "rollout_logp=old_logp says that there is none"
                 )
             first = self.old_logp if mismatch == "engine" else self.logp.detach()
             second = self.old_logp if mismatch == "staleness" else self.rollout_logp

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +33,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback
 from trl import TrlParser
 
 from offcorr import toy
+from offcorr.folders import check_writable
 from offcorr.rollout import OffPolicy, VLLMServer
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 from offcorr.trl.config import choose_correction
@@ -92,7 +92,7 @@ class Arguments(GRPOConfig):
         """What can be refused before data or models are loaded."""
         if self.output_dir is None:
             self.output_dir = "runs/" + re.sub(r"[^\w.=-]+", "-", self.loss_type)
-        check_writable(self.output_dir)
+        check_writable("--output_dir", self.output_dir)
         if 0 < self.max_steps < self.logging_steps:
             self.logging_steps = self.max_steps  # a short run logs its last step, too
         self._check_by_trl()
@@ -152,18 +152,6 @@ class Arguments(GRPOConfig):
         if not self.sampler.startswith("vllm://"):
             raise ValueError(f"sampler is {self.sampler!r}, expected local or vllm://host:port")
         return VLLMServer(url=self.sampler, sync_every=self.sync_every)
-
-
-def check_writable(folder: str) -> None:
-    """Refuses an output_dir in which no folder can be made; it is tried, for the root user passes any permission."""
-    path = Path(folder).absolute()
-    there = next(place for place in (path, *path.parents) if place.exists())
-    try:
-        with tempfile.TemporaryDirectory(dir=there, prefix=".offcorr-"):
-            pass
-    except OSError as error:
-        reason = f"{there} is a file" if there.is_file() else f"in {there}: {error.strerror}"
-        raise ValueError(f"cannot write to {folder!r} ({reason}); choose another --output_dir") from error
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

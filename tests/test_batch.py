@@ -13,6 +13,7 @@ from offcorr import Batch, cli, gates, ratios, rejections, testing, weights
 from offcorr.batch import rises_to
 from offcorr.cli import tables
 from offcorr.methods.registry import illustration
+from offcorr.stages.checks import warn_once
 
 LOGP = torch.zeros(4, 128)
 GOOD = {"logp": LOGP, "advantages": torch.ones(4), "mask": torch.ones(4, 128, dtype=torch.bool)}
@@ -210,6 +211,15 @@ def test_what_is_missing_is_named():
     grouped = offcorr.get("tis", weight=weights.SelfNormalise(weights.Truncate(2.0), over="group"))
     with pytest.raises(ValueError, match="group_ids is None"):
         grouped(Batch(**GOOD, rollout_logp=LOGP))
+
+
+def test_a_total_ratio_without_the_engines_log_probs_is_that_of_staleness():
+    old_logp = -torch.ones(2, 1)
+    columns = dict(logp=old_logp / 2, advantages=torch.ones(2), mask=torch.ones(2, 1).bool())
+    warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"so a total ratio .* the staleness alone.* rollout_logp=old_logp says"):
+        raw = Batch(old_logp=old_logp, **columns).tokens.log_ratio("total").raw
+    assert raw.tolist() == [[0.5], [0.5]]
 
 
 def test_a_field_that_a_batch_does_not_have():

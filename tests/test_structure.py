@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = [
-    ("offcorr.shapes", "offcorr.optional", "offcorr.quiet"),
+    ("offcorr.shapes", "offcorr.optional", "offcorr.quiet", "offcorr.folders"),
     ("offcorr.stages.ops", "offcorr.stages.checks", "offcorr.stages.pointwise"),
     ("offcorr.batch",),
     ("offcorr.stages",),

@@ -24,7 +24,8 @@ GUIDE: dict[str, Advice] = {
         "syncs in the asynchronous trainer). Without versions (TRL's own generation, a `rollout_func` that "
         "returns none) it is counted from the weights at the time of the generation: with "
         "`steps_per_generation=4` it is 0, 1, 2 and 3. TRL's own generation samples with those weights; a "
-        "`rollout_func` may have older ones, so the logged lag is then a lower bound: return `rollout_version`. "
+        "`rollout_func` may have older ones, so the logged lag is then a lower bound, with one update per generation "
+        "0 throughout: return `rollout_version`. "
         "The `lag` of `OffPolicy` is the age when the samples are drawn, and each further update on the same "
         "samples adds 1: with four updates per generation `lag=4` is logged as 4 to 7, 5.5 on average. A run's "
         "first samples are younger, as no weights are older than the run.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,6 +17,36 @@ RolloutFunc = Callable[[list[Any], Any], Rollout]
 
 Rows = list[dict[str, Any]]
 """Rows of the training set with all their columns, each repeated for the completions of its prompt."""
+
+
+def check_sampler(name: str, sampler: Any) -> None:
+    """Raises ``TypeError`` for a ``rollout_func`` that is a class, or that cannot be called with prompts and trainer.
+
+    Args:
+        name: of the argument, for the message.
+
+    >>> check_sampler("rollout_func", lambda prompts: {})
+    Traceback (most recent call last):
+    TypeError: rollout_func is <lambda>(prompts), expected a function of two arguments, prompts and trainer
+    """
+    if isinstance(sampler, type):
+        kind = sampler.__name__
+        raise TypeError(f"{name} is the class {kind}, expected an instance: {kind}(...)")
+    if not callable(sampler):
+        raise TypeError(
+            f"{name} is {sampler!r}, expected a function of prompts and trainer, or an instance such as "
+            "offcorr.rollout.OffPolicy()"
+        )
+    try:
+        signature = inspect.signature(sampler)
+    except (TypeError, ValueError):  # a function of C has none
+        return
+    try:
+        signature.bind([], None)
+    except TypeError as error:
+        said = getattr(sampler, "__name__", type(sampler).__name__)
+        wanted = "expected a function of two arguments, prompts and trainer"
+        raise TypeError(f"{name} is {said}{signature}, {wanted}") from error
 
 
 class Around(ABC):
@@ -37,8 +68,7 @@ class Around(ABC):
     """
 
     def __init__(self, sampler: RolloutFunc) -> None:
-        if isinstance(sampler, type) or not callable(sampler):
-            raise TypeError(f"sampler is {sampler!r}, expected an instance such as offcorr.rollout.OffPolicy()")
+        check_sampler("sampler", sampler)
         self.sampler: Any = sampler
         inner = getattr(sampler, "__name__", type(sampler).__name__)
         self.__name__ = f"{type(self).__name__}({inner})"  # for messages

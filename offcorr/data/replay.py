@@ -19,6 +19,7 @@ from offcorr.data.rollouts import FRESH, PromptGroup, columns_of, group_of_recor
 from offcorr.data.sources import check_anchor, check_rows, check_sources, check_trainer
 from offcorr.data.store import Entry, Store
 from offcorr.diagnose import Record
+from offcorr.folders import check_writable
 from offcorr.optional import require
 from offcorr.rollout.sampler import check_seed
 from offcorr.stages.checks import check_value, check_word, warn_once
@@ -106,6 +107,7 @@ class Replay(Around):
             check_seed(seed)
         if folder is not None:
             require("Replay(folder=...)", ["pyarrow"], install="pip install pyarrow")
+            check_writable("folder of Replay", folder)
         self.share, self.advantages, self.seed, self.folder = share, advantages, seed, folder
         self.store: Store[PromptGroup] = Store(max_groups, max_age, min_ess)
         self._records: list[list[Record]] = []

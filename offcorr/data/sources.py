@@ -78,7 +78,8 @@ def check_anchor(name: str, trainer: Any) -> None:
 def check_sources(name: str, rollout: Mapping[str, Any], trainer: Any) -> None:
     """Raise ``ValueError`` where nothing reads the log-probs that a sampler recorded of replayed sequences.
 
-    Under TRL's own loss, which reads none, warns once.
+    Under TRL's own loss, which reads none, and under a correction that takes no ratio to the weights that sampled,
+    warns once.
     """
     given = [key for key in ("old_logp", "logprobs") if rollout.get(key) is not None]
     correction = trainer.correction
@@ -97,6 +98,22 @@ def check_sources(name: str, rollout: Mapping[str, Any], trainer: Any) -> None:
             f"and loss {correction.method!r} read {' and '.join(read)}, and the sampler returns "
             f"{' and '.join(given) or 'none'}: {CURE}"
         )
+    if not _sees_age(trainer, given):
+        warn_once(
+            f"loss {correction.method!r} takes no ratio to the weights that sampled, so sequences that {name} replays "
+            "are trained on as if they were fresh; take a loss that corrects their age, for instance 'minpro'"
+        )
+
+
+def _sees_age(trainer: Any, given: list[str]) -> bool:
+    """Whether a ratio of the correction depends on how old a sequence is, whose log-probs came under these keys."""
+    correction = trainer.correction
+    factors = [stage for place, stage in correction.stages.items() if place.startswith(("weight", "reject"))]
+    if "old_logp" in correction.needs or any(stage.mismatch != "engine" for stage in factors):
+        return True
+    # An engine ratio is old_logp over rollout_logp: of the same weights, unless old_logp is recomputed.
+    recomputed = "old_logp" not in given or getattr(trainer.args, "anchor", None) not in (None, "snapshot")
+    return bool(factors) and recomputed
 
 
 CURE = (

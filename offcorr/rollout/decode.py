@@ -102,8 +102,8 @@ def decode(
     if min(limits, default=1) < 1:
         raise ValueError(f"max_new_tokens is {min(limits)}, expected at least 1")
     longest = max(limits, default=1)
-    if not all(len(ids) for ids in prompt_ids):
-        raise ValueError("prompt_ids holds an empty prompt; a decode needs at least one token")
+    if empty := [row for row, prompt in enumerate(prompt_ids) if not len(prompt)]:
+        raise ValueError(f"prompt_ids[{empty[0]}] is empty, expected at least one token")
     sampling = sampling or Sampling()
     device = next(model.parameters()).device
     unique = list(dict.fromkeys(map(tuple, prompt_ids)))
@@ -170,7 +170,9 @@ def decode(
     lengths = ends.tolist()
     written = torch.arange(longest, device=device) < ends[:, None]
     if not torch.isfinite(torch.where(written, logps, 0.0)).all():
-        raise FloatingPointError("the sampler's log-probs are not finite: its weights overflow at this precision")
+        raise FloatingPointError(
+            "the sampler's log-probs are not finite: its weights are NaN or infinite, or overflow at this precision"
+        )
     return Decoded(
         [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)],
         [row[:length] for row, length in zip(logps.tolist(), lengths, strict=True)],

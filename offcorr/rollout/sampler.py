@@ -81,11 +81,13 @@ class Sampler(ABC):
         which is before the first step of a fresh run.
 
         Raises:
-            ValueError: a setting of the trainer that this sampler would have to ignore.
+            ValueError: a setting of the trainer that this sampler would have to ignore, or a tokenizer without an EOS
+            token.
         """
         if self._trainer is not None and self._trainer() is trainer:
             return
         _refuse_ignored(type(self).__name__, trainer)
+        eos_token_ids(trainer)
         self._forget()
         self._trainer = weakref.ref(trainer)
         trainer.add_callback(recorder(self, trainer))
@@ -218,7 +220,30 @@ def tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
 def tokenize_with(
     processor: Any, prompts: list[Any], chat_template: str | None = None, options: Mapping[str, Any] | None = None
 ) -> list[list[int]]:
-    """Token ids of the prompts: text as it is, messages through the chat template with its ``options``."""
+    """Token ids of the prompts: text as it is, messages through the chat template with its ``options``.
+
+    Raises:
+        ValueError: a prompt is neither, holds an image, or has no token.
+    """
+    for row, prompt in enumerate(prompts):
+        if not isinstance(prompt, type(prompts[0]) if isinstance(prompts[0], str | list) else str | list):
+            raise ValueError(
+                f"prompt {row} of {len(prompts)} is {prompt!r}, expected text or a list of messages, the same for all "
+                "rows of the training set's column 'prompt'"
+            )
+    ids = _token_ids(processor, prompts, chat_template, options)
+    for row, tokens in enumerate(ids):
+        if not len(tokens):
+            raise ValueError(
+                f"prompt {row} of {len(prompts)} is {prompts[row]!r}, of which the tokenizer makes no token, expected "
+                "at least one: drop such rows from the training set, or begin prompts with a BOS token"
+            )
+    return ids
+
+
+def _token_ids(
+    processor: Any, prompts: list[Any], chat_template: str | None, options: Mapping[str, Any] | None
+) -> list[list[int]]:
     if isinstance(prompts[0], str):
         return processor(text=prompts)["input_ids"]
     parts = (part for messages in prompts for m in messages for part in _parts(m["content"]))
@@ -290,8 +315,28 @@ def _pad_id(trainer: Any) -> int:
 
 
 def eos_token_ids(trainer: Any) -> list[int]:
-    """The tokens that end a completion for the trainer."""
-    return getattr(trainer, "eos_token_ids", None) or [_tokenizer(trainer).eos_token_id]
+    """The tokens that end a completion for the trainer.
+
+    Raises:
+        ValueError: there is none.
+    """
+    # TRL's list has None where the tokenizer has no such token, and those of the model's generation_config.
+    known = [token for token in getattr(trainer, "eos_token_ids", ()) if token is not None]
+    return known or [eos_of(_tokenizer(trainer))]
+
+
+def eos_of(tokenizer: Any) -> int:
+    """The token that ends a completion.
+
+    Raises:
+        ValueError: the tokenizer has none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer's eos_token is None, expected the token that ends a completion: set "
+            "tokenizer.eos_token = '...', and pass the tokenizer as processing_class"
+        )
+    return tokenizer.eos_token_id
 
 
 def unwrapped(trainer: Any) -> nn.Module:

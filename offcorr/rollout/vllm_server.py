@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 from accelerate.utils import broadcast_object_list, gather_object
 
+from offcorr.folders import check_writable
 from offcorr.rollout.decode import Decoded
 from offcorr.rollout.engine import Engine, EngineError
 from offcorr.rollout.prefixed import Prefixed
@@ -73,6 +74,8 @@ class VLLMServer(Sampler):
             raise ValueError(f"sync_every is {self.sync_every!r}, expected a whole number of updates, 1 or more")
         if not self.tolerance > 0:
             raise ValueError(f"tolerance is {self.tolerance!r}, expected a number of nats above 0")
+        if self.folder is not None:
+            check_writable("folder of VLLMServer", self.folder)
         self.engine = Engine(self.url, timeout=self.timeout, patience=self.patience)
         self._served: ServedWeights | None = None
         self._prepare(0)

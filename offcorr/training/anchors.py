@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from offcorr.batch import Batch
 from offcorr.correction import Correction
-from offcorr.stages.checks import nearest, one_of
+from offcorr.stages.checks import nearest, one_of, warn_once
 from offcorr.training.replica import Replica
 from offcorr.training.snapshots import MissingVersion, SnapshotRing, changing_weights, check_steps
 
@@ -177,7 +177,7 @@ class LogLinear(Anchor):
     ``logp`` detached.  A token that the engine could not score keeps ratio 1.
 
     Args:
-        proximal_lag: optimizer steps; 1 is AReaL's.
+        proximal_lag: optimizer steps; 1 is AReaL's.  With 0 every ratio is 1, which it warns of.
 
     >>> rollout = torch.full((1, 3), -2.0)
     >>> batch = Batch(logp=rollout + 1, rollout_logp=rollout, advantages=torch.ones(1), mask=rollout < 0,
@@ -193,6 +193,11 @@ class LogLinear(Anchor):
     def __init__(self, proximal_lag: int = 1) -> None:
         if not _is_number(proximal_lag) or proximal_lag < 0:
             raise ValueError(f"proximal_lag is {proximal_lag!r}, expected 0 or more optimizer steps")
+        if proximal_lag == 0:
+            warn_once(
+                "proximal_lag is 0: old_logp of anchor 'log_linear' is then logp itself, so that every ratio is 1 and "
+                "the loss corrects nothing, whatever the lag; 1 is AReaL's"
+            )
         self.proximal_lag = proximal_lag
 
     def old_logp(self, batch: Batch, score: Score | None = None) -> Tensor:
@@ -220,9 +225,12 @@ class EWMA(Anchor):
 
     Args:
         model: the model being trained.
-        window: W, optimizer steps; in a stale pipeline its lag.
+        window: W, optimizer steps, above 0 and not necessarily whole; in a stale pipeline its lag.
         reset_below: share of active tokens; None: never reset.
         device: where the mean is held; None: where the weights are.
+
+    Raises:
+        ValueError: a number out of range, or a device that torch does not have here.
     """
 
     policy = "a mean of the weights so far, by one more forward pass"
@@ -235,10 +243,12 @@ class EWMA(Anchor):
         reset_below: float | None = 0.9,
         device: torch.device | str | None = None,
     ) -> None:
-        if not _is_number(window) or window < 0:
-            raise ValueError(f"window is {window!r}, expected 0 or more optimizer steps")
+        if not _is_number(window) or window <= 0:
+            alone = ": the mean over 0 steps is the current weights, so every ratio would be 1" if window == 0 else ""
+            raise ValueError(f"window is {window!r}, expected a number of optimizer steps above 0{alone}")
         if reset_below is not None and not (_is_number(reset_below) and 0 <= reset_below <= 1):
             raise ValueError(f"reset_below is {reset_below!r}, expected a share of tokens, or None")
+        _check_device(device)
         self.window, self.reset_below, self.device = window, reset_below, device
         self.beta = window / (window + 2)
         self.resets = 0
@@ -432,6 +442,18 @@ def default_anchor(correction: Correction | None, *, old_logp: bool, rollout_log
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_device(device: Any) -> None:
+    """Raise ``ValueError`` for a device on which torch cannot hold a tensor; None is the model's."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:  # by a torch without CUDA an AssertionError
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device is {device!r}, expected one that torch has here, such as 'cpu', or None for that of the weights "
+            f"({reason})"
+        ) from error
 
 
 @torch.no_grad()

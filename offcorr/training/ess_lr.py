@@ -15,11 +15,17 @@ from torch import Tensor
 
 from offcorr.batch import Batch, check_batch
 from offcorr.metrics import Gather, LogSumExp, Metrics
+from offcorr.stages.checks import warn_once
 
 RULES = {"sqrt": 0.5, "linear": 1.0}
 """The exponent of ess / base."""
 
 AUTO = "auto"
+
+NO_ENGINE = (
+    "the ESS learning rate counts the staleness alone: the sampler reports no log-probs (rollout_logp of a batch, "
+    "logprobs of a rollout_func in TRL), so a mismatch between it and the trainer does not lower the learning rate"
+)
 
 
 class ESSLearningRate:
@@ -29,7 +35,7 @@ class ESSLearningRate:
     put a floor under the ESS and hide a collapse.  ess = (sum w)^2 / (B sum w^2) over the whole optimizer batch, all
     micro-batches and ranks; B counts the trajectories that have a valid token.  For a token without a ``rollout_logp``
     (not scored by the engine, or none given at all) ``old_logp`` takes its place.  Where none is given this is the ESS
-    of the staleness alone, and it warns once.
+    of the staleness alone, and it warns once, unless there is no engine (``own_samples``).
 
     The rate is scaled inside the optimizer's own ``step``, by its hooks, and restored before ``step`` returns.  No
     scheduler, warm-up, log or checkpoint ever sees a scaled rate, wherever the step happens: in ``optimizer.step()``,
@@ -40,6 +46,7 @@ class ESSLearningRate:
         base: the ESS that counts as healthy, in (0, 1]: 1 (single turn) or .55 (several turns).  "auto": its mean over
             the steps whose global batch is on-policy, which are not scaled (1 until there was one).
         rule: "sqrt" or "linear".
+        own_samples: the model being trained draws the samples by itself, so that no engine's log-probs are missing.
 
     Raises:
         TypeError: the optimizer has no hooks, so it is not torch's.
@@ -69,7 +76,9 @@ class ESSLearningRate:
     (0.8944, 0.8944, 1.0)
     """
 
-    def __init__(self, optimizer: Any, base: float | str = 1.0, rule: str = "sqrt") -> None:
+    def __init__(
+        self, optimizer: Any, base: float | str = 1.0, rule: str = "sqrt", *, own_samples: bool = False
+    ) -> None:
         if rule not in RULES:
             raise ValueError(f"rule is {rule!r}, expected one of {list(RULES)}")
         self.auto = isinstance(base, str) and base == AUTO
@@ -77,7 +86,7 @@ class ESSLearningRate:
         if not (self.auto or number):
             raise ValueError(f"base is {base!r}, expected an effective sample size in (0, 1], or {AUTO!r}")
         self.base = 1.0 if self.auto else float(base)
-        self.rule = rule
+        self.rule, self.own_samples = rule, own_samples
         self.lr_scale = 1.0
         """The factor of the current or else of the last step, to be logged."""
         self._calibrations = 0
@@ -108,8 +117,10 @@ class ESSLearningRate:
                 "the ESS learning rate has no policy to compare logp with, since rollout_logp and old_logp are None: "
                 "pass rollout_logp, what the engine reported, or leave ess_lr out"
             )
+        if batch.rollout_logp is None and not self.own_samples:
+            warn_once(NO_ENGINE)
         tokens = batch.tokens
-        log_weight = tokens.log_ratio("total").raw.double().sum(1)
+        log_weight = tokens.log_ratio("staleness" if batch.rollout_logp is None else "total").raw.double().sum(1)
         seen = LogSumExp(LogSumExp.of(log_weight, tokens.rows.count > 0))
         self._seen = seen if self._seen is None else self._seen.merge(seen)
         if self.auto:

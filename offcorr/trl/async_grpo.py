@@ -32,12 +32,13 @@ from offcorr.training.origins import origin_ids
 from offcorr.training.replica import base_of
 from offcorr.training.schedules import Annealed
 from offcorr.trl.config import CORRECTIONS_HELP, PREFIX, TRL_LOSSES, CorrectionOptions, given, named
-from offcorr.trl.dump import dump_row, make_dumps, row_ids
+from offcorr.trl.dump import check_dump, dump_row, make_dumps, row_ids
 from offcorr.trl.patch import patched
 from offcorr.trl.step import (
     StepCallback,
     log_metrics,
     make_step,
+    refuse_nan_model,
     report_first_batch,
     share_done,
 )
@@ -116,6 +117,7 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
                 "rollout_worker, has none: pass a worker that puts CorrectedSample with old_logp on its buffer, for "
                 "instance offcorr.trl.local_worker.LocalWorker, or take another anchor"
             )
+        check_dump(args)
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
         self._reported = False
@@ -232,6 +234,8 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
     def _batch(self, inputs: dict[str, Any]) -> offcorr.Batch:
         """The loss terms of this rank's row, as a packed batch."""
         logp = self._outputs.log_probs.flatten()
+        predicts = inputs["token_index"][inputs["token_index"] >= 0]
+        refuse_nan_model(self, logp[predicts], torch.ones_like(predicts, dtype=torch.bool))
         batch = packed_batch(inputs, logp, self._outputs.entropy.flatten().detach(), self.trainer_version)
         if batch.origin is not None and (batch.origin == UNKNOWN).any():
             batch = batch.replaced(origin=None)

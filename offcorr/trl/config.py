@@ -22,7 +22,9 @@ from offcorr.training.logged import CHOICES
 from offcorr.training.monitor import Monitor
 from offcorr.training.schedules import Annealed
 from offcorr.trl.convex_kl import EXAMPLE, ConvexKL
+from offcorr.trl.described import in_short
 from offcorr.trl.lm_head import HEADS, SUPPORTED
+from offcorr.trl.numeric import check_numbers
 
 TRL_LOSSES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
 """The loss types of TRL, in every supported version (1.9.2 to 1.16.0): as bare names these run TRL's own loss.
@@ -134,8 +136,9 @@ class CorrectionOptions:
         default="warn",
         metadata={
             "help": "Watches the mismatch between trainer and sampler (offcorr.Monitor). 'warn', 'log', 'dump', 'mask' "
-            "or 'stop': the action of every alarm; 'off': nothing is watched. Or a mapping of the options, on the "
-            'command line as JSON, for instance \'{"critical": ["dump", "stop"], "self_test": "warn"}\': warning, '
+            "or 'stop': the action of every alarm; 'off' or None: nothing is watched, and a first batch that would "
+            "end the run is a warning. Or a mapping of the options, on the command line as JSON, for instance "
+            '\'{"critical": ["dump", "stop"], "self_test": "warn"}\': warning, '
             "critical, self_test, warmup, drift, threshold, persistence, folder. docs/metrics.md, 'The monitor'."
         },
     )
@@ -169,6 +172,7 @@ class CorrectionOptions:
                 if not isinstance(key, str):
                     raise ValueError(f"{name} has the key {key!r}, expected the name of an option")
         super().__post_init__()  # type: ignore[misc]  # TRL's
+        check_numbers(self)
         self._check_options()
 
     def _check_options(self) -> None:
@@ -290,6 +294,8 @@ def monitor_options(given: Any) -> dict[str, Any] | None:
     {'warning': 'stop', 'critical': 'stop'}
     >>> monitor_options('{"self_test": "warn"}')
     {'self_test': 'warn'}
+    >>> monitor_options(None) is monitor_options("off") is None
+    True
     """
     wanted = f"expected 'off', one of {list(ACTIONS)}, or a mapping of options of offcorr.Monitor"
     options = given
@@ -311,7 +317,7 @@ def monitor_options(given: Any) -> dict[str, Any] | None:
             raise ValueError(f"monitor has the option {name!r}{one_of(name, MONITOR_OPTIONS)}")
     try:
         Monitor(**options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"monitor: {error}") from error
     return dict(options)
 
@@ -346,7 +352,7 @@ def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> Anne
         annealed = given(loss, args)
         if options or loss_type != TRL_DEFAULTS["loss_type"]:
             raise ValueError(
-                f"loss={loss!r} was passed beside loss_type={loss_type!r}, loss_kwargs={options or None!r}: "
+                f"loss={in_short(loss)} was passed beside loss_type={loss_type!r}, loss_kwargs={options or None!r}: "
                 "give the correction in one of the two ways"
             )
     elif known_to_trl:

@@ -13,21 +13,30 @@ from torch import Tensor
 import offcorr
 from offcorr.diagnose.batch_records import records_of
 from offcorr.diagnose.writer import StepDumps
+from offcorr.folders import check_writable
 from offcorr.optional import require
 from offcorr.stages.checks import warn_once
 from offcorr.training.last_batches import Ids
 
 
-def make_dumps(trainer: Any) -> StepDumps | None:
-    """The files that ``dump_rollouts`` asks for; None: none.
+def check_dump(args: Any) -> None:
+    """Raise before the model is loaded where the dump that ``dump_rollouts`` asks for cannot be written.
 
     Raises:
         ModuleNotFoundError: pyarrow is missing.
+        ValueError: no such folder can be made.
     """
+    folder = getattr(args, "dump_rollouts", None)
+    if folder is not None:
+        require("dump_rollouts", ["pyarrow"], install="pip install pyarrow")
+        check_writable("dump_rollouts", folder)
+
+
+def make_dumps(trainer: Any) -> StepDumps | None:
+    """The files that ``dump_rollouts`` asks for; None: none."""
     folder = getattr(trainer.args, "dump_rollouts", None)
     if folder is None:
         return None
-    require("dump_rollouts", ["pyarrow"], install="pip install pyarrow")
     return StepDumps(folder, rank=trainer.accelerator.process_index, every=trainer.args.dump_every)
 
 

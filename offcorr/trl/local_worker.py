@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from offcorr.data import WorkerReplay
 from offcorr.rollout import Engine, Sampling, decode, score
 from offcorr.rollout.decode import Decoded
+from offcorr.rollout.sampler import eos_of, tokenize_with
 from offcorr.rollout.served import ServedWeights
 from offcorr.training import Precision, Replica
 from offcorr.trl.async_grpo import CorrectedSample
@@ -63,6 +64,7 @@ class LocalWorker:
         self.rollout_buffer: queue.Queue = queue.Queue()
         self.metrics_queue: queue.Queue = queue.Queue()
         self.tokenizer, self.dataset, self.reward_func, self.args = processing_class, dataset, reward_func, args
+        self.eos = eos_of(processing_class)
         self.device = next(model.parameters()).device
         self.precision, self.prompts = Precision.named(precision), prompts
         self.sampling = Sampling(args.temperature, args.top_p, max(args.top_k or 0, 0))
@@ -213,15 +215,13 @@ class LocalWorker:
             self._replica.load(weights, self.precision),
             prompts,
             max_new_tokens=self.args.max_completion_length,
-            eos_token_ids=[self.tokenizer.eos_token_id],
+            eos_token_ids=[self.eos],
             sampling=self.sampling,
             generator=generator,
         )
 
     def _encode(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer(prompt)["input_ids"]
-        return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return tokenize_with(self.tokenizer, [prompt])[0]
 
 
 class VLLMWorker(LocalWorker):
@@ -269,7 +269,7 @@ class VLLMWorker(LocalWorker):
             version,
             prompts,
             max_new_tokens=self.args.max_completion_length,
-            eos_token_ids=[self.tokenizer.eos_token_id],
+            eos_token_ids=[self.eos],
             seeds=seeds,
         )
         self._served.remember(prompts, decoded.completion_ids)

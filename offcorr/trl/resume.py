@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from offcorr.trl.described import in_short
+
 ASKED_FILE = "offcorr_run.json"
 """The file of a checkpoint folder with the loss, anchor, learning rate, sampler and length of a generation that the run
 was asked for."""
+
+SHORT = "{} in short"
+"""The key of the same thing in few words, for messages."""
 
 GENERATION = ("steps_per_generation", "num_iterations", "gradient_accumulation_steps")
 """The options that decide at which optimizer steps a generation ends; the asynchronous trainer has no generations."""
@@ -24,8 +29,10 @@ def asked_for(trainer: Any) -> dict[str, str]:
     args, sampler = trainer.args, getattr(trainer, "_sampler", None)
     anchor, options = getattr(args, "anchor", None), getattr(args, "anchor_kwargs", None)
     loss = trainer.correction
+    trls = repr(getattr(args, "loss_type", None))
     return {
-        "loss": repr(getattr(args, "loss_type", None) if loss is None else loss),
+        "loss": trls if loss is None else repr(loss),
+        SHORT.format("loss"): trls if loss is None else in_short(loss),
         "anchor": repr(anchor) + (f" with {dict(options)}" if options else ""),
         "ess_lr": repr(getattr(args, "ess_lr", None)),
         "rollout_func": "None" if sampler is None else _named(sampler),
@@ -47,11 +54,22 @@ def save_asked(asked: dict[str, str], folder: Path) -> None:
 def differences(asked: dict[str, str], checkpoint: Path) -> str:
     """A sentence on what a run is asked for otherwise than the one that saved ``checkpoint``; "": nothing is known."""
     saved = _saved(checkpoint)
-    changed = [name for name, now in asked.items() if saved.get(name, now) != now]
+    short = {SHORT.format(name): name for name in asked}
+    changed = [name for name, now in asked.items() if name not in short and saved.get(name, now) != now]
     if not changed:
         return ""
-    each = "; ".join(f"{name} was {saved[name]}, and is {asked[name]}" for name in changed)
+    each = "; ".join(
+        f"{name} was {before}, and is {now}" for name in changed for before, now in [_said(name, saved, asked)]
+    )
     return f"the run that goes on from {checkpoint} is not the one that saved it: {each}"
+
+
+def _said(name: str, saved: dict[str, str], asked: dict[str, str]) -> tuple[str, str]:
+    """The two values of an option that differ, in few words where these differ, too."""
+    short = SHORT.format(name)
+    if short in saved and short in asked and saved[short] != asked[short]:
+        name = short
+    return saved[name], asked[name]
 
 
 def _saved(checkpoint: Path) -> dict[str, str]:

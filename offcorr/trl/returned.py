@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offcorr.data.around import check_sampler
 from offcorr.data.sources import keys_read
 from offcorr.stages.checks import nearest, warn_once
 from offcorr.training.origins import ORIGINS
@@ -36,15 +37,9 @@ ROUNDING = 5e-3
 
 
 def check_rollout_func(rollout_func: Any) -> None:
-    """Raise ``TypeError`` for a ``rollout_func`` that cannot be called, or that is a class."""
-    if isinstance(rollout_func, type):
-        name = rollout_func.__name__
-        raise TypeError(f"rollout_func is the class {name}, expected an instance: {name}(...)")
-    if rollout_func is not None and not callable(rollout_func):
-        raise TypeError(
-            f"rollout_func is {rollout_func!r}, expected a function of prompts and trainer, or an instance such as "
-            "offcorr.rollout.OffPolicy()"
-        )
+    """Raise ``TypeError`` for a ``rollout_func`` that cannot be called with prompts and trainer, or that is a class."""
+    if rollout_func is not None:
+        check_sampler("rollout_func", rollout_func)
 
 
 def check_returned(output: Any, prompts: Sequence[Any], trainer: Any) -> None:
@@ -78,8 +73,9 @@ def check_returned(output: Any, prompts: Sequence[Any], trainer: Any) -> None:
     if output.get("recorded_rewards") is not None:
         _check_rewards(output["recorded_rewards"], len(lengths), len(trainer.reward_funcs))
     trained = _trained_tokens(output, lengths)
+    _warn_of_long(trained, trainer.args.max_completion_length)
     _check_log_probs(output, trained, trainer)
-    _check_engine(output, trained, trainer.correction)
+    _check_engine(output, trained, trainer)
     if output.get("old_logp") is not None and trainer.tools:
         raise ValueError(
             "rollout_func returned old_logp and the trainer has tools: TRL then continues the completions by "
@@ -151,6 +147,17 @@ def _check_ids(output: Mapping[str, Any], prompts: int, vocabulary: int) -> list
                     "those of the model's vocabulary"
                 )
     return [len(ids) for ids in output["completion_ids"]]
+
+
+def _warn_of_long(trained: list[Tensor], longest: int | None) -> None:
+    """Warns of more tokens of the model's than the configuration allows; those of an environment do not count."""
+    most = max((int(tokens.sum()) for tokens in trained), default=0)
+    if longest is not None and most > longest:
+        warn_once(
+            f"rollout_func returned completions of up to {most} tokens, and max_completion_length is {longest}: they "
+            "are trained on whole. Raise max_completion_length, by which TRL tells completions that were cut off, or "
+            "sample fewer tokens"
+        )
 
 
 def _check_length(name: str, rows: Any, completions: int) -> None:
@@ -254,7 +261,10 @@ def _trained_tokens(output: Mapping[str, Any], lengths: list[int]) -> list[Tenso
         return [torch.ones(tokens, dtype=torch.bool) for tokens in lengths]
     trained = [torch.tensor(_plain(row)).bool() for row in mask]
     if not any(row.any() for row in trained):
-        warn_once(f"rollout_func: env_mask is 0 for every token of {len(lengths)} completions: none is trained on")
+        warn_once(
+            f"rollout_func: env_mask is 0 for every token of {len(lengths)} completions: none is trained on, and their "
+            "loss is 0. It is 1 for the tokens that the model wrote"
+        )
     return trained
 
 
@@ -288,11 +298,14 @@ def _wanted(name: str, value: Tensor) -> str:
     )
 
 
-def _check_engine(output: Mapping[str, Any], trained: list[Tensor], correction: Any) -> None:
-    """A loss that compares with the engine needs log-probs of it."""
-    if correction is None or "rollout_logp" not in correction.needs or "logprobs" not in output:
+def _check_engine(output: Mapping[str, Any], trained: list[Tensor], trainer: Any) -> None:
+    """A loss that compares with the engine needs log-probs of it, and so does an anchor that takes them."""
+    correction, rows = trainer.correction, output.get("logprobs")
+    if correction is None or "logprobs" not in output:
         return
-    rows = output["logprobs"]
+    anchored = rows is not None and output.get("old_logp") is None and "logprobs" in keys_read(trainer)
+    if "rollout_logp" not in correction.needs and not (anchored and {"old_logp"} & correction.needs):
+        return
     found = "logprobs=None"
     if rows is not None:
         seen = [
@@ -304,9 +317,15 @@ def _check_engine(output: Mapping[str, Any], trained: list[Tensor], correction: 
         if not len(reported) or not reported.isnan().all():
             return
         found = f"logprobs that are NaN or None for all {len(reported)} tokens that are trained on"
+    if "rollout_logp" in correction.needs:
+        raise ValueError(
+            f"rollout_func returned {found}, but loss {correction.method!r} compares with the engine's log-probs: "
+            "return them, or take a loss that needs no engine"
+        )
     raise ValueError(
-        f"rollout_func returned {found}, but loss {correction.method!r} compares with the engine's log-probs: "
-        "return them, or take a loss that needs no engine"
+        f"rollout_func returned {found}, and the ratios of loss {correction.method!r} are taken from them: each would "
+        "be 1, and nothing corrected. Return the log-probs, or old_logp of the weights that sampled; with "
+        "logprobs=None and without an anchor in the configuration the ratios are taken from log-probs that TRL computes"
     )
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 import offcorr
 from offcorr.batch import ABOVE_ZERO, above_zero
+from offcorr.folders import check_writable
 from offcorr.metrics import Max, Mean, Metrics
 from offcorr.stages.checks import outside, warn_once
 from offcorr.training import schedules
@@ -37,6 +38,10 @@ UNSCORED = (
     "logprobs that rollout_func returns or the engine reports"
 )
 
+UNANCHORED = (
+    ". They are also the anchor of the staleness ratios, each of which is 1: without them the loss corrects nothing"
+)
+
 NO_ADVANTAGE = (
     "no sequence since the last log has an advantage: the rewards of each prompt's completions are all equal, or NaN. "
     "Metrics over tokens with an advantage (offcorr/loss/dropped, damped, amplified, multiplier_vs_ratio, ess_after) "
@@ -48,6 +53,11 @@ ALL_CUT_OFF = (
     "all {} completions of a generation were cut off at max_completion_length={}, and mask_truncated_completions=True "
     "leaves such completions out of the loss: none is trained on. Raise max_completion_length, or set "
     "mask_truncated_completions=False"
+)
+
+UNREWARDED = (
+    "a completion has no reward: every reward function returned None or NaN for it. TRL gives it the advantage 0, so "
+    "it is not trained on (older TRL takes the reward for 0). Return a number from one function at least"
 )
 
 INFINITE = (
@@ -82,12 +92,17 @@ def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
         else:
             _check_unread_anchor(name, anchor, getattr(args, "loss_type", None))
     rule = getattr(args, "ess_lr", None)
+
+    def make_ess_lr() -> ESSLearningRate:
+        own = getattr(trainer, "rollout_func", None) is None and not getattr(trainer, "use_vllm", True)
+        return ESSLearningRate(trainer.optimizer, args.ess_base, rule or "sqrt", own_samples=own)
+
     return Step(
         loss,
         anchor=None
         if name is None
         else lambda: make_anchor(name, trainer.accelerator.unwrap_model(trainer.model), **options),
-        ess_lr=None if rule is None else lambda: ESSLearningRate(trainer.optimizer, args.ess_base, rule),
+        ess_lr=None if rule is None else make_ess_lr,
         gather=lambda vector: trainer.accelerator.gather(vector[None]),
         monitor=make_monitor(args, corrects=loss is not None),
     )
@@ -100,12 +115,14 @@ def make_monitor(args: Any, corrects: bool) -> Monitor | None:
         corrects: False: the loss is TRL's own, which has no weights to mask sequences with.
 
     Raises:
-        ValueError: an unknown option, or one that the loss cannot follow.
+        ValueError: an unknown option, one that the loss cannot follow, or a folder that cannot be made.
     """
     given = getattr(args, "monitor", "warn")
     options = monitor_options(given)
     if options is None:
         return None
+    if "folder" in options:
+        check_writable("folder of monitor", options["folder"])
     options = {"folder": Path(getattr(args, "output_dir", None) or ".", "mismatch"), **options}
     monitor = Monitor(**options, temperature=getattr(args, "temperature", 1.0))
     monitor.raises = False  # a checkpoint comes first
@@ -165,15 +182,57 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
     if step.monitor is not None:
         step.monitor.on_main = trainer.accelerator.is_main_process
         step.monitor.learning_rate = logs.get("learning_rate")
-    for name, value in step.metrics(mode == "train", choice).items():
+    for name, value in _measured(trainer, mode == "train", choice).items():
         if name not in trainer._metrics[mode]:
             trainer._metrics[mode][name] = [value]
     if step.monitor is not None and step.monitor.stopped and not trainer.control.should_training_stop:
         trainer.control.should_training_stop = trainer.control.should_save = True
     if step.none_scored:
-        warn_once_in_run(trainer, UNSCORED)
+        anchored = step.anchor_in_force is not None and step.anchor_in_force.contains_rollout
+        ratios = trainer.correction is not None and "old_logp" in trainer.correction.needs
+        warn_once_in_run(trainer, UNSCORED + UNANCHORED if anchored and ratios else UNSCORED)
     if step.none_advantaged and mode == "train":
         warn_once_in_run(trainer, NO_ADVANTAGE)
+
+
+def _measured(trainer: Any, train: bool, choice: str) -> dict[str, float]:
+    """The metrics; their error says so where it is the model that is not finite."""
+    try:
+        return trainer.correction_step.metrics(train, choice)
+    except ValueError as error:
+        if _has_finite_weights(trainer):
+            raise
+        raise ValueError(
+            f"the model's weights are NaN or infinite, by step {trainer.state.global_step} at the latest: {error}"
+        ) from error
+
+
+def refuse_nan_model(trainer: Any, logp: Tensor, mask: Tensor) -> None:
+    """Raise ``ValueError`` where the model gives no finite log-prob of a micro-batch, with the step that it comes from.
+
+    Only on a CPU, where looking costs no synchronisation; on a GPU the metrics show it when they are logged.
+
+    Args:
+        logp, mask: of the micro-batch's tokens, in one shape; the tokens that are trained on.
+    """
+    if logp.device.type == "cpu" and mask.any() and not logp.detach()[mask].isfinite().any():
+        raise ValueError(f"no token has a finite log-prob: {_nan_model(trainer)}")
+
+
+def _has_finite_weights(trainer: Any) -> bool:
+    return all(bool(weight.isfinite().all()) for weight in trainer.model.parameters())
+
+
+def _nan_model(trainer: Any) -> str:
+    """Half a sentence on weights or logits that are not finite, since which step, and what to look at."""
+    done = trainer.state.global_step
+    since = f"since the update of step {done}" if done else "as they were loaded"
+    if _has_finite_weights(trainer):
+        return (
+            f"the model's logits are NaN or infinite {since}, and its weights are finite: they overflow its precision"
+        )
+    advice = "look at loss and grad_norm of that step, and lower the learning rate" if done else "load other weights"
+    return f"the model's weights are NaN or infinite {since}: {advice}"
 
 
 def warn_once_in_run(trainer: Any, message: str) -> None:

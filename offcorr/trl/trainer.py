@@ -27,7 +27,7 @@ from offcorr.training.replica import base_of
 from offcorr.training.unrecorded import filled
 from offcorr.trl.config import choose_correction
 from offcorr.trl.convex_kl import ConvexKL
-from offcorr.trl.dump import dump_padded, make_dumps, padded_ids
+from offcorr.trl.dump import check_dump, dump_padded, make_dumps, padded_ids
 from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
 from offcorr.trl.recorded import score_unrecorded
@@ -37,10 +37,12 @@ from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
     ALL_CUT_OFF,
     INFINITE,
+    UNREWARDED,
     StepCallback,
     lag_metrics,
     log_metrics,
     make_step,
+    refuse_nan_model,
     report_first_batch,
     share_done,
     warn_on_main,
@@ -94,6 +96,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         check_rollout_func(kwargs.get("rollout_func"))
         annealed = choose_correction(args, loss)
         check_skipping(args, annealed)
+        check_dump(args)
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
         if self._corrects and not rest:  # else rollout_func may be among them
@@ -114,8 +117,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._corrects:
             self._check_sources(self.args, self.rollout_func)
             self._check_settings()
-            self._check_ess_lr()
             self._take_over_vllm_correction()
+        self._check_ess_lr()
         if self.rollout_func is not None:
             check_rollout_func(self.rollout_func)
             if hasattr(self.rollout_func, "attach"):
@@ -254,6 +257,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             uncertain = self.get_high_entropy_mask(forward.entropy, mask, 1 - self.top_entropy_quantile)
             advantages = advantages.view(len(advantages), -1) * uncertain
 
+        refuse_nan_model(self, logp, mask)
         supplied = inputs.get("old_logp") if getattr(self.args, "anchor", None) in (None, "snapshot") else None
         version = inputs.get("rollout_version")
         if version is not None and version.ndim == 1:
@@ -417,6 +421,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._rewards_per_function = score_unrecorded(
             super()._calculate_rewards, columns, self._recorded_rewards, len(self.reward_funcs), self.accelerator
         )
+        if self._mode == "train" and self._rewards_per_function.isnan().all(dim=1).any():
+            warn_once_in_run(self, UNREWARDED)
         for name, rewards in zip(self.reward_func_names, self._rewards_per_function.T, strict=True):
             if rewards.isinf().any():
                 warn_once_in_run(self, INFINITE.format(name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import trl
@@ -9,6 +11,7 @@ import trl
 from offcorr.data import Around, Demonstrations, Replay, Traces
 from offcorr.data.sources import check_rows, check_trainer
 from offcorr.rollout import OffPolicy
+from offcorr.stages.checks import warn_once
 from tests.data.replaying import groups_of, parameters
 
 
@@ -111,8 +114,31 @@ def test_bad_options(options, message):
 
 
 def test_a_class_is_refused():
-    with pytest.raises(TypeError, match="expected an instance such as"):
+    with pytest.raises(TypeError, match=r"sampler is the class OffPolicy, expected an instance: OffPolicy\(...\)"):
         Replay(OffPolicy)
+    with pytest.raises(TypeError, match=r"sampler is <lambda>\(prompts\), expected a function of two arguments"):
+        Replay(lambda prompts: {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"loss_type": "reinforce"}, True),
+        ({"loss_type": "reinforce", "loss_kwargs": {"weight": {"name": "truncate", "cap": 2.0}}}, True),  # the engine's
+        ({"loss_type": "reinforce", "loss_kwargs": {"reject": {"name": "opsm"}}}, False),
+        ({"loss_type": "near_overlap"}, False),
+        ({"loss_type": "minpro"}, False),
+    ],
+)
+def test_a_loss_that_does_not_see_the_age_of_a_sequence_is_named(trained, settings, warns):
+    """It trains on replayed sequences as a loss of TRL's own does."""
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(Replay(OffPolicy(), 0.5), max_steps=1, **settings)
+    said = [str(w.message) for w in caught if "as if they were fresh" in str(w.message)]
+    assert len(said) == warns
+    assert not said or said[0].startswith("loss 'reinforce' takes no ratio to the weights that sampled")
 
 
 def test_recorded_rewards_of_the_wrong_length_are_refused(make_trainer):

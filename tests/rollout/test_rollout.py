@@ -378,7 +378,7 @@ def test_decode_refuses_a_model_that_ignores_the_cache():
 
 def test_decode_refuses_what_it_cannot_do():
     model = fresh_model()
-    with pytest.raises(ValueError, match="empty prompt"):
+    with pytest.raises(ValueError, match=r"prompt_ids\[1\] is empty"):
         decode(model, [[3], []], max_new_tokens=2, eos_token_ids=[EOS])
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         decode(model, [[3]], max_new_tokens=0, eos_token_ids=[EOS])

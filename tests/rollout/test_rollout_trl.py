@@ -231,6 +231,29 @@ def test_messages_go_through_the_chat_template(tmp_path):
         sampler(picture, trainer)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([3, 4], "prompt 0 of 2 is 3, expected text or a list of messages"),
+        (["a3b1=", None], "prompt 1 of 2 is None, expected text or a list of messages"),
+        (["a3b1=", [{"role": "user", "content": "c2"}]], r"prompt 1 of 2 is \[{'role'.*, expected text or a list"),
+        (["a3b1=", ""], "prompt 1 of 2 is '', of which the tokenizer makes no token, expected at least one"),
+    ],
+)
+def test_a_prompt_that_cannot_be_sampled_from_is_named(tmp_path, prompts, message):
+    sampler = OffPolicy()
+    trainer = trainer_of(sampler, tmp_path, max_steps=1)
+    with pytest.raises(ValueError, match=message):
+        sampler(prompts, trainer)
+
+
+def test_a_tokenizer_without_an_end_is_named_when_the_sampler_is_attached(tmp_path):
+    trainer = trainer_of(OffPolicy(), tmp_path, max_steps=1)
+    trainer.eos_token_ids, trainer.processing_class.eos_token = [None], None
+    with pytest.raises(ValueError, match="the tokenizer's eos_token is None, expected the token that ends a completi"):
+        OffPolicy().attach(trainer)
+
+
 def test_attach_is_idempotent_and_a_second_run_starts_over(tmp_path):
     sampler = Recording(lag=2)
     trainer = trainer_of(sampler, tmp_path, max_steps=3)

@@ -11,6 +11,7 @@ from torch import nn
 
 import offcorr
 from offcorr import Batch
+from offcorr.stages.checks import warn_once
 from offcorr.training.anchors import EWMA, LogLinear, Recomputed, Rollout, Snapshots
 
 VOCABULARY, B, T = 7, 4, 5
@@ -137,6 +138,9 @@ def test_log_linear_says_what_to_pass(batch):
             LogLinear().old_logp(dataclasses.replace(batch, **{name: None}))
     with pytest.raises(ValueError, match="proximal_lag is -1"):
         LogLinear(-1)
+    warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="proximal_lag is 0: .* every ratio is 1 and the loss corrects nothing"):
+        LogLinear(0)
 
 
 # -- EWMA ----------------------------------------------------------------------------------------------------------
@@ -202,8 +206,16 @@ def test_ewma_says_what_to_pass(model):
     with pytest.raises(ValueError, match=r"active is None, but EWMA\(window=2, reset_below=0.9\) resets by it: pass"):
         EWMA(model, window=2).step(1)
     EWMA(model, window=2, reset_below=None).step(1)
-    for wrong in ({"window": -1}, {"window": 1, "reset_below": 90}):
-        with pytest.raises(ValueError, match="expected"):
+    EWMA(model, window=2.5)
+    for wrong, message in (
+        ({"window": -1}, "window is -1, expected a number of optimizer steps above 0$"),
+        ({"window": 0}, "window is 0, expected .*: the mean over 0 steps is the current weights, so every ratio would"),
+        ({"window": 1, "reset_below": 90}, "reset_below is 90, expected"),
+        ({"window": 1, "device": "cpux"}, r"device is 'cpux', expected one that torch has here, .* \(Expected one of"),
+        ({"window": 1, "device": "cuda:99"}, r"device is 'cuda:99', expected one that torch has here"),
+        ({"window": 1, "device": 1.5}, r"device is 1.5, expected one that torch has here"),
+    ):
+        with pytest.raises(ValueError, match=message):
             EWMA(model, **wrong)
 
 

@@ -329,9 +329,10 @@ def test_an_ess_without_the_engines_log_probs_warns_once():
             optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
             ESSLearningRate(optimizer).add(offcorr.Batch(old_logp=old_logp, **columns))
             ESSLearningRate(optimizer).add(offcorr.Batch(old_logp=old_logp, rollout_logp=old_logp, **columns))
+            ESSLearningRate(optimizer, own_samples=True).add(offcorr.Batch(old_logp=old_logp, **columns))
         offcorr.get("dapo")(offcorr.Batch(old_logp=old_logp, **columns))  # asks for no total ratio
         offcorr.get("opsm")(offcorr.Batch(old_logp=old_logp, **columns))  # the total ratio only where there is one
     (said,) = [w for w in caught if "rollout_logp" in str(w.message)]
-    assert "so a total ratio" in str(said.message) and "rollout_logp=old_logp" in str(said.message)
+    assert "counts the staleness alone: the sampler reports no log-probs" in str(said.message)
     assert said.filename == __file__  # the caller, not torch's no_grad around the library
     warn_once.cache_clear()

@@ -305,8 +305,19 @@ def test_command_line_and_yaml(tmp_path):
     [
         (dict(anchor="ewma"), "anchor 'ewma' needs window; its options are"),
         (dict(anchor="ewma", anchor_kwargs={"windw": 4}), "no option 'windw', did you mean 'window'"),
-        (dict(anchor="ewma", anchor_kwargs={"window": -1}), "window is -1, expected 0 or more"),
-        (dict(anchor="ewma", anchor_kwargs={"window": "16"}), "window is '16', expected 0 or more"),
+        (
+            dict(anchor="ewma", anchor_kwargs={"window": -1}),
+            "window is -1, expected a number of optimizer steps above 0",
+        ),
+        (
+            dict(anchor="ewma", anchor_kwargs={"window": "16"}),
+            "window is '16', expected a number of optimizer steps above 0",
+        ),
+        (dict(anchor="ewma", anchor_kwargs={"window": 0}), "window is 0, .* so every ratio would be 1"),
+        (
+            dict(anchor="ewma", anchor_kwargs={"window": 4, "device": "cpux"}),
+            "anchor_kwargs: device is 'cpux', expected",
+        ),
         (dict(anchor="ewma", anchor_kwargs={"window": 4, "reset_below": 90}), "reset_below is 90, expected a share"),
         (dict(anchor="log_linear", anchor_kwargs={"window": 4}), "anchor 'log_linear' has no option 'window'"),
         (dict(anchor="snapshot", anchor_kwargs={"window": 4}), "anchor 'snapshot' has no option 'window'"),

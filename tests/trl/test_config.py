@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from transformers import HfArgumentParser
 from trl import TrlParser
 
 import offcorr
+from offcorr.methods.registry import find
 from offcorr.trl import GRPOConfig
 from offcorr.trl.config import TRL_LOSSES, CorrectionOptions, choose_correction
+from offcorr.trl.described import in_short
 
 CONFIGS = [GRPOConfig]
 PACKED_ROWS = Version(trl.__version__) >= Version("1.16")
@@ -209,6 +212,44 @@ def test_a_loss_beside_an_explicit_loss_type_is_refused(tmp_path, loss_type):
     common = dict(bf16=False, use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match=f"was passed beside loss_type='{loss_type}', .* in one of the two ways"):
         choose_correction(GRPOConfig(str(tmp_path), loss_type=loss_type, **common), offcorr.get("minpro"))
+
+
+def test_a_loss_in_a_message_is_its_name_and_what_differs(tmp_path):
+    args = GRPOConfig(str(tmp_path), loss_type="minpro", bf16=False, use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=r"loss='minpro' {'eps_high': 0.3} was passed beside loss_type='minpro'"):
+        choose_correction(args, offcorr.get("minpro", eps_high=0.3))
+    weight = {"name": "truncate", "cap": 2.0}
+    assert in_short(offcorr.get("ppo", weight=weight)).startswith("'ppo' {'weight': {'name': 'truncate', 'cap': 2.0")
+    method = next(name for name in offcorr.available() if find(name).required)
+    assert in_short(find(method)(**find(method).example)).startswith(f"{method!r} {{")
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("temperature", math.nan, "a finite number"),
+        ("temperature", 0.0, "a number above 0: the trainer divides the model's logits by it"),
+        ("learning_rate", math.inf, "a finite number"),
+        ("learning_rate", "1e-4", "a finite number"),
+        ("weight_decay", True, "a finite number"),
+        ("epsilon", math.nan, "a finite number"),
+        ("epsilon_high", math.nan, "a number"),
+        ("max_grad_norm", -math.inf, "a number"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_by_name(tmp_path, config, option, value, wanted):
+    """TRL takes it, and the weights are NaN after the first update."""
+    common = dict(bf16=False, use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=f"^{option} is {value!r}, expected {wanted}$"):
+        config(str(tmp_path), **common, **{option: value})
+    config(str(tmp_path), **common, max_grad_norm=math.inf, epsilon_high=math.inf, weight_decay=0, learning_rate=None)
+
+
+@pytest.mark.parametrize("option", ["beta", "entropy_coef", "delta"])
+def test_a_term_of_nan_is_refused(tmp_path, option):
+    with pytest.raises(ValueError, match=f"{option} is nan, expected a"):
+        GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to=[], **{option: math.nan})
 
 
 def test_a_loss_beside_trls_default_loss_type_is_taken(tmp_path):

@@ -8,7 +8,9 @@ import trl
 from packaging.version import Version
 from transformers import HfArgumentParser
 
+from offcorr.data import Replay
 from offcorr.diagnose import read
+from offcorr.rollout import OffPolicy
 from offcorr.trl import GRPOConfig
 from offcorr.trl.dump import row_sequences
 
@@ -146,6 +148,7 @@ def test_options_from_the_command_line(tmp_path):
         ({"dump_rollouts": ""}, "dump_rollouts is '', expected the path of a folder or None"),
         ({"dump_rollouts": True}, "dump_rollouts is True, expected the path of a folder or None"),
         ({"dump_rollouts": __file__}, "test_dump.py', which is a file, expected a folder"),
+        ({"monitor": {"folder": 3}}, "monitor: .* not '?int"),
         ({"dump_rollouts": "d", "dump_every": 0}, "dump_every is 0, expected a number of optimizer steps, 1 or more"),
         ({"dump_rollouts": "d", "dump_every": 1.5}, "dump_every is 1.5, expected a number of optimizer steps"),
     ],
@@ -153,6 +156,21 @@ def test_options_from_the_command_line(tmp_path):
 def test_options_that_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         GRPOConfig(str(tmp_path), bf16=False, report_to=[], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dump_rollouts": f"{__file__}/sub"}, r"cannot write to '.*test_dump.py/sub' \(.*test_dump.py is a file\)"),
+        ({"dump_rollouts": "/proc/xx"}, r"cannot write to '/proc/xx' \(in /proc: .*\); choose another dump_rollouts"),
+        ({"monitor": {"critical": "dump", "folder": __file__}}, r"is a file\); choose another folder of monitor"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_refused_before_the_model_is_loaded(make_trainer, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(model=str(tmp_path / "no model here"), loss_type="minpro", **options)
+    with pytest.raises(ValueError, match="is a file.; choose another folder of Replay"):
+        Replay(OffPolicy(), folder=f"{__file__}/groups")
 
 
 def test_dump_every_alone_does_nothing(tmp_path):

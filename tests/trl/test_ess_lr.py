@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from transformers import HfArgumentParser, TrainerCallback
 from trl import TrlParser
 
 from offcorr.rollout import OffPolicy
+from offcorr.stages.checks import warn_once
 from offcorr.trl import GRPOConfig, GRPOTrainer
 
 STALE = ("old_logp", "rollout_version")
@@ -236,12 +239,24 @@ def test_it_says_what_it_wants(make_trainer):
     ):
         with pytest.raises(ValueError, match=message):
             GRPOConfig("out", bf16=False, use_cpu=True, **wrong)
-    nothing_to_compare = make_trainer(loss_type="dapo", ess_lr="sqrt")
-    with pytest.raises(ValueError, match="rollout_logp and old_logp are None"):
-        nothing_to_compare.train()
 
 
-def test_a_learning_rate_with_nothing_to_compare_is_refused_before_training(make_trainer):
+@pytest.mark.parametrize("loss_type", ["minpro", "dapo"])  # dapo: TRL's own loss
+def test_a_learning_rate_with_nothing_to_compare_is_refused_before_training(make_trainer, loss_type):
     with pytest.raises(ValueError, match=r"ess_lr='sqrt' compares with the sampler's log-probs"):
-        make_trainer(loss_type="minpro", ess_lr="sqrt")
-    make_trainer(loss_type="minpro", ess_lr="sqrt", num_iterations=2)
+        make_trainer(loss_type=loss_type, ess_lr="sqrt")
+    make_trainer(loss_type=loss_type, ess_lr="sqrt", num_iterations=2)
+
+
+def test_it_says_that_a_sampler_reports_no_log_probs_where_there_is_one(make_trainer, replay):
+    """TRL's own generation is that of the trainer's model: no engine's log-probs are missing."""
+
+    def rollout_func(prompts, trainer):
+        return {**replay(*STALE)(prompts, trainer), "logprobs": None}
+
+    warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(rollout_logp|log_ratio|staleness alone)")
+        make_trainer(loss_type="minpro", ess_lr="sqrt", num_iterations=2, max_steps=2).train()
+    with pytest.warns(RuntimeWarning, match="counts the staleness alone: the sampler reports no log-probs"):
+        make_trainer(loss_type="minpro", ess_lr="sqrt", rollout_func=rollout_func, max_steps=1).train()

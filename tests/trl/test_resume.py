@@ -76,10 +76,18 @@ def test_a_resumed_run_says_what_it_does_otherwise(make_trainer, uninterrupted, 
     with pytest.warns(UserWarning, match="not the one that saved it") as caught:
         resumed.train(resume_from_checkpoint=checkpoint)
     (said,) = (str(w.message) for w in caught if "not the one that saved it" in str(w.message))
-    assert "loss was Correction(ratio=MinPrefix" in said and "and is Correction(ratio=Token" in said
+    assert "loss was 'minpro', and is 'ppo'; " in said and "Correction(" not in said and "in short" not in said
     assert "anchor was None, and is 'rollout'" in said
     assert "rollout_func was OffPolicy(lag=3, precision='int8'" in said and "replay.<locals>" in said
     assert "ess_lr" not in said
+
+
+def test_another_option_of_the_loss_is_named_without_the_others(make_trainer, uninterrupted, tmp_path):
+    changed = SETTINGS | {"loss_kwargs": {"eps_high": 0.3}, "max_steps": 5}
+    sampler = OffPolicy(lag=3, precision="int8")
+    resumed = make_trainer(rollout_func=sampler, output_dir=str(tmp_path / "again"), **changed)
+    with pytest.warns(UserWarning, match=r"saved it: loss was 'minpro', and is 'minpro' {'eps_high': 0.3}$"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
 
 
 def test_a_checkpoint_within_a_generation_is_named_at_resume(make_trainer, tmp_path):

@@ -125,6 +125,25 @@ def test_no_log_prob_of_the_engine_at_all(train, unknown):
         train(everywhere("logprobs", unknown), loss_type="tis")
 
 
+@pytest.mark.parametrize("settings", [{}, {"anchor": "rollout"}, {"loss_type": "near_overlap"}])
+@pytest.mark.parametrize("unknown", [math.nan, None])
+def test_no_log_prob_of_an_engine_that_the_ratios_are_taken_from(train, settings, unknown):
+    """Every ratio would be 1."""
+    with pytest.raises(ValueError, match=r"NaN or None for all \d+ tokens .* ratios of loss .* are taken from them"):
+        train(everywhere("logprobs", unknown), "env_mask", **settings)
+    train(everywhere("logprobs", unknown), "env_mask", loss_type="reinforce")
+
+
+def test_completions_longer_than_the_configuration_says_are_named(train):
+    warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="completions of up to 8 tokens, and max_completion_length is 3: they are"):
+        train(lambda output: None, "old_logp", max_completion_length=3)
+    warn_once.cache_clear()
+    with warnings.catch_warnings():  # a tool wrote the rest
+        warnings.filterwarnings("error", message=".*completions of up to")
+        train(lambda output: None, max_completion_length=6)
+
+
 def test_what_is_not_read_is_not_refused(train):
     """A single token without the engine's log-prob; old_logp that nobody reads, or that is masked."""
     train(put("logprobs", None, 0, 0), loss_type="tis")
@@ -143,7 +162,9 @@ def everywhere_nan(output):
 def test_a_batch_without_a_token_to_train_on(train, caplog):
     """It has loss 0, and the run's first line does not put that on the engine."""
     warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="env_mask is 0 for every token of 8 completions: none is trained on"):
+    with pytest.warns(
+        RuntimeWarning, match="env_mask is 0 for every token of 8 completions: none is trained on, and their"
+    ):
         train(everywhere("env_mask", 0))
     (said,) = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
     assert said.endswith("no token is trained on: the mask is 0 everywhere") and "reported no log-probs" not in said
@@ -152,6 +173,31 @@ def test_a_batch_without_a_token_to_train_on(train, caplog):
 def test_a_rollout_func_is_callable(make_trainer):
     with pytest.raises(TypeError, match="rollout_func is 'offpolicy', expected a function of prompts and trainer, or"):
         make_trainer(loss_type="minpro", rollout_func="offpolicy")
+
+
+class Method:
+    def sample(self, prompts, trainer):
+        return {}
+
+    def __call__(self, prompts):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda prompts: {}, r"<lambda>\(prompts\)"),
+        (lambda prompts, trainer, model: {}, r"<lambda>\(prompts, trainer, model\)"),
+        (Method(), r"Method\(prompts\)"),
+    ],
+)
+def test_a_rollout_func_takes_prompts_and_trainer(make_trainer, tmp_path, function, said):
+    with pytest.raises(
+        TypeError, match=f"rollout_func is {said}, expected a function of two arguments, prompts and tr"
+    ):
+        make_trainer(model=str(tmp_path / "no model here"), rollout_func=function)
+    for fine in (lambda prompts, trainer, seed=0: {}, lambda *both: {}, Method().sample):
+        make_trainer(rollout_func=fine)
 
 
 @pytest.mark.parametrize(

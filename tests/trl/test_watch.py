@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
+from transformers import TrainerCallback
 
 from offcorr.rollout import OffPolicy
 from offcorr.training import MismatchError
@@ -132,6 +134,48 @@ def test_an_infinite_reward_is_noticed(make_trainer):
     with pytest.warns(UserWarning, match="reward function overflowing returned an infinite reward") as caught:
         trainer.train()
     assert len([1 for w in caught if "infinite reward" in str(w.message)]) == 1
+
+
+def test_a_completion_without_a_reward_is_noticed(make_trainer):
+    """A function that does not apply says None; that is no fault where another one applies."""
+
+    def unsure(completion_ids, **_):
+        return [float("nan") if i == 0 else float(len(ids) % 3) for i, ids in enumerate(completion_ids)]
+
+    def other(completion_ids, **_):
+        return [None if i == 1 else float(len(ids)) for i, ids in enumerate(completion_ids)]
+
+    short = SETTINGS | {"max_steps": 2}
+    with pytest.warns(UserWarning, match="a completion has no reward: every reward function returned None") as caught:
+        make_trainer(loss_type="minpro", reward_funcs=unsure, **short).train()
+    assert len([1 for w in caught if "has no reward" in str(w.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="a completion has no reward")
+        make_trainer(loss_type="minpro", reward_funcs=[unsure, other], **short).train()
+
+
+class Broken(TrainerCallback):
+    """Makes a weight NaN after the second optimizer step."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 2:
+            next(model.parameters()).data[:] = math.nan
+
+
+@pytest.mark.parametrize("loss_type", ["minpro", "dapo"])
+def test_weights_that_are_nan_are_named(make_trainer, loss_type):
+    trainer = make_trainer(loss_type=loss_type, callbacks=[Broken()], num_iterations=4, max_steps=4)
+    with pytest.raises(ValueError, match="no token has a finite log-prob: the model's weights are NaN .* of step 2: l"):
+        trainer.train()
+
+
+def test_weights_that_are_nan_are_named_where_the_metrics_show_them(make_trainer, monkeypatch):
+    """As on a GPU, where no micro-batch is looked at."""
+    monkeypatch.setattr("offcorr.trl.trainer.refuse_nan_model", lambda *_: None)
+    monkeypatch.setattr("offcorr.Batch._check_numbers", lambda self: None)
+    trainer = make_trainer(loss_type="minpro", callbacks=[Broken()], num_iterations=4, max_steps=4)
+    with pytest.raises(ValueError, match="weights are NaN or infinite, by step 3 at the latest: not one of"):
+        trainer.train()
 
 
 def test_a_wrong_old_logp_is_named_in_a_trainer(make_trainer):

@@ -1,0 +1,42 @@
+"""``check_numbers``: the numeric options of a configuration, TRL's and those of this library, are finite numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from numbers import Real
+from typing import Any
+
+UNBOUNDED = (
+    "max_grad_norm",
+    "delta",
+    "epsilon_high",
+    "off_policy_mask_threshold",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_cap",
+    "vllm_server_timeout",
+)
+"""The options that are upper bounds, of which infinity means that there is none."""
+
+
+def check_numbers(config: Any) -> None:
+    """Raises ``ValueError`` where an option that is a float is something else, NaN or infinite, or a temperature of 0.
+
+    TRL takes such values, and the model's weights are NaN after the first update.
+
+    Args:
+        config: an instance of a dataclass; None is passed over, since TRL and transformers say where it is allowed.
+    """
+    for option in dataclasses.fields(config):
+        value, kind = getattr(config, option.name), str(option.type)
+        if value is None or "float" not in kind or "str" in kind or "list" in kind:
+            continue
+        wanted = "a number" if option.name in UNBOUNDED else "a finite number"
+        number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+        if not number or (math.isinf(value) and not (value > 0 and option.name in UNBOUNDED)):
+            raise ValueError(f"{option.name} is {value!r}, expected {wanted}")
+    temperature = getattr(config, "temperature", 1.0)
+    if temperature <= 0:
+        raise ValueError(
+            f"temperature is {temperature!r}, expected a number above 0: the trainer divides the model's logits by it"
+        )
