@@ -30,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from offcorr import toy
+from offcorr.folders import check_writable
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where installed, warns that it found nothing else
@@ -94,6 +95,10 @@ def main() -> int:
     args = parser.parse_args()
     steps = SHORT if args.short else 160
     args.output = args.output or Path("runs/demo-short" if args.short else "runs/demo")
+    try:
+        check_writable("--output", args.output)
+    except ValueError as error:
+        parser.error(str(error))
 
     print(f"{opening(steps)}\n{COST['short' if args.short else 'full']}\n", flush=True)
     toy.model_path(seed=args.seed)  # the warm start, once, with its progress bar
@@ -366,4 +371,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("stopped; nothing was compared")
+        print("stopped; nothing was compared", file=sys.stderr)
+        sys.exit(130)

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offcorr import toy
 from offcorr.rollout import Engine, EngineError, save_for_engine
+from offcorr.folders import check_writable
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -61,6 +62,10 @@ def main() -> int:
         parser.error(f"--python {args.python} is not there: `make .venv-vllm` makes an environment with vLLM")
     steps = SHORT if args.short else 160
     output = args.output or Path("runs/demo-vllm-short" if args.short else "runs/demo-vllm")
+    try:
+        check_writable("--output", output)
+    except ValueError as error:
+        parser.error(str(error))
     oldest = min(args.sync_every, steps) - 1
 
     print(SETTING.format(dtype=args.dtype, sync_every=args.sync_every, oldest=oldest))
@@ -169,4 +174,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("stopped; nothing was compared")
+        print("stopped; nothing was compared", file=sys.stderr)
+        sys.exit(130)

@@ -37,6 +37,7 @@ from offcorr.folders import check_writable
 from offcorr.rollout import OffPolicy, VLLMServer
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 from offcorr.trl.config import choose_correction
+from offcorr.folders import check_writable
 
 
 @dataclass
@@ -96,6 +97,8 @@ class Arguments(GRPOConfig):
         if 0 < self.max_steps < self.logging_steps:
             self.logging_steps = self.max_steps  # a short run logs its last step, too
         self._check_by_trl()
+        if self.dump_rollouts:
+            check_writable("--dump_rollouts", self.dump_rollouts)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer warns again
             choose_correction(self)

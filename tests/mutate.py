@@ -954,8 +954,8 @@ MUTATIONS = [
     Mutation(
         "the grid: a file that exists is replaced",
         GRID,
-        "results.free(path, options.overwrite)",
-        "results.free(path, True)",
+        "results.free(path, options.overwrite, option)",
+        "results.free(path, True, option)",
         f"{GRIDS}::test_a_file_that_exists_is_kept_unless_it_may_be_replaced",
     ),
     Mutation(

@@ -13,6 +13,7 @@ from offcorr.cli.guide import guide
 from offcorr.cli.output import PAGES, Refusal, terminal_width
 from offcorr.cli.tables import TABLES, fill, markdown
 from offcorr.lab.text import entries
+from offcorr.folders import check_file
 
 READERS = {
     "To begin": {
@@ -102,6 +103,8 @@ def _generate(root: Path, check: bool) -> int:
             f"{root.resolve()} is not a checkout of offcorr: it has no {' and no '.join(missing)}, whose tables "
             f"--write and --check are about. --root names the checkout; to read the pages: {PAGES}"
         )
+    if not check:
+        _check_pages(root)
     stale = []
     for name in GENERATED:
         text = (root / name).read_text()
@@ -113,3 +116,11 @@ def _generate(root: Path, check: bool) -> int:
     if stale:
         print(f"{'out of date' if check else 'written'}: {', '.join(stale)}")
     return int(check and bool(stale))
+
+
+def _check_pages(root: Path) -> None:
+    for name in GENERATED:
+        try:
+            check_file("--root", root / name)
+        except ValueError as error:
+            raise Refusal(str(error)) from None

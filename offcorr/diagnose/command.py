@@ -23,6 +23,7 @@ from offcorr.diagnose.record import Record
 from offcorr.diagnose.rescore import Rescored, described, rescore
 from offcorr.diagnose.text import text
 from offcorr.optional import require
+from offcorr.folders import check_file
 
 SEQUENCES = 32
 """Sequences that ``--model`` scores."""
@@ -123,6 +124,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--html is {html}, which exists; --overwrite replaces it")
         if html.exists() and any(html.resolve().is_relative_to(path.resolve()) for path in options.paths):
             raise ValueError(f"--html is {html}, a file of the dump; expected another one")
+        check_file("--html", html)
     if options.tokenizer is not None:
         if html is None:
             raise ValueError("--tokenizer is given without --html, whose sequences it decodes")

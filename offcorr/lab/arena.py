@@ -31,6 +31,7 @@ from offcorr.lab.text import HelpFormatter, duration, examples, for_a_shell
 from offcorr.optional import RECIPE_NEEDS, configuration, recipes, require
 from offcorr.training.ess_lr import RULES
 from offcorr.training.precision import Precision
+from offcorr.folders import check_writable
 
 __all__ = ["GRIDS", "Grid", "Run", "add_parser", "train"]
 
@@ -407,6 +408,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the subcommand and returns its exit code: 1 if a run failed, 2 if the command cannot run as it was given."""
     try:
         grid = _grid(options)
+        check_writable("--folder", options.folder)
         output = results.free(options.output or options.folder / "report.json", options.overwrite or not options.output)
         require("offcorr bench arena", RECIPE_NEEDS, extra="recipes")
     except (ValueError, ImportError) as error:

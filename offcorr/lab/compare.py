@@ -124,7 +124,8 @@ COLUMNS = (
     Column(
         "multiplier",
         "mean c",
-        "mean |c A| / mean |A| over the sampled tokens: the size of the update against that of reinforce, whose c is 1",
+        "mean |c A| / mean |A| over the sampled tokens: the size of the update against one without a correction, whose "
+        "c is 1",
         lambda row: row.measured.multiplier,
         _two,
     ),
@@ -139,9 +140,19 @@ COLUMNS = (
 )
 NOT_A_RANKING = (
     "One setting is not a ranking: the order changes with the regime, the gap, the length and the seed, and how "
-    "accurate one gradient is does not predict how training goes: reinforce, which corrects nothing, looks good "
-    "here, and with old samples it is among the first to collapse in training (docs/which.md)."
+    "accurate one gradient is does not predict how training goes (docs/which.md)."
 )
+NO_CORRECTION = (
+    "reinforce, which corrects nothing, looks good here, and with old samples it is among the first to collapse in "
+    "training."
+)
+REACHED = (
+    "A clip is a trust region, not an estimator: a small kept or a direction of 0 or below says that the trainer has "
+    "moved as far as the clip allows, so that it lets little through, or a part that points away from the true "
+    "gradient; it does not say that training with it fails."
+)
+FEW = 0.2
+"""Share of the tokens that get a gradient, below which ``REACHED`` is said."""
 
 
 # -- the numbers ---------------------------------------------------------------------------------------------
@@ -256,7 +267,7 @@ def same_updates(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def table(world: World, rows: Sequence[Row], width: int) -> str:
-    """The setting, the table and its caption, in lines of at most ``width`` characters."""
+    """The setting, the table, what must not be concluded, and the caption, in lines of at most ``width`` characters."""
     width = max(width, 40)
     cells = {column: [column.text(column.value(row)) for row in rows] for column in COLUMNS}
     wide = {column: 2 + max(len(column.head), *map(len, texts)) for column, texts in cells.items()}
@@ -279,26 +290,41 @@ def table(world: World, rows: Sequence[Row], width: int) -> str:
             *above, last = folded(_label(row), label)
             numbers = "".join(cells[column][number].rjust(wide[column]) for column in block)
             lines += [*above, last.ljust(label) + numbers]
-    return "\n".join([*lines, "", *_caption(world, rows, shown, width)])
+    return "\n".join([*lines, "", *entries([("", _caution(rows))], width), "", *_caption(world, rows, shown, width)])
 
 
 def _about(world: World) -> list[tuple[str, str]]:
     setting, found = world.setting, world.distances()
 
     def gap(pair: str) -> str:
-        share, size = found[pair]["effective_share"], found[pair]["abs_mean"]
-        return f"effective share of the samples {share:.2f}, mean |log-ratio| {size:.2f} nats per token"
+        share, size = found[pair]["ess"], found[pair]["abs_mean"]
+        return f"effective sample size (ESS) {share:.2f} of the sequences, mean |log-ratio| {size:.2f} nats per token"
 
-    success = f"{world.success(world.old):.2f} of the sampler's, {world.success(world.trainer):.2f} of the trainer's"
+    old, new = world.success(world.old), world.success(world.trainer)
     return [
         (
             "world",
             f"{world.tree.sequences:,} sequences of {setting.length} tokens over {setting.vocabulary} symbols, "
-            f"{setting.policy} policy, {setting.advantages} advantages, seed {setting.seed}; rewarded: {success}",
+            f"{setting.policy} policy, {setting.advantages} advantages, seed {setting.seed}",
+        ),
+        (
+            "reward",
+            f"0 or 1: 1 for {old:.0%} of the sequences that the sampler draws, and for {new:.0%} of those that the "
+            "trainer would draw",
         ),
         ("staleness", f"{setting.regime}: {gap('staleness')}" if setting.gap else "none (--gap)"),
         ("engine", f"{setting.engine_regime}: {gap('engine')}" if setting.engine_gap else "none (--engine-gap)"),
     ]
+
+
+def _caution(rows: Sequence[Row]) -> str:
+    """The conclusions that these rows do not allow."""
+    said = [NOT_A_RANKING]
+    if any(row.name == "reinforce" for row in rows):
+        said.append(NO_CORRECTION)
+    if any(row.measured.limit <= 0 or row.measured.kept < FEW for row in rows):
+        said.append(REACHED)
+    return " ".join(said)
 
 
 def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: int) -> list[str]:
@@ -313,11 +339,6 @@ def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: 
         notes.append(
             f"* couples the sequences of a batch: {draws} batches of each size were drawn (--draws); all else is exact."
         )
-    if any(row.measured.limit <= 0 for row in rows):
-        notes.append(
-            "A clip is a trust region, not an estimator: a direction of 0 or below says that what it lets through "
-            "here is nothing, or points away from the true gradient; not that training with it fails."
-        )
     notes += illustrated(row.name for row in rows)
     if renamed := [" = ".join((row.name, *row.aliases)) for row in rows if row.aliases]:
         notes.append(f"Two names of one method: {'; '.join(renamed)}.")
@@ -329,8 +350,6 @@ def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: 
         *entries([("", first)], width),
         *entries([(column.head, column.formula) for column in shown], width),
         *entries([("", note) for note in notes], width),
-        "",
-        *entries([("", NOT_A_RANKING)], width),
     ]
 
 
@@ -376,7 +395,7 @@ def picture(world: World, rows: Sequence[Row], path: Path) -> None:
     dots(effect, [row.measured.kept for row in rows], "C2o", "kept")
     dots(effect, [row.measured.multiplier for row in rows], "C4D", "mean c, size of the update")
     effect.axvline(1, color="black", linewidth=0.8)
-    effect.set_title("effect on the tokens\n1: as with reinforce", fontsize=10)
+    effect.set_title("effect on the tokens\n1: as without a correction", fontsize=10)
     effect.set_xlim(-0.05, 1.05 * max(1, *(row.measured.multiplier for row in rows)))
 
     direction.set_yticks(places, [_label(row) for row in rows], fontsize=8)
@@ -387,10 +406,10 @@ def picture(world: World, rows: Sequence[Row], path: Path) -> None:
             fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -1.5 / (len(rows) + 1)), ncols=3, frameon=False
         )
     setting, share = world.setting, world.distances()
-    staleness, engine = (share[pair]["effective_share"] for pair in ("staleness", "engine"))
+    staleness, engine = (share[pair]["ess"] for pair in ("staleness", "engine"))
     figure.suptitle(
         f"One setting, not a ranking: {setting.vocabulary} symbols, {setting.length} tokens, {setting.policy}, "
-        f"{setting.regime}, effective share {staleness:.2f} (engine {engine:.2f}), "
+        f"{setting.regime}, ESS {staleness:.2f} (engine {engine:.2f}), "
         f"{setting.advantages} advantages, seed {setting.seed}",
         fontsize=9,
     )
@@ -517,9 +536,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"offcorr compare: error: {error}", file=sys.stderr)
         return 2
     elapsed = time.perf_counter() - begin
-    if options.output is not None:
-        picture(world, rows, options.output)
-        print(f"wrote {options.output}", file=sys.stderr)
     if options.json:
         text = json.dumps(as_data(world, rows, elapsed), indent=1, allow_nan=False)
     else:
@@ -530,6 +546,9 @@ def run(options: argparse.Namespace) -> int:
         print(text, flush=True)
     except BrokenPipeError:  # `offcorr compare | head` closes the pipe early
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if options.output is not None:
+        picture(world, rows, options.output)
+        print(f"wrote {options.output}", file=sys.stderr)
     return 0
 
 

@@ -340,7 +340,7 @@ class World:
         return float((_chances(self.tree, policy) * self.rewards).sum())
 
     def distances(self) -> dict[str, dict[str, float]]:
-        """For staleness, engine and total: the effective share of the samples, and the mean |log-ratio| of a token."""
+        """ESS as a share of the sequences, and mean |log-ratio| of a token, for staleness, engine and total."""
         pairs = {
             "staleness": (self.trainer, self.old),
             "engine": (self.old, self.engine),
@@ -350,7 +350,7 @@ class World:
         for name, (first, second) in pairs.items():
             size = (self.tree.of_tokens(first) - self.tree.of_tokens(second)).abs().mean(1)
             mean = float((_chances(self.tree, self.engine) * size).sum())
-            found[name] = {"effective_share": _effective_share(self.tree, first, second), "abs_mean": mean}
+            found[name] = {"ess": _ess(self.tree, first, second), "abs_mean": mean}
         return found
 
 
@@ -358,7 +358,7 @@ def _chances(tree: Tree, logp: Tensor) -> Tensor:
     return tree.of_tokens(logp).sum(1).exp()
 
 
-def _effective_share(tree: Tree, first: Tensor, second: Tensor) -> float:
+def _ess(tree: Tree, first: Tensor, second: Tensor) -> float:
     """1 / E[W^2] under the second policy, W the sequence's ratio: ESS / n of infinitely many samples."""
     first_logp, second_logp = (tree.of_tokens(logp).sum(1) for logp in (first, second))
     return float(1 / (2 * first_logp - second_logp).exp().sum())
@@ -398,7 +398,7 @@ def _apart(
     """The two policies at the first size at which the gap is as wide as asked: doubling, then regula falsi."""
 
     def beyond(size: float) -> float:
-        width = 1 - _effective_share(tree, *policies(size))
+        width = 1 - _ess(tree, *policies(size))
         return (width if math.isfinite(width) else 1.0) - gap
 
     if gap == 0:

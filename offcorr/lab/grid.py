@@ -539,9 +539,9 @@ def run(options: argparse.Namespace) -> int:
         if options.processes < 1:
             raise ValueError(f"--processes is {options.processes}, expected at least 1")
         results.check_picture("--picture", options.picture)
-        for path in (options.output, options.picture):
+        for option, path in (("--output", options.output), ("--picture", options.picture)):
             if path is not None:
-                results.free(path, options.overwrite)
+                results.free(path, options.overwrite, option)
         plan = _plan(chosen, methods, options.draws, options.processes)
         with Progress(len(chosen), plan) as progress:
             grid = measured(chosen, options.methods, options.draws, options.processes, progress)
@@ -554,13 +554,13 @@ def run(options: argparse.Namespace) -> int:
     flags = [word for name, values in sides.items() for word in (f"--{name}", *map(str, values))]
     command = shlex.join(["offcorr", "bench", "exact", *options.methods, *flags])
     data = as_data(grid, results.about(command, sides), options.every_cell)
-    if options.picture is not None:
-        picture(data, options.picture)
-        print(f"wrote {options.picture}", file=sys.stderr)
     if options.output is not None:
         results.save(data, options.output)
         print(f"wrote {options.output}", file=sys.stderr)
-    print(table(data))
+    print(table(data), flush=True)
+    if options.picture is not None:
+        picture(data, options.picture)
+        print(f"wrote {options.picture}", file=sys.stderr)
     return 0
 
 

@@ -443,9 +443,9 @@ def run(options: argparse.Namespace) -> int:
         if options.processes < 1:
             raise ValueError(f"--processes is {options.processes}, expected at least 1")
         results.check_picture("--picture", options.picture)
-        for path in (options.output, options.picture):
+        for option, path in (("--output", options.output), ("--picture", options.picture)):
             if path is not None:
-                results.free(path, options.overwrite)
+                results.free(path, options.overwrite, option)
         folder = None if options.output is None else options.output.with_suffix(".cells")
         known, total = kept(plan, folder), len(methods) * len(plan.settings)
         with Progress(total, _first_line(plan, methods, known, options)) as progress:
@@ -462,14 +462,14 @@ def run(options: argparse.Namespace) -> int:
         print(f"offcorr bench loop: error: {error}", file=sys.stderr)
         return 2
     data = as_data(plan, found, results.about(_command(options), _given(options)))
-    if options.picture is not None:
-        picture(data, options.picture)
-        print(f"wrote {options.picture}", file=sys.stderr)
     if options.output is not None and folder is not None:
         results.save(data, options.output)
         print(f"wrote {options.output}", file=sys.stderr)
         _forget(folder, plan, found)
-    print(table(data))
+    print(table(data), flush=True)
+    if options.picture is not None:
+        picture(data, options.picture)
+        print(f"wrote {options.picture}", file=sys.stderr)
     return 0
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offcorr.folders import check_file, check_writable
+
 __all__ = ["Difference", "about", "bootstrap", "check_picture", "difference", "free", "processor", "rounded", "save"]
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "offcorr")
@@ -50,18 +52,20 @@ def _version(name: str) -> str | None:
         return None
 
 
-def free(path: Path, overwrite: bool) -> Path:
+def free(path: Path, overwrite: bool, option: str = "--output") -> Path:
     """The path, its folder made, if a result may be written there.
 
+    Args:
+        option: where the path was given, for the messages.
+
     Raises:
-        ValueError: the file exists and ``overwrite`` is False, or its folder cannot be made.
+        ValueError: the file exists and ``overwrite`` is False, or it or its folder cannot be written.
     """
     if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists; choose another --output, or allow it with --overwrite")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make the folder of {path}: {error}") from error
+        raise ValueError(f"{path} exists; choose another {option}, or allow it with --overwrite")
+    check_file(option, path)
+    check_writable(option, path.parent)  # where ``save`` writes before it gives the file its name
+    path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
@@ -73,6 +77,7 @@ def check_picture(option: str, path: Path | None) -> None:
         raise ValueError(f"{option} is {str(path)!r}, expected a file name that ends in .png, .svg or .pdf")
     if not path.parent.is_dir():
         raise ValueError(f"{option} is {str(path)!r}, but there is no folder {str(path.parent)!r}")
+    check_file(option, path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             f"{option} draws with matplotlib, which is not installed: pip install matplotlib, or leave {option} out "

@@ -48,7 +48,9 @@ def entries(given: Sequence[tuple[str, str]], width: int) -> list[str]:
     lines = []
     for name, text in given:
         first = name.ljust(len(indent))
-        lines += textwrap.wrap(text, min(width, 110), initial_indent=first, subsequent_indent=indent)
+        lines += textwrap.wrap(
+            text, min(width, 110), initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
+        )
     return lines
 
 

@@ -92,6 +92,22 @@ def test_the_table_folds_to_the_width(rows, width):
         assert re.search(rf"^{row.name}\b.*\d$", text, flags=re.M)
 
 
+def test_what_must_not_be_concluded_stands_below_the_table_and_names_only_its_methods(rows):
+    world, found = rows
+    shown = compare.table(world, found, 100)
+    _, body, caution, _ = (" ".join(part.split()) for part in shown.split("\n\n"))
+    assert body.startswith("bias") and caution.startswith(compare.NOT_A_RANKING) and "reinforce" not in shown
+    assert compare.REACHED in caution and compare.REACHED not in compare.table(world, found[-2:-1], 100)
+    plain = compare.compare(world, [("reinforce", offcorr.get("reinforce"))], timed=False)
+    assert compare.NO_CORRECTION in " ".join(compare.table(world, plain, 100).split())
+
+
+def test_the_gaps_and_the_reward_are_said_in_the_library_s_words(rows):
+    flat = " ".join(compare.table(*rows, 100).split())
+    assert "effective sample size (ESS) 0.50 of the sequences" in flat
+    assert re.search(r"reward 0 or 1: 1 for \d+% of the sequences that the sampler draws, and for \d+% of", flat)
+
+
 def test_every_column_is_there_where_there_is_room(rows):
     assert "Left out" not in compare.table(*rows, 110)
     assert "Left out" in compare.table(*rows, 80)
@@ -127,6 +143,14 @@ def test_the_table_says_what_is_the_same_and_what_was_drawn(rows):
 # -- the command ---------------------------------------------------------------------------------------------
 
 
+def test_the_table_is_printed_before_the_picture_is_drawn(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    before = []
+    monkeypatch.setattr(compare, "picture", lambda *_: before.append(capsys.readouterr().out))
+    assert cli.main(["compare", "ppo", *TINY, "--output", str(tmp_path / "compare.png")]) == 0
+    assert compare.NOT_A_RANKING[:40] in before[0]
+
+
 def test_a_users_methods_stand_beside_the_named_ones(command, own_file):
     own = [f"{own_file}:mine?cap=1.5", f"{own_file}:plain", f"{own_file}:finished"]
     code, out, err = command("ppo", "minpro?eps_high=0.3", *own, *TINY, "--json")
@@ -145,7 +169,7 @@ def test_json_holds_every_column_and_repeats_by_seed(command):
     )
     assert list(first["columns"]) == [column.key for column in compare.COLUMNS]
     assert first["setting"] == {**vars(Setting(vocabulary=2, length=4, seed=3))}
-    assert first["note"] == compare.NOT_A_RANKING and first["distances"]["staleness"]["effective_share"] < 0.51
+    assert first["note"] == compare.NOT_A_RANKING and first["distances"]["staleness"]["ess"] < 0.51
     for data in (first, again, other):
         for row in data["methods"]:
             assert row.keys() >= data["columns"].keys()

@@ -222,7 +222,7 @@ def test_the_gap_is_the_share_of_the_samples_that_is_lost(setting):
         chances = total[second].exp()
         assert float(chances.sum()) == pytest.approx(1)
         assert 1 / float((chances * weights.square()).sum()) == pytest.approx(1 - gap, abs=1e-6)
-    assert world.distances()["staleness"]["effective_share"] == pytest.approx(1 - setting.gap, abs=1e-6)
+    assert world.distances()["staleness"]["ess"] == pytest.approx(1 - setting.gap, abs=1e-6)
     assert 0 < world.success(world.old) < 1
 
 

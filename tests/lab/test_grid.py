@@ -64,7 +64,7 @@ def test_a_cell_is_its_setting_also_where_it_shares_its_policies():
 def test_a_regime_has_its_gaps(name):
     (cell,) = cells([name], [3], ["tabular"], ["grpo"], [0.4], [0])
     staleness, engine = REGIMES[name]
-    lost = {pair: 1 - found["effective_share"] for pair, found in World.of(cell.setting).distances().items()}
+    lost = {pair: 1 - found["ess"] for pair, found in World.of(cell.setting).distances().items()}
     assert lost["staleness"] == pytest.approx(0.4 if staleness else 0, abs=1e-6)
     # quantised logits move in steps, so that a gap is met only roughly
     assert lost["engine"] == pytest.approx((0.1 if staleness else 0.4) if engine else 0, abs=0.1 if engine else 1e-9)

@@ -12,6 +12,7 @@ from pathlib import Path
 from offcorr.diagnose.writer import DumpWriter
 from offcorr.lab.mismatch import ARCHITECTURES, CAUSES, STRENGTHS, Dump, check, make
 from offcorr.lab.text import Progress
+from offcorr.folders import check_writable
 
 
 def file_of(causes: Sequence[str], architecture: str, seed: int, strength: str, folder: Path) -> Path:
@@ -68,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--strengths", nargs="+", default=["usual"], choices=STRENGTHS)
     given = parser.parse_args(arguments)
 
+    try:
+        check_writable("--output", given.output)
+    except ValueError as error:
+        parser.error(str(error))
     known = [name for text in given.causes for name in text.split("+")]
     if unknown := [name for name in known if name not in CAUSES]:
         parser.error(f"--causes has {', '.join(unknown)}, expected some of {', '.join(CAUSES)}")
