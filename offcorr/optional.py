@@ -8,8 +8,9 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-__all__ = ["RECIPE_NEEDS", "configuration", "configurations", "recipes", "require"]
+__all__ = ["RECIPE_NEEDS", "configuration", "configuration_keys", "configurations", "recipes", "require"]
 
 RECIPE_NEEDS = ("trl>=1.9.2", "transformers", "accelerate", "datasets", "rich", "matplotlib", "reasoning-gym")
 """The packages that recipes/grpo.py imports on the toy task."""
@@ -43,6 +44,48 @@ def configuration(flag: str, given: str, folder: str) -> Path:
             return file
     known = ", ".join(configurations(folder))
     raise ValueError(f"{flag} is {given!r}, which is not a file; expected one, or one of {known}")
+
+
+def configuration_keys(file: Path) -> list[str]:
+    """The keys of a YAML file, read without TRL; needs PyYAML.
+
+    Raises:
+        ValueError: the file cannot be read, is no YAML, is no mapping, or has a key twice, of which YAML would take the
+            last without a word.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "run.yaml")
+    ...     _ = file.write_text("lag: 4\nloss_kwargs: {cap: 2}\n")
+    ...     configuration_keys(file)
+    ['lag', 'loss_kwargs']
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        document = yaml.compose(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} is no YAML: {error}") from error
+    if document is None:
+        return []
+    if not isinstance(document, yaml.MappingNode):
+        raise ValueError(f"{file} is no mapping, expected lines of flag: value")
+    if twice := _repeated(document):
+        raise ValueError(f"{file} has the key {twice!r} twice")
+    return [key.value for key, _ in document.value]
+
+
+def _repeated(node: Any) -> str | None:
+    """A key that a mapping of a YAML document has twice, at any depth."""
+    if not isinstance(node.value, list):
+        return None
+    pairs = [part for part in node.value if isinstance(part, tuple)]
+    keys = [key.value for key, _ in pairs]
+    own = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
+    inside = [value for _, value in pairs] or node.value
+    return own or next(filter(None, map(_repeated, inside)), None)
 
 
 def require(purpose: str, packages: Iterable[str], *, extra: str = "", install: str = "") -> None:

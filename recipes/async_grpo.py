@@ -31,7 +31,7 @@ from offcorr.trl.async_grpo import ASYNC_HELP, AsyncGRPOConfig, AsyncGRPOTrainer
 from offcorr.trl.local_worker import LocalWorker, VLLMWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
-from grpo import Bar, History, Task, load_task, parse, plot, summarise  # noqa: E402
+from grpo import Bar, History, Task, load_task, parse, plot, say_measuring, summarise  # noqa: E402
 
 
 @dataclass
@@ -123,6 +123,8 @@ class Examine(TrainerCallback):
         self.replica = Replica(model, trainer.accelerator.device)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and not args.disable_tqdm:
+            say_measuring(args.eval_size)
         self.examine()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -190,24 +190,34 @@ def launch(run: Run, folder: Path, steps: int, seed: int, sampler: Mapping[str, 
 
 
 class State(NamedTuple):
-    """Where a run is: its last logged update, and the mean reward of that update's samples."""
+    """Where a run is: its last logged update, the mean reward of that update's samples, the accuracy at the start."""
 
     update: int = 0
     reward: float | None = None
+    start: float | None = None
 
     @property
     def shown(self) -> str:
-        return "" if self.reward is None else f"reward {self.reward:.2f}"
+        """The words beside the run's bar."""
+        if self.reward is not None:
+            return f"reward {self.reward:.2f}"
+        return "measuring accuracy" if self.start is None else f"accuracy {self.start:.2f}"
 
     def line(self, steps: int) -> str:
-        return f"update {self.update} of {steps}, {self.shown}" if self.shown else "starting"
+        """The line where there is no bar."""
+        if self.reward is not None:
+            return f"update {self.update} of {steps}, {self.shown}"
+        if self.start is not None:
+            return f"{self.shown} before training; working on the first update"
+        return "loading, then measuring the accuracy before training"
 
 
 def progress_of(folder: Path) -> State:
     file = folder / "history.json"
     logs = json.loads(file.read_text()) if file.exists() else []
     _, rewards = series(logs, "reward")
-    return State(max((int(entry["step"]) for entry in logs), default=0), rewards[-1] if rewards else None)
+    update = max((int(entry["step"]) for entry in logs), default=0)
+    return State(update, rewards[-1] if rewards else None, accuracy(logs).get("start"))
 
 
 def comparison(logs: dict[str, list[dict[str, Any]]], title: str) -> Table:

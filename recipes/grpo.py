@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import datasets
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
@@ -34,10 +33,10 @@ from trl import TrlParser
 
 from offcorr import toy
 from offcorr.folders import check_writable
+from offcorr.optional import configuration_keys
 from offcorr.rollout import OffPolicy, VLLMServer
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 from offcorr.trl.config import choose_correction
-from offcorr.folders import check_writable
 
 
 @dataclass
@@ -189,15 +188,9 @@ def parse(arguments: type[Any]) -> Any:
     parser = Parser(arguments, prog=command, usage="%(prog)s [--config FILE.yaml] [flags]")
     try:
         if "--config" in sys.argv[1:-1]:
-            file = Path(sys.argv[sys.argv.index("--config") + 1])
-            document = yaml.compose(file.read_text())
-            keys = [key.value for key, _ in document.value] if isinstance(document, yaml.MappingNode) else []
-            if twice := {key for key in keys if keys.count(key) > 1}:
-                raise ValueError(f"{file} has the key {min(twice)!r} twice")
-            parser.file, parser.keys = file, keys
+            parser.file = Path(sys.argv[sys.argv.index("--config") + 1])
+            parser.keys = configuration_keys(parser.file)
         args, unknown = parser.parse_args_and_config(return_remaining_strings=True)
-    except yaml.YAMLError as error:
-        parser.error(f"{file} is no YAML: {error}")
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error).replace("offcorr.available() lists", "`offcorr methods` lists"))
     if unknown:
@@ -353,7 +346,8 @@ def what_is_left(trainer: GRPOTrainer, history: History) -> str:
     stopped = f"stopped after {trainer.state.global_step} of {trainer.state.max_steps} updates"
     numbers = f"{history.file} has the log so far" if history.logs else "nothing was logged yet"
     if history.checkpoint is None:
-        return f"{stopped}: {numbers}, and no model was saved (--save_strategy steps --save_steps 50 saves it)"
+        often = max(1, trainer.state.max_steps // 10)
+        return f"{stopped}: {numbers}, and no model was saved (--save_strategy steps --save_steps {often} saves it)"
     again = f"the same command with --resume_from_checkpoint {history.checkpoint} goes on from there"
     return f"{stopped}: {numbers}; {again}"
 
@@ -366,8 +360,23 @@ def sampled_by(args: Arguments) -> str:
     return f"at lag {args.lag}, {args.precision} sampler"
 
 
+def say_measuring(examples: int) -> None:
+    """Says why the first update is long in coming."""
+    print(f"measuring the accuracy before training: {examples} held-out examples ...", file=sys.stderr, flush=True)
+
+
 class Bar(ProgressCallback):
-    """The progress bar, without a line for every log."""
+    """The progress bar, without a line for every log, and what is measured before the first update."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.eval_on_start and state.is_world_process_zero:
+            say_measuring(args.eval_size)
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        super().on_evaluate(args, state, control, **kwargs)
+        if state.global_step == 0 and self.training_bar is not None and "eval_reward" in (metrics or {}):
+            self.training_bar.write(f"accuracy before training: {metrics['eval_reward']:.3f}", file=sys.stderr)
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         pass

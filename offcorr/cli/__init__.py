@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import offcorr
 from offcorr.cli import docs, methods, metrics, train
@@ -13,6 +15,7 @@ from offcorr.cli.output import PAGES, Refusal
 from offcorr.diagnose import command as diagnose
 from offcorr.lab import bench, compare
 from offcorr.lab.text import HelpFormatter, for_a_shell
+from offcorr.stages.checks import nearest
 
 __all__ = ["main"]
 
@@ -43,8 +46,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest command, choice or flag, with the usage of the command that was meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; a flag that a subcommand does not have is its own error, not one of `offcorr`."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            flag = unknown[0].partition("=")[0]
+            close = nearest(flag, flags) if flag.startswith("--") else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with the message, and the nearest of the choices where one is not among them."""
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
+        super().error(message + (nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""))
+
+
+def _parser() -> Parser:
+    parser = Parser(
         prog="offcorr",
         description="Off-policy correction for reinforcement learning of language models.",
         formatter_class=HelpFormatter,

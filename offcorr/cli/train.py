@@ -16,7 +16,7 @@ import torch
 from offcorr.cli.launch import launch
 from offcorr.cli.output import Refusal
 from offcorr.lab.text import HelpFormatter, examples
-from offcorr.optional import RECIPE_NEEDS, configuration, configurations, recipes, require
+from offcorr.optional import RECIPE_NEEDS, configuration, configuration_keys, configurations, recipes, require
 
 TRAIN = """\
 Trains with GRPO and a correction: any model, any verifiable task, a sampler with a chosen lag and precision.
@@ -40,6 +40,9 @@ The recipe is one file, to be read and copied: {recipe}"""
 DEMO = """\
 Trains a small model three times with a sampler that is 16 optimizer updates behind: with TRL's loss, MinPRO and CTPO. \
 The first lines say how long it takes. `offcorr methods minpro ctpo` explains the two corrections."""
+
+
+LOADING = "loading TRL and transformers, which takes some seconds ..."
 
 
 def add_parser(commands: Any) -> None:
@@ -88,11 +91,14 @@ def run_train(options: argparse.Namespace) -> int:
     if config is not None:
         flags = ["--config", _file("--config", config, "configs"), *flags]
     _need("offcorr train")
+    if config is not None:
+        _check_keys(Path(flags[1]))
     flags = ["--help" if flag == "--help-all" else flag for flag in flags]
     recipe = recipes() / "grpo.py"
     os.environ["OFFCORR_COMMAND"] = "offcorr train"  # as which the recipe names itself, in every process
     if not launcher:
         return _run(recipe, flags)
+    _say_loading()
     arguments = [*launcher, str(recipe), *flags]
     print(shlex.join(["accelerate", "launch", *arguments]), flush=True)
     return launch("offcorr train", arguments)
@@ -118,6 +124,7 @@ def _need(command: str) -> None:
 
 def _run(recipe: Path, flags: Sequence[str]) -> int:
     """Runs a recipe as ``python recipe.py flags`` does, in this process."""
+    _say_loading()
     before = sys.argv, sys.path[:]
     sys.argv = [str(recipe), *flags]
     sys.path.insert(0, str(recipe.parent))
@@ -130,6 +137,12 @@ def _run(recipe: Path, flags: Sequence[str]) -> int:
     finally:
         sys.argv, sys.path[:] = before
     return 0
+
+
+def _say_loading() -> None:
+    """Says on stderr why nothing comes for some seconds: flags are read by TRL's parser."""
+    if "trl.trainer.grpo_trainer" not in sys.modules:
+        print(LOADING, file=sys.stderr, flush=True)
 
 
 def _several(count: int) -> list[str]:
@@ -151,6 +164,14 @@ def _shown(file: Path) -> Path:
 def _file(flag: str, given: str, folder: str) -> str:
     try:
         return str(configuration(flag, given, folder))
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+
+
+def _check_keys(file: Path) -> None:
+    """Refuses what is no YAML, or has a key twice, before the packages are loaded that read the values."""
+    try:
+        configuration_keys(file)
     except ValueError as error:
         raise Refusal(str(error)) from None
 

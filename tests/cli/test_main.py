@@ -52,6 +52,23 @@ def test_an_example_is_a_line_to_copy(name, monkeypatch):
             cli._parser().parse_args(words[1:])
 
 
+@pytest.mark.parametrize(
+    "line, said",
+    {
+        "tran": "invalid choice: 'tran'",
+        "tran --lag 16": ", did you mean 'train'?\n",
+        "bench exat": ", did you mean 'exact'?\n",
+        "diagnose dump --fail-on stale_weigths": ", did you mean 'stale_weights'?\n",
+        "compare ppo --gapp 0.8": "offcorr compare: error: unrecognized arguments: --gapp 0.8, did you mean '--gap'?\n",
+        "bench arena --quik": "offcorr bench arena: error: unrecognized arguments: --quik, did you mean '--quick'?\n",
+    }.items(),
+)
+def test_a_misspelt_word_has_its_nearest(line, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", parsers())
 def test_every_flag_is_explained(name):
     assert not [

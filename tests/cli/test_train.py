@@ -35,6 +35,7 @@ def test_training_runs_the_recipe_with_its_flags(started):
 
 
 def test_a_configuration_by_file_or_by_name(started, tmp_path):
+    pytest.importorskip("yaml")
     file = tmp_path / "run.yaml"
     file.write_text("lag: 4\n")
     cli.main(["train", "--lag", "2", f"--config={file}"])
@@ -157,8 +158,6 @@ MISTAKES = {
     "use_cpu: perhaps": "run.yaml: use_cpu: Truthy value expected",
     "--per_device_train_batch_size 3 --steps_per_generation 1": "generation_batch_size (3) must be divisible by "
     "num_generations (8); the 3 are 3 x 1 x 1: --per_device_train_batch_size x --num_processes x --steps_per_",
-    "lag: 2\nlag: 4": "has the key 'lag' twice",
-    "lag: 4\n  precision: int8": "run.yaml is no YAML: mapping values are not allowed here",
 }
 
 
@@ -182,8 +181,44 @@ def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(mist
         (tmp_path / "run.yaml").write_text(mistake)
         words = ["--config", "run.yaml"]
     assert cli.main(["train", *words, "--output_dir", "out"]) == 2
-    said = capsys.readouterr().err
+    said = capsys.readouterr().err.removeprefix(f"{train.LOADING}\n")
     assert MISTAKES[mistake] in said and said.startswith("usage:") and len(said) < 600
+
+
+FILES = {
+    "lag: 2\nlag: 4": "run.yaml has the key 'lag' twice",
+    "loss_kwargs:\n  cap: {start: 4, start: 2}": "run.yaml has the key 'start' twice",
+    "lag: 4\n  precision: int8": "run.yaml is no YAML: mapping values are not allowed here",
+    "- lag": "run.yaml is no mapping, expected lines of flag: value",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_mistake_of_the_file_is_named_before_trl_is_loaded(text, started, tmp_path, monkeypatch, refused):
+    pytest.importorskip("yaml")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(text)
+    assert FILES[text] in refused("train", "--config", "run.yaml") and not started
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_the_recipe_names_a_mistake_of_the_file_by_itself(text, tmp_path, monkeypatch, capsys):
+    """As under `accelerate launch recipes/grpo.py`."""
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(text)
+    assert train._run(Path(GRPO), ["--config", "run.yaml"]) == 2
+    assert FILES[text] in capsys.readouterr().err
+
+
+def test_what_takes_seconds_is_said(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "trl.trainer.grpo_trainer", raising=False)
+    monkeypatch.setattr(train.runpy, "run_path", lambda *_, **__: None)
+    assert train._run(Path("recipe.py"), []) == 0
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", train)
+    assert train._run(Path("recipe.py"), []) == 0
+    assert capsys.readouterr().err == f"{train.LOADING}\n"
 
 
 def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
@@ -196,6 +231,23 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(tmp_
     assert "cannot write to 'notes.txt/run' (" in said and "notes.txt is a file); choose another --output_dir" in said
     assert cli.main(["train", "--output_dir", "run", "--max_steps", "0", "--train_size", "0"]) == 2
     assert "train_size is 0" in capsys.readouterr().err and not (tmp_path / "run").exists()  # the trial leaves nothing
+
+
+@pytest.mark.parametrize(
+    "words, option",
+    [
+        (["demo", "--output", "notes.txt/run"], "--output"),
+        (["train", "--dump_rollouts", "notes.txt/run"], "--dump_rollouts"),
+    ],
+)
+def test_every_folder_that_is_written_is_tried(words, option, tmp_path, monkeypatch, capsys):
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out and f"notes.txt is a file); choose another {option}\n" in err
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="no folder here in which even the root user cannot write")

@@ -220,6 +220,30 @@ def test_progress_without_a_terminal(monkeypatch, tmp_path, capsys):
         assert len(own) >= 2 and own[-1].endswith("update 8 of 8, reward 0.80")
 
 
+def test_a_run_says_what_it_does_before_its_first_update(tmp_path):
+    assert demo.progress_of(tmp_path).line(12) == "loading, then measuring the accuracy before training"
+    logs = history()
+    (tmp_path / "history.json").write_text(json.dumps(logs[:1]))
+    state = demo.progress_of(tmp_path)
+    assert state.line(12) == "accuracy 0.40 before training; working on the first update" and state.shown
+    (tmp_path / "history.json").write_text(json.dumps(logs[:2]))
+    assert demo.progress_of(tmp_path).line(12) == "update 1 of 12, reward 0.40"
+
+
+def test_the_bar_says_what_is_measured_before_the_first_update(capsys):
+    args, state = SimpleNamespace(eval_on_start=True, eval_size=32), SimpleNamespace(is_world_process_zero=True)
+    state.max_steps, state.global_step = 4, 0
+    bar = grpo.Bar()
+    bar.on_train_begin(args, state, None)
+    assert capsys.readouterr().err.startswith("measuring the accuracy before training: 32 held-out examples")
+    bar.on_evaluate(args, state, None, metrics={"eval_reward": 0.375})
+    state.global_step = 4
+    bar.on_evaluate(args, state, None, metrics={"eval_reward": 0.5})
+    bar.on_train_end(args, state, None)
+    out, err = capsys.readouterr()
+    assert not out and "accuracy before training: 0.375" in err and "0.5" not in err
+
+
 @pytest.mark.parametrize("short", [False, True])
 def test_a_short_demo_has_its_own_folder_and_never_claims_the_lag(monkeypatch, tmp_path, capsys, logs, short):
     monkeypatch.chdir(tmp_path)
@@ -264,6 +288,25 @@ def test_an_interrupted_run_says_what_is_on_disk(tmp_path):
     assert grpo.what_is_left(trainer, history).startswith("stopped after 12 of 400 updates: nothing was logged yet")
     history.logs = [{"loss": 0.0}]
     said = grpo.what_is_left(trainer, history)
-    assert "history.json has the log so far" in said and "no model was saved (--save_strategy steps" in said
+    assert "history.json has the log so far" in said
+    assert said.endswith("no model was saved (--save_strategy steps --save_steps 40 saves it)")
+    trainer.state.max_steps = 4  # of which a tenth is no update
+    assert grpo.what_is_left(trainer, history).endswith("--save_steps 1 saves it)")
     history.on_save(SimpleNamespace(output_dir=tmp_path), trainer.state, None)
     assert grpo.what_is_left(trainer, history).endswith(f"{tmp_path}/checkpoint-12 goes on from there")
+
+
+@pytest.mark.parametrize("script", ["demo.py", "demo_vllm.py"])
+def test_an_interrupted_demo_has_the_exit_code_of_an_interrupt(script, monkeypatch, tmp_path, capsys):
+    import runpy
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("offcorr.folders.check_writable", interrupted)
+    monkeypatch.setattr(
+        sys, "argv", [script, "--output", str(tmp_path), *["--python", sys.executable] * ("vllm" in script)]
+    )
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "recipes" / script), run_name="__main__")
+    assert ended.value.code == 130 and capsys.readouterr().err == "stopped; nothing was compared\n"
