@@ -173,6 +173,19 @@ class Parser(TrlParser):
     file: Path | None = None
     keys: Sequence[str] = ()  # of the file
 
+    def separate(self, arguments: type[Any]) -> None:
+        """Puts the flags that the recipe and the library define before all others of TRL and transformers in --help."""
+        named: dict[bool, set[str]] = {True: set(), False: {"help"}}  # by TRL and transformers, or here
+        for one in arguments.__mro__:
+            theirs = one.__module__.partition(".")[0] in ("trl", "transformers")
+            named[theirs] |= set(one.__dict__.get("__annotations__", ()))
+        others = self.add_argument_group("TRL's and transformers' other options")
+        flags = self._optionals._group_actions
+        others._group_actions = [flag for flag in flags if flag.dest not in named[False]]
+        self._optionals._group_actions = sorted(
+            (flag for flag in flags if flag.dest in named[False]), key=lambda flag: flag.dest in named[True]
+        )
+
     def error(self, message: str) -> NoReturn:
         leave_it_to_the_first_process()
         said = re.match(r"argument --(\w+)[^:]*: (.*)", message)  # argparse takes a key for its flag
@@ -186,6 +199,7 @@ def parse(arguments: type[Any]) -> Any:
     """The flags and the YAML file of ``--config``; a mistake ends the program with one line that names the flag."""
     command = os.environ.get("OFFCORR_COMMAND")  # "offcorr train", where it runs this file
     parser = Parser(arguments, prog=command, usage="%(prog)s [--config FILE.yaml] [flags]")
+    parser.separate(arguments)
     try:
         if "--config" in sys.argv[1:-1]:
             parser.file = Path(sys.argv[sys.argv.index("--config") + 1])

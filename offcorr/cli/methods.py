@@ -11,22 +11,18 @@ import textwrap
 from typing import Any
 
 from offcorr.cli.output import Refusal, listing, paragraph, terminal_width
-from offcorr.cli.tables import markdown, methods_table, names, signature, stages
+from offcorr.cli.tables import markdown, methods_table, stages
 from offcorr.correction import Correction
-from offcorr.lab.text import HelpFormatter, examples
+from offcorr.lab.text import HelpFormatter, entries, examples
 from offcorr.methods.registry import Method, catalogue, find, split_spec
 
-LEGEND = (
-    "method: = joins the names of one method. multiplier: c, the factor on a token's advantage A in the gradient, "
-    "dL/dlogp = -c A / Z with the denominator Z of the aggregation. options: with their defaults; one without = has "
-    "none and must be given. paper: the arXiv number, or the framework whose code defines it. "
-    "r: a token's staleness ratio, e^(logp - old_logp); rho: its engine ratio, e^(old_logp - rollout_logp); "
-    "R = r rho (in asymre the reward); s: a span's ratio; T: the length of the span."
-)
 NEXT = (
-    "`offcorr methods NAME` shows one method: formula, stages, options, notes, examples. docs/which.md helps to "
-    "choose; `offcorr compare NAME NAME` measures them side by side."
+    "In brackets: the paper's arXiv number, or the framework whose code defines the method. `offcorr methods NAME` "
+    "shows one method: formula, stages, options, notes, examples; `offcorr methods --markdown` is a table of all "
+    "formulas. docs/which.md helps to choose; `offcorr compare NAME NAME` measures them side by side."
 )
+TRL_LOSSES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
+"""Names that are TRL's own losses, and this library's with a prefix; as in ``offcorr.trl.config``, which needs TRL."""
 
 
 def add_parser(commands: Any) -> None:
@@ -34,13 +30,13 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "methods",
         help="list every method; with a NAME, all about one",
-        description="Lists the corrections by name, with the factor that each puts on a token's advantage. With a "
-        "NAME: formula, stages, options, source, and the lines to type.",
+        description="Lists the corrections by name, with a sentence about each and its source; in a pipe as columns "
+        "separated by tabs. With a NAME: formula, stages, options, source, and the lines to type.",
         formatter_class=HelpFormatter,
         epilog=examples("offcorr methods minpro", "offcorr methods 'tis?cap=3' mine.py:my_loss"),
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a method, as for loss_type, with or without options")
-    parser.add_argument("--markdown", action="store_true", help="print the list as a Markdown table")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table of all formulas and stages")
     parser.set_defaults(run=run)
 
 
@@ -58,19 +54,32 @@ def run(options: argparse.Namespace) -> int:
     if options.markdown:
         print(markdown(methods_table()))
         return 0
+    width = terminal_width()
     table = [
-        {
-            "method": names(method),
-            "multiplier": method.multiplier,
-            "options": signature(method),
-            "paper": method.paper,
-        }
+        {"method": method.name, "what it does": _sentence(method) + _also(method), "source": method.paper}
         for method in catalogue()
     ]
-    width = terminal_width()
-    print(listing(table, width))
-    print(paragraph("", LEGEND, "", NEXT), file=sys.stdout if width else sys.stderr)
+    if width is None:
+        print(listing(table, None))
+    else:
+        rows = [(row["method"], f"{row['what it does']} [{row['source']}]") for row in table]
+        print("\n".join([*entries(rows, width), paragraph("", NEXT)]))
     return 0
+
+
+def _sentence(method: Method) -> str:
+    """The first paragraph about a method, on one line."""
+    return _described(method).partition("\n\n")[0].replace("\n", " ").replace("``", "`").replace("  ", " ")
+
+
+def _also(method: Method) -> str:
+    return f" Also called {' and '.join(method.aliases)}." if method.aliases else ""
+
+
+def _described(method: Method) -> str:
+    """The docstring that describes a method: of its module where that holds one method, else of its function."""
+    of_module = method.build.__module__.startswith("offcorr.methods.")
+    return inspect.getdoc(sys.modules[method.build.__module__] if of_module else method.build) or method.multiplier
 
 
 _SYMBOLS = (
@@ -94,8 +103,6 @@ def about(spec: str, width: int) -> str:
     added = {option: value for option, value in method.example.items() if option not in given}
     loss_fn = method(**given, **added)
     own = inspect.getdoc(method.build) or ""
-    one_file_each = method.build.__module__.startswith("offcorr.methods.")
-    docstring = (inspect.getdoc(sys.modules[method.build.__module__]) or "") if one_file_each else own
     meaning = _arguments(own)
     options: dict[str, str] = {}  # by what they mean, since a bound's two sides may share a sentence
     for option, default in method.options.items():
@@ -104,13 +111,13 @@ def about(spec: str, width: int) -> str:
             shown = f"{option} (required)"
         options[text] = f"{options[text]}, {shown}" if text in options else shown
     schedules = [f"{option}: {dict(schedule)}" for option, schedule in method.schedules.items()]
-    called = name if ":" in name else f"offcorr:{method.name}"
+    called = name if ":" in name else f"offcorr:{method.name}" if method.name in TRL_LOSSES else method.name
     shown_options = given | added or _first(method)
     in_python, in_json = (f"{shown_options!r}", json.dumps(shown_options)) if shown_options else ("", "")
     call = "".join(f", {option}={value!r}" for option, value in added.items())
     illustrated = f"the values of {' and '.join(added)} in the lines below are an illustration, no recommendation"
     parts: dict[str, list[str]] = {
-        "": [docstring.split("\n\n")[0].replace("\n", " ").replace("``", "`")],
+        "": [_sentence(method)],
         "gradient": ["dL/dlogp_t = -c_t w_t A_t / Z"],
         "c_t": [method.multiplier],
         "where": [_SYMBOLS],

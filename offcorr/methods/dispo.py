@@ -7,7 +7,7 @@ r_t = exp(logp_t - old_logp_t) is the token's staleness ratio, detached: it scal
 is the advantage and Z the denominator of the aggregation. With pos_low above 0, every token with A_t > 0 keeps a
 gradient.
 
-Source: secondary notes about 2602.00983; there is no official code.
+Source: notes by others about 2602.00983; there is no official code.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SignClip(gates.Gate):
     "dispo",
     multiplier="clip(r, pos_low, pos_high) for A > 0, clip(r, neg_low, neg_high) for A <= 0",
     paper="2602.00983",
-    provenance="secondary notes",
+    provenance="notes by others about the paper",
     notes="no official code",
 )
 def dispo(pos_low: float = 0.8, pos_high: float = 11.0, neg_low: float = 0.0, neg_high: float = 101.0) -> Correction:

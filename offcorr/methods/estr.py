@@ -23,7 +23,7 @@ from offcorr.stages import gates, ratios, rejections
     "estr",
     multiplier="as ppo, of R; the rejection drops tokens with log^2 R > tau (H + floor)",
     paper="2607.22186",
-    provenance="secondary notes",
+    provenance="notes by others about the paper",
     notes="needs entropy, the trainer's for the sampler's: an approximation; tau is unpublished, so it has no default",
     example={"tau": 0.1},
 )

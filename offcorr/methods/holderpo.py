@@ -8,7 +8,7 @@ r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; p is the exponent
 the denominator of the aggregation. p > 1 favours the largest ratios and p < 0 the smallest; p = 1 is the arithmetic
 mean and p = 0 the geometric one.
 
-Source: secondary notes about 2605.12058. The paper publishes neither eps nor the shape of the annealing, which is
+Source: notes by others about 2605.12058. The paper publishes neither eps nor the shape of the annealing, which is
 linear here. The trainers of ``offcorr.trl`` anneal the exponent unless it is given; another loop can use
 ``offcorr.training.schedules.Annealed``.
 """
@@ -25,7 +25,7 @@ from offcorr.stages import gates, ratios
     multiplier="s^(1 - p) r^p, s the power mean; 0 where clipped (s > 1 + eps_high for A > 0, s < 1 - eps_low for A "
     "< 0)",
     paper="2605.12058",
-    provenance="secondary notes",
+    provenance="notes by others about the paper",
     notes="eps and the shape of the annealing are unpublished; the trainers of offcorr.trl anneal p linearly "
     "from 2 to -1 unless it is given",
     schedules={"power": {"start": 2.0, "end": -1.0}},

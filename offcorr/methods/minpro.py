@@ -5,7 +5,7 @@
 r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; the minimum is over earlier valid tokens, and 1 for the
 first; the weight is detached; A_t is the advantage and Z the denominator of the aggregation.
 
-Source: secondary notes about 2601.22718, which publishes neither eps nor code. The lower bound matters: in trials, .8
+Source: notes by others about 2601.22718, which publishes neither eps nor code. The lower bound matters: in trials, .8
 did no better than no correction, so eps_low is 1 by default, which is no lower bound. The running minimum may exceed 1,
 as in the formula; ``bounded=True`` bounds it by 1.
 """
@@ -22,7 +22,7 @@ from offcorr.stages.checks import check_value
     "minpro",
     multiplier="clip(r_t min_{s < t} r_s, 1 - eps_low, 1 + eps_high)",
     paper="2601.22718",
-    provenance="secondary notes",
+    provenance="notes by others about the paper",
     notes="the minimum is over the earlier valid tokens, and 1 for the first, which has none; eps is unpublished; "
     "no official code",
 )

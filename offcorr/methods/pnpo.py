@@ -75,7 +75,7 @@ class NarrowingInterval(rejections.Rejection):
     multiplier="w = (prod of r_s, s <= t)^(1/t) if h log(low) <= log w <= h log(high), otherwise 0; "
     "h = (T/t)^length_power",
     paper="2608.01418",
-    provenance="secondary notes",
+    provenance="notes by others about the paper",
     notes="low and high are in no source that could be read: required; not a reproduction",
     example={"low": 0.8, "high": 1.25},
 )

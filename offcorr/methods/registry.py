@@ -58,7 +58,8 @@ class Method:
         build: function from keyword options to a Correction.
         multiplier: c_t in words or as a formula: dL/dlogp_t = -c_t w_t A_t / Z, with w_t the product of its weights.
         paper: arXiv id or name.
-        provenance: where the formula was read: "official code", "framework code", "paper text", "secondary notes" ...
+        provenance: where the formula was read: "official code", "framework code", "paper text", "notes by others
+            about the paper" ...
         notes: one line on what is unpublished or where frameworks differ.
         on_policy: whether its gradient equals that of REINFORCE when the three policies agree.
         schedules: options that a trainer changes during training unless they are given, as

@@ -41,7 +41,7 @@ def test_pages_of_several_names_and_given_options(capsys):
     assert cli.main(["methods", "grpo", "tis?cap=3"]) == 0
     page = capsys.readouterr().out
     assert page.startswith("ppo = grpo\n") and "\n\ntis\n" in page
-    assert "cap=3 " in page and """--loss_type offcorr:tis --loss_kwargs '{"cap": 3}'""" in page
+    assert "cap=3 " in page and """--loss_type tis --loss_kwargs '{"cap": 3}'""" in page
 
 
 @pytest.mark.parametrize("spec", ["rec?weighted=False", "ppo?dual_clip=None&reject=None", "minpro?eps_high=0.3", "tis"])
@@ -83,22 +83,31 @@ def test_a_list_folds_to_the_width_of_the_terminal(command, width, monkeypatch, 
     # A formula without a space is not broken.
     assert not [line for line in lines if len(line) > width and " " in line.strip()[: width - 8]]
     if command == "methods":
-        assert {"minpro", "ppo = grpo"} <= set(lines) and any("eps_high=0.28" in line for line in lines)
-        assert "rho: its engine ratio" in " ".join(lines)
+        assert [line.split()[0] for line in lines[: lines.index("")] if line[0] != " "] == NAMES
+        flat = " ".join(" ".join(lines).split())
+        assert "the smallest ratio before it. [2601.22718]" in flat and "Also called grpo. [1707.06347;" in flat
+        assert "In brackets: the paper's arXiv number" in flat and "`offcorr methods NAME` shows one method" in flat
 
 
 def test_a_list_in_a_pipe_has_one_line_per_method(run):
-    """Columns are separated by tabs, so that no line is filled up to the longest; the legend is beside them."""
+    """Columns are separated by tabs, so that no line is filled up to the longest, and the first is the name alone."""
     done = run("methods")
-    legend = " ".join(done.stderr.split())
-    assert "multiplier: c, the factor on a token's advantage" in legend and "= joins the names of one method" in legend
-    assert "`offcorr methods NAME` shows one method" in legend
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(NAMES) + 1 and not any("   " in line for line in lines)
-    (minpro,) = (line.split("\t") for line in lines if line.startswith("minpro"))
-    assert lines[0].split("\t") == ["method", "multiplier", "options", "paper"]
-    assert "eps_high=0.28" in minpro[2] and minpro[3] == "2601.22718"
+    lines = [line.split("\t") for line in done.stdout.splitlines()]
+    assert not done.stderr and lines[0] == ["method", "what it does", "source"]
+    assert [name for name, _, _ in lines[1:]] == NAMES
+    (minpro,) = (line for line in lines if line[0] == "minpro")
+    assert minpro[1].endswith("times the smallest ratio before it.") and minpro[2] == "2601.22718"
+    assert max(map(len, done.stdout.splitlines())) < 170
     assert all(line.count("\t") == 3 for line in run("metrics").stdout.splitlines())
+
+
+def test_the_prefix_is_for_the_names_that_trl_has_too(capsys):
+    assert cli.main(["methods", "minpro", "cispo", "grpo"]) == 0
+    page = capsys.readouterr().out
+    for called in ("minpro", "offcorr:cispo", "ppo"):
+        assert f"loss_type='{called}'" in page and f"train --loss_type {called} " in page
+    config = pytest.importorskip("offcorr.trl.config", exc_type=ImportError)
+    assert methods.TRL_LOSSES == config.TRL_LOSSES
 
 
 def test_a_misspelt_method(refused):

@@ -185,6 +185,16 @@ def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(mist
     assert MISTAKES[mistake] in said and said.startswith("usage:") and len(said) < 600
 
 
+def test_the_help_begins_with_the_library_s_and_the_recipe_s_flags(capsys):
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    assert cli.main(["train", "--help-all"]) == 0
+    first, others = capsys.readouterr().out.split("TRL's and transformers' other options:")
+    for flag in ("--loss_type", "--loss_kwargs", "--anchor", "--log_metrics", "--lag", "--precision", "--picture"):
+        assert f"\n  {flag}" in first and f"\n  {flag}" not in others
+    assert "\n  --beta " in others and len(first) < len(others)
+
+
 FILES = {
     "lag: 2\nlag: 4": "run.yaml has the key 'lag' twice",
     "loss_kwargs:\n  cap: {start: 4, start: 2}": "run.yaml has the key 'start' twice",
