@@ -28,6 +28,11 @@ from offcorr.folders import check_file
 SEQUENCES = 32
 """Sequences that ``--model`` scores."""
 
+TO_DUMP = (
+    "A dump is written there by `offcorr train --dump_rollouts {0}`, or in your own script by "
+    "GRPOConfig(dump_rollouts='{0}'); docs/mismatch.md lists the dumps of other trainers that can be read"
+)
+
 OTHER_VERDICTS = ("clean", "unknown")
 FAILED = 3
 """Exit code where ``--fail-on`` applies; 2 is that of a command that cannot run."""
@@ -113,6 +118,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses what can be refused before anything is read."""
+    for path in options.paths:
+        if path.is_dir() and not any(file.is_file() for file in path.rglob("*")):
+            raise ValueError(f"the folder {path} has no file in it. {TO_DUMP.format(path)}")
     html: Path | None = options.html
     if html is not None:
         require("--html", ["matplotlib"], extra="plot")

@@ -17,6 +17,10 @@ WORST = 8
 """Sequences shown with their tokens."""
 LONGEST_SHOWN = 400
 """Tokens shown of one sequence."""
+WITHOUT_TEXT = (
+    "The numbers are token ids. The same command with <code>--tokenizer NAME</code>, the folder or hub name of the "
+    "model, shows the text of the tokens."
+)
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c1c1c;
@@ -126,9 +130,10 @@ def _worst(evidence: Evidence, decode: Decode | None) -> str:
     parts = [
         '<p class="note">The largest mean |d| first; a heading names the file and the row in it. Each token of the '
         "completion; red where the trainer finds it less likely than the "
-        f"sampler did, blue where more; full colour at |d| = {scale:.2g} nats. Point at one for its numbers."
-        f"{' --tokenizer NAME shows words in place of token ids.' * (decode is None)}</p>"
+        f"sampler did, blue where more; full colour at |d| = {scale:.2g} nats. Point at one for its numbers.</p>"
     ]
+    if decode is None:
+        parts.insert(0, f"<p>{WITHOUT_TEXT}</p>")
     for at in shown:
         record, tokens = evidence.records[at], evidence.of_sequence(at)
         where = record.where or f"sequence {at + 1}"

@@ -6,11 +6,11 @@ import base64
 import html
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.record import Record
 
 Draw = Callable[[Evidence, Any], None]
@@ -19,6 +19,16 @@ DRAWN = 5000
 FARTHEST = 50.0
 """|d| (nats) in a plot, at most: placeholders and infinite values are drawn there."""
 COLOUR = "#3b6ea5"
+LAGS = range(-4, 5)
+"""Tokens by which the two series of log-probs are shifted against each other."""
+
+
+class Plot(NamedTuple):
+    """A plot: how it is read, the function that draws it, and one that says what these data show."""
+
+    caption: str
+    draw: Draw
+    here: Callable[[Evidence], str] = lambda evidence: ""
 
 
 def plots(evidence: Evidence) -> list[tuple[str, Any]]:
@@ -28,51 +38,65 @@ def plots(evidence: Evidence) -> list[tuple[str, Any]]:
         evidence: of N > 0 tokens; those with the largest values are drawn at 50 nats.
     """
     made = [
-        (
+        Plot(
             "Histogram of d: how many tokens have which d, on a logarithmic scale. Everything on one side of 0 is a "
             "truncated distribution.",
             _histogram,
+            _sides,
         ),
-        (
+        Plot(
             "QQ plot: the sorted values of d (its quantiles) against those of as many draws from a normal "
             "distribution. A straight line is rounding noise; long ends are a few tokens that differ much.",
             _quantiles,
         ),
-        (
+        Plot(
             "d against the trainer's log-prob, the logarithm of the probability that it gives a token. A slope or a "
             "curve is a temperature.",
             _against_logp,
         ),
-        (
+        Plot(
             "Mean |d|, the size of d without its sign, over the position in the completion. A spike at the start is "
             "another prompt, a step is a change of weights.",
             _positions,
+            _first_token,
         ),
-        (
+        Plot(
             "Lag correlation: how closely the trainer's log-probs follow the sampler's of the token so many places "
             "before or after (1: exactly; 0: not at all). The highest bar belongs at a lag of 0; at 1 or -1 it means "
             "that log-probs are shifted by one token.",
             _lags,
+            _highest_lag,
         ),
     ]
+    if np.abs(_updates(evidence)).max(initial=0.0) > SAME:
+        made.append(
+            Plot(
+                "Histogram of logp - old_logp, on a logarithmic scale: how far the trainer's own updates have moved "
+                "its log-probs since the tokens were sampled. This gap is staleness, which comes in addition to d.",
+                _update_histogram,
+                _update_size,
+            )
+        )
     if len(_halves(evidence)[0]):
         made.append(
-            (
+            Plot(
                 "Mean d of each token id, one dot per id, in two halves of the sequences. Along the diagonal the two "
                 "policies differ in the same way everywhere, as with older weights; a round cloud is noise.",
                 _token_ids,
+                _agreement,
             )
         )
     if len(_turns(evidence)[0]) > 1:
         made.append(
-            (
+            Plot(
                 "Mean |d| of each turn of the conversation. A rise from turn to turn is a rewritten history.",
                 _by_turn,
+                _first_and_last_turn,
             )
         )
     if len(set(_ages(evidence)[0])) > 1:
-        made.append(("Mean |d| of each sequence against the age of the sampler's weights.", _by_age))
-    return [(caption, _drawn(evidence, draw)) for caption, draw in made]
+        made.append(Plot("Mean |d| of each sequence against the age of the sampler's weights.", _by_age))
+    return [(f"{plot.caption} {plot.here(evidence)}".rstrip(), _drawn(evidence, plot.draw)) for plot in made]
 
 
 def figure(caption: str, picture: Any) -> str:
@@ -89,7 +113,9 @@ def _drawn(evidence: Evidence, draw: Draw) -> Any:
 
     picture = Figure(figsize=(4.4, 3.3), dpi=130, layout="constrained")
     FigureCanvasAgg(picture)
-    draw(evidence, picture.subplots())
+    axes = picture.subplots()
+    draw(evidence, axes)
+    axes.locator_params(axis="x", nbins=5)  # more labels overlap where the numbers are small
     return picture
 
 
@@ -126,9 +152,13 @@ def _positions(evidence: Evidence, axes: Any) -> None:
 
 
 def _lags(evidence: Evidence, axes: Any) -> None:
-    lags = list(range(-4, 5))
-    axes.bar(lags, [_lagged(evidence, lag) for lag in lags], color=COLOUR)
+    axes.bar(LAGS, [_lagged(evidence, lag) for lag in LAGS], color=COLOUR)
     axes.set(xlabel="lag (tokens)", ylabel="correlation", ylim=(-0.2, 1.05))
+
+
+def _update_histogram(evidence: Evidence, axes: Any) -> None:
+    axes.hist(_updates(evidence), bins=80, log=True, color=COLOUR)
+    axes.set(xlabel="logp - old_logp (nats)", ylabel="tokens")
 
 
 def _token_ids(evidence: Evidence, axes: Any) -> None:
@@ -145,6 +175,56 @@ def _by_turn(evidence: Evidence, axes: Any) -> None:
 def _by_age(evidence: Evidence, axes: Any) -> None:
     axes.plot(*_ages(evidence), ".", color=COLOUR)
     axes.set(xlabel="age of the sampler's weights (optimizer steps)", ylabel="mean |d| (nats)", ylim=(0, None))
+
+
+# -- what these data show -------------------------------------------------------------------------------------
+
+
+def _sides(evidence: Evidence) -> str:
+    return f"Here {np.mean(evidence.d < 0):.0%} of the d are below 0 and {np.mean(evidence.d > 0):.0%} above."
+
+
+def _first_token(evidence: Evidence) -> str:
+    first, size = evidence.position == 0, bounded(evidence.size)
+    if first.all() or not first.any():
+        return ""
+    return f"Here it is {size[first].mean():.2g} nats at the first token and {size[~first].mean():.2g} after it."
+
+
+def _highest_lag(evidence: Evidence) -> str:
+    bars = {lag: _lagged(evidence, lag) for lag in LAGS}
+    return f"Here the highest bar is at a lag of {max(LAGS, key=bars.__getitem__)}." if any(bars.values()) else ""
+
+
+def _update_size(evidence: Evidence) -> str:
+    size, gap = np.abs(_updates(evidence)).mean(), bounded(evidence.size).mean()
+    return f"Here its mean size is {size:.2g} nats, and that of d is {gap:.2g}."
+
+
+def _agreement(evidence: Evidence) -> str:
+    one, other = _halves(evidence)
+    if len(one) < 3 or not np.std(one) or not np.std(other):
+        return ""
+    return f"Here the correlation of the two halves is {np.corrcoef(one, other)[0, 1]:.2f}."
+
+
+def _first_and_last_turn(evidence: Evidence) -> str:
+    _, sizes = _turns(evidence)
+    return f"Here it is {sizes[0]:.2g} nats in the first turn and {sizes[-1]:.2g} in the last."
+
+
+# -- the numbers of a plot ------------------------------------------------------------------------------------
+
+
+def _updates(evidence: Evidence) -> Any:
+    """logp - old_logp (nats) of the tokens that have both."""
+    moved = [
+        record.logp[places] - record.old_logp[places]
+        for at, record in enumerate(evidence.records)
+        if record.logp is not None and len(places := evidence.position[evidence.of_sequence(at)])
+    ]
+    values = np.concatenate(moved) if moved else np.empty(0)
+    return bounded(values[~np.isnan(values)])
 
 
 def _turns(evidence: Evidence) -> tuple[Any, Any]:

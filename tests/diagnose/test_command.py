@@ -198,7 +198,10 @@ def test_what_is_no_dump(capsys, tmp_path, name, content, said):
 
 
 def test_an_empty_folder(capsys, tmp_path):
-    assert "holds nothing, and no dump" in refused(capsys, tmp_path)
+    (tmp_path / "below").mkdir()
+    said = refused(capsys, tmp_path)
+    assert f"diagnose: the folder {tmp_path} has no file in it. A dump is written there by `offcorr train" in said
+    assert f"--dump_rollouts {tmp_path}`" in said and f"GRPOConfig(dump_rollouts='{tmp_path}')" in said
 
 
 def test_nan_everywhere(capsys, tmp_path):

@@ -172,6 +172,37 @@ def test_lags_show_a_shift():
     assert np.argmax(np.abs(bars)) in (3, 5) and bars[4] < 0.3
 
 
+def test_a_caption_says_what_these_data_show():
+    turns = np.repeat([0, 1], 4)
+    gap = np.array([0.3, 0, 0, 0, 0.1, 0.1, 0.1, 0.1])
+    records = made(20, 8, old_logp=-1 - gap, rollout_logp=-np.ones(8), turn_ids=turns)
+    captions = " ".join(drawn(records))
+    assert "Here 62% of the d are below 0 and 0% above." in captions  # five tokens of eight
+    assert "Here it is 0.3 nats at the first token and 0.057 after it." in captions
+    assert "Here it is 0.075 nats in the first turn and 0.1 in the last." in captions
+    assert "Here the highest bar is at a lag of 0." in " ".join(drawn(world("temperature").records()))
+
+
+def test_the_gap_of_the_updates_has_a_histogram_where_there_is_one():
+    moved = made(6, 4, old_logp=[-1.0] * 4, rollout_logp=[-1.1] * 4, logp=[-1.0, -1.5, -1.5, np.nan])
+    axes = axes_of(moved, "Histogram of logp - old_logp")
+    assert sum(bar.get_height() for bar in axes.patches) == 18  # the NaN is left out
+    assert any("Here its mean size is 0.33 nats, and that of d is 0.1." in caption for caption in drawn(moved))
+    for same in (made(6, 4), made(6, 4, old_logp=[-1.0] * 4, logp=[-1.0] * 4)):
+        assert not any("logp - old_logp" in caption for caption in drawn(same))
+
+
+def test_the_labels_of_an_axis_do_not_overlap():
+    """Of means that are small, each label has seven characters."""
+    records = made(40, 30, rollout_logp=lambda row: -1 - 1e-4 * np.arange(30), old_logp=[-1.0] * 30)
+    for caption, picture in plots(diagnose(records).evidence):
+        picture.canvas.draw()
+        (axes,) = picture.axes
+        boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
+        boxes = sorted((box.x0, box.x1) for box in boxes)
+        assert all(left[1] < right[0] for left, right in zip(boxes, boxes[1:], strict=False)), caption
+
+
 def test_the_worst_sequences_come_first():
     records = made(20, 4, rollout_logp=[-1.0] * 4, old_logp=lambda row: [-1.0 - 0.01 * row] * 4)
     records = [
@@ -204,7 +235,7 @@ def test_tokens_are_decoded():
     assert any(span.get("title", "").startswith(f"id {ids[0]}: trainer -") for span in parsed.all("span"))
     assert "--tokenizer" not in parsed.text
     undecoded = Checked(page(diagnose(records))).text
-    assert " ".join(map(str, ids)) in undecoded and "--tokenizer NAME shows words in place of token ids." in undecoded
+    assert " ".join(map(str, ids)) in undecoded and "with --tokenizer NAME, the folder or hub name" in undecoded
 
 
 def test_a_narrow_screen_has_no_wide_element():
