@@ -80,7 +80,7 @@ def test_the_readme_counts_and_names_methods_that_exist():
     assert len(rows) == 6 and set(rows) <= set(offcorr.available())
 
 
-def test_the_readme_examples_without_trl_run():
+def test_the_readme_examples_without_trl_run(capsys):
     text = (ROOT / "README.md").read_text().partition("## Without TRL")[2]
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
     assert len(blocks) == 2
@@ -89,6 +89,7 @@ def test_the_readme_examples_without_trl_run():
         for block in blocks:
             names = {}  # each block as it is when pasted alone
             exec(block, names)
+            assert re.fullmatch(r"(loss -?\d\.\d+|\d+ checks passed)\n", capsys.readouterr().out)
             own |= names
     finally:
         if "mine" in offcorr.available():

@@ -121,6 +121,10 @@ GUIDE: dict[str, Advice] = {
 }
 """The metrics of the short log that are always logged."""
 
+CHI2 = (
+    "No source names a range. ESS divides the ratios by their mean and chi2 does not: 1 + chi2 = (mean ratio)^2 / ESS, "
+    "so a mean ratio of 1.14 alone makes chi2 .3 beside an ESS of 1."
+)
 HINTS: dict[str, str] = {
     "ratio_min": "No source names a range; it moves away from 1 with the number of tokens. Bounds that methods set: "
     "the veto drops a sequence with a token below 1e-4, IcePop keeps the engine's ratios above .5, PPO's clip acts "
@@ -131,6 +135,8 @@ HINTS: dict[str, str] = {
     "ratio_mean": "1 in expectation for any two policies, on tokens that the sampler drew. Far from 1, either the "
     "logged numbers are not the sampler's probabilities, or the two sample from other supports (top-p, top-k, "
     "temperature).",
+    "chi2_token": CHI2,
+    "chi2_seq": CHI2,
     "first_token": "Exactly 0 beside a gap elsewhere points at a difference between decode and prefill, not at the "
     "weights.",
     "clipped": "The clip fraction of a hard clip, the mean damping of a soft gate. No source names a range.",

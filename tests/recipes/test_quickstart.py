@@ -48,4 +48,7 @@ def test_the_commands_run_one_after_another(tmp_path):
             assert reached[0] == pytest.approx(start, abs=0.1)  # other processors round differently
             assert low - 0.1 < reached[1] < high + 0.1
     assert len(reached) == 2
-    assert (tmp_path / "runs/minpro/history.png").exists() and (tmp_path / "dump.html").exists()
+    assert (tmp_path / "runs/minpro/history.png").exists() and (tmp_path / "runs/report.html").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # which .gitignore names
+    diagnosis = next(command for command in COMMANDS if " diagnose " in command)
+    run([sys.executable, "-m", *shlex.split(diagnosis)], tmp_path)  # the line may be repeated
