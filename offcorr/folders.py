@@ -1,4 +1,4 @@
-"""``check_writable``, ``check_file``: where results go is looked at before a run, rather than when the first is written."""
+"""``check_writable``, ``check_file``: where results go is looked at before a run, not when the first is written."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offcorr import toy
-from offcorr.rollout import Engine, EngineError, save_for_engine
 from offcorr.folders import check_writable
+from offcorr.rollout import Engine, EngineError, save_for_engine
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -6,8 +6,8 @@ import pytest
 
 from offcorr import cli, folders
 from offcorr.cli import docs
-from offcorr.lab.mismatch import __main__ as dumps
 from offcorr.folders import check_file, check_writable
+from offcorr.lab.mismatch import __main__ as dumps
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import Any
 from offcorr.cli.guide import guide
 from offcorr.cli.output import PAGES, Refusal, terminal_width
 from offcorr.cli.tables import TABLES, fill, markdown
-from offcorr.lab.text import entries
 from offcorr.folders import check_file
+from offcorr.lab.text import entries
 
 READERS = {
     "To begin": {

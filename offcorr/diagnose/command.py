@@ -22,8 +22,8 @@ from offcorr.diagnose.readers import read
 from offcorr.diagnose.record import Record
 from offcorr.diagnose.rescore import Rescored, described, rescore
 from offcorr.diagnose.text import text
-from offcorr.optional import require
 from offcorr.folders import check_file
+from offcorr.optional import require
 
 SEQUENCES = 32
 """Sequences that ``--model`` scores."""

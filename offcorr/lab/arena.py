@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import offcorr
+from offcorr.folders import check_writable
 from offcorr.lab import arena_report, results
 from offcorr.lab.text import HelpFormatter, duration, examples, for_a_shell
 from offcorr.optional import RECIPE_NEEDS, configuration, recipes, require
 from offcorr.training.ess_lr import RULES
 from offcorr.training.precision import Precision
-from offcorr.folders import check_writable
 
 __all__ = ["GRIDS", "Grid", "Run", "add_parser", "train"]
 

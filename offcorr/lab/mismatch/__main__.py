@@ -10,9 +10,9 @@ from itertools import product
 from pathlib import Path
 
 from offcorr.diagnose.writer import DumpWriter
+from offcorr.folders import check_writable
 from offcorr.lab.mismatch import ARCHITECTURES, CAUSES, STRENGTHS, Dump, check, make
 from offcorr.lab.text import Progress
-from offcorr.folders import check_writable
 
 
 def file_of(causes: Sequence[str], architecture: str, seed: int, strength: str, folder: Path) -> Path:
