@@ -56,7 +56,7 @@ def configuration_keys(file: Path) -> list[str]:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = Path(folder, "run.yaml")
-    ...     _ = file.write_text("lag: 4\nloss_kwargs: {cap: 2}\n")
+    ...     _ = file.write_text("lag: 4\\nloss_kwargs: {cap: 2}\\n")
     ...     configuration_keys(file)
     ['lag', 'loss_kwargs']
     """
