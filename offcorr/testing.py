@@ -1,6 +1,6 @@
 """The contract of a correction, as checks that can be run on any method.
 
-    offcorr.testing.check("minpro")        # a name
+    offcorr.testing.check("minpro")        # a name, a spec ("minpro?eps_high=0.3"), or "my_file.py:my_method"
     offcorr.testing.check(my_method)       # a registered function, or any callable that gives a Correction
     offcorr.testing.check(my_correction)   # a finished Correction
 
@@ -23,7 +23,7 @@ from offcorr.check_batches import example, layouts, moved
 from offcorr.closeness import check_close, check_equal_numbers
 from offcorr.correction import Correction, Output
 from offcorr.kernels.dispatch import backend, use
-from offcorr.methods.registry import catalogue, from_config, get, illustration, registered
+from offcorr.methods.registry import Method, find, from_config, get, illustration, registered
 from offcorr.stage_checks import check_controllers, check_finite, check_gradient_passes, culprit
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.checks import warn_once
@@ -38,13 +38,15 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
     """Run every check on a method; returns the names of the checks that it passed.
 
     Args:
-        method: a name, a registered function or class, any callable from options to a Correction, or a Correction.
+        method: what ``offcorr.resolve`` takes (a name, a spec, FILE.py:NAME), a registered function or class, any
+            callable from options to a Correction, or a Correction.
         on_policy: whether its on-policy gradient is REINFORCE's; None: as it was registered, else True.
 
     Raises:
         AssertionError: names the check that failed, the numbers that differ, what was expected, and the stage, where
             the check passes without it.
         TypeError: a stage's function cannot run; the message begins with its class and attribute.
+        ValueError: the method is unknown, or a field that it needs is none of ``example``'s.
 
     >>> len(check("ppo")) == len(CHECKS)
     True
@@ -325,11 +327,11 @@ def _resolve(method: Any) -> tuple[Correction, bool]:
     if isinstance(method, Correction):
         return method.with_max_length(32), True
     if isinstance(method, str):
-        loss_fn = illustration(method)
-        known = {m.name: m for m in catalogue()}.get(loss_fn.method)
-        return loss_fn.with_max_length(32), known.on_policy if known else True
+        found = find(method)
+        return illustration(method).with_max_length(32), found.on_policy if isinstance(found, Method) else True
     if not callable(method):
-        raise TypeError(f"method is {method!r}, expected a name, an offcorr.Correction, or a function that returns one")
+        wanted = "a name, FILE.py:NAME, an offcorr.Correction, or a function that returns one"
+        raise TypeError(f"method is {method!r}, expected {wanted}")
     known = registered(method)
     built = known(**known.example) if known else method()
     if not isinstance(built, Correction):

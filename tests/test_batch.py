@@ -403,7 +403,10 @@ def test_what_is_no_batch_is_refused_by_name(call):
             r"loss_fn is a function, expected an offcorr.Correction",
         ),
         (lambda batch: offcorr.training.Step("minpro"), r"loss is 'minpro', expected an offcorr.Correction"),
-        (lambda batch: offcorr.testing.check(3), r"method is 3, expected a name, an offcorr.Correction, or a function"),
+        (
+            lambda batch: offcorr.testing.check(3),
+            r"method is 3, expected a name, FILE.py:NAME, an offcorr.Correction, or a function",
+        ),
     ],
 )
 def test_what_is_no_correction_is_refused_by_name(call, said):

@@ -42,7 +42,7 @@ LAYERS = [
     ("offcorr.trl", "offcorr.toy", "offcorr.extras", "offcorr.integrations"),
     ("offcorr.cli.tables", "offcorr.cli.guide"),
     ("offcorr.cli.output", "offcorr.cli.launch"),
-    ("offcorr.cli.train", "offcorr.cli.methods", "offcorr.cli.metrics", "offcorr.cli.docs"),
+    ("offcorr.cli.train", "offcorr.cli.check", "offcorr.cli.methods", "offcorr.cli.metrics", "offcorr.cli.docs"),
     ("offcorr.cli", "offcorr.__main__"),
 ]
 """A module imports from its own layer and from those above it in this list.  The longest prefix counts."""

@@ -112,6 +112,26 @@ def min_with_two(log_ratio, advantage):
     return surrogate, surrogate
 
 
+def test_check_takes_what_resolve_takes(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import offcorr\n"
+        "def capped(cap: float = 2.0): return offcorr.Correction(gate=offcorr.gates.DetachedClip(cap=cap))\n"
+        "finished = capped()\n"
+        "@offcorr.register('of_this_test', on_policy=False, example={'cap': 2.0})\n"
+        "def without_default(cap: float): return offcorr.Correction(gate=offcorr.gates.DetachedClip(cap=cap))\n"
+    )
+    try:
+        for spec in (f"{file}:capped", f"{file}:capped?cap=3", f"{file}:finished", "offcorr:minpro?eps_high=0.3"):
+            assert testing.check(spec) == list(testing.CHECKS), spec
+        assert "on_policy_gradient" not in testing.check(f"{file}:without_default"), "as it was registered"
+        assert "on_policy_gradient" not in testing.check("asymre?delta_v=-0.2")
+    finally:
+        offcorr.unregister("of_this_test")
+    with pytest.raises(ValueError, match="defines no 'caped', did you mean 'capped'"):
+        testing.check(f"{file}:caped")
+
+
 def test_a_wrong_derivative_far_from_one_is_found():
     gate = type("MinWithTwo", (gates.Gate,), {"surrogate": staticmethod(min_with_two), "__module__": __name__})()
     with pytest.raises(AssertionError, match="coefficient_is_the_gradient: stated derivative against autograd"):

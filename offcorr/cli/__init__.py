@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import offcorr
-from offcorr.cli import docs, methods, metrics, train
+from offcorr.cli import check, docs, methods, metrics, train
 from offcorr.cli.output import PAGES, Refusal
 from offcorr.diagnose import command as diagnose
 from offcorr.lab import bench, compare
@@ -19,7 +19,7 @@ from offcorr.stages.checks import nearest
 
 __all__ = ["main"]
 
-COMMANDS = (train, compare, bench, diagnose, methods, metrics, docs)
+COMMANDS = (train, compare, bench, diagnose, methods, check, metrics, docs)
 """The modules of the commands; each adds its own with ``add_parser``."""
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import offcorr
 from offcorr.folders import check_writable
 from offcorr.lab import arena_report, results
+from offcorr.lab.contract import warn_of_failures
 from offcorr.lab.text import HelpFormatter, duration, examples, for_a_shell
 from offcorr.optional import RECIPE_NEEDS, configuration, recipes, require
 from offcorr.training.ess_lr import RULES
@@ -414,6 +415,7 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, ImportError) as error:
         print(f"offcorr bench arena: error: {for_a_shell(str(error))}", file=sys.stderr)
         return 2
+    warn_of_failures(grid.methods)
     processes = options.processes or (1 if grid.model != "toy" else os.cpu_count() or 1)
     try:
         records = train(grid.runs, options.folder, processes)

@@ -23,6 +23,7 @@ import torch
 from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.lab import results
+from offcorr.lab.contract import warn_of_failures
 from offcorr.lab.exact import (
     SIZES,
     Measured,
@@ -38,8 +39,8 @@ from offcorr.methods.registry import catalogue, resolve
 __all__ = ["Column", "Row", "add_parser", "compare", "picture", "run", "table"]
 
 SMALL, LARGE = SIZES
-SHORT = 14
-"""Characters of a name, at least, before it is folded where the terminal is narrow."""
+SHORT, LONG = 14, 26
+"""Characters of a name before it is folded: at least; and if it fits once columns are left out."""
 TIMED = (64, 256)
 """Sequences and tokens of the batch that is timed."""
 
@@ -244,7 +245,8 @@ def illustrated(names: Iterable[str]) -> list[str]:
     for name in names:
         if name in examples:
             values = ", ".join(f"{option}={value!r}" for option, value in examples[name].items())
-            notes.append(f"{name} ran with {values}, an illustration: they have no default.")
+            have = "this option has" if len(examples[name]) == 1 else "these options have"
+            notes.append(f"{name} ran with {values}, an illustration: {have} no default.")
     return notes
 
 
@@ -272,7 +274,8 @@ def table(world: World, rows: Sequence[Row], width: int) -> str:
     cells = {column: [column.text(column.value(row)) for row in rows] for column in COLUMNS}
     wide = {column: 2 + max(len(column.head), *map(len, texts)) for column, texts in cells.items()}
     longest, shown = max(len(_label(row)) for row in rows), list(COLUMNS)
-    label = min(longest, SHORT)
+    always = sum(wide[column] for column in COLUMNS if not column.leaves)
+    label = min(longest, max(SHORT, min(LONG, width - always)))
     for column in sorted(COLUMNS, key=lambda column: column.leaves):
         if column.leaves and label + sum(wide[c] for c in shown) > width:
             shown.remove(column)
@@ -529,6 +532,7 @@ def run(options: argparse.Namespace) -> int:
         if options.draws < 2:
             raise ValueError(f"--draws is {options.draws}, expected at least 2 batches")
         methods = named_methods(options.methods)
+        warn_of_failures(options.methods)
         with one_thread(), Progress(len(methods), _plan(setting, methods, options.draws)) as progress:
             world = _as_option(lambda: World.of(setting))
             rows = compare(world, methods, options.draws, progress)

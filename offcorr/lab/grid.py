@@ -14,7 +14,6 @@ import math
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,8 +22,9 @@ from typing import Any, NamedTuple, get_args
 
 from offcorr.correction import Correction
 from offcorr.lab import compare, results
+from offcorr.lab.contract import warn_of_failures
 from offcorr.lab.exact import SIZES, Advantages, EngineRegime, Policy, Regime, Setting, World, couples
-from offcorr.lab.processes import add_processes, shared_out
+from offcorr.lab.processes import Clock, add_processes, shared_out
 from offcorr.lab.text import HelpFormatter, Progress, duration, entries, examples, folded
 
 __all__ = ["Cell", "Grid", "add_parser", "as_data", "cells", "measured", "picture", "run", "table"]
@@ -264,7 +264,7 @@ def measured(
     methods = compare.named_methods(specs)
     coupled = sum(couples(loss_fn) for _, loss_fn in methods)
     costs = {world: len(world) * _seconds(world[0].setting, len(methods), coupled * draws) for world in worlds}
-    total, spent, done, began = sum(costs.values()), 0.0, 0, time.monotonic()
+    clock, spent, done = Clock(sum(costs.values()), len(worlds), processes), 0.0, 0
     found: dict[Cell, Found] = {}
     missing: list[tuple[Cell, str]] = []
     longest_first = sorted(worlds, key=costs.__getitem__, reverse=True)
@@ -274,8 +274,7 @@ def measured(
         else:
             found |= dict(zip(world, outcome, strict=True))
         spent, done = spent + costs[world], done + len(world)
-        left = (time.monotonic() - began) * (total - spent) / spent
-        report(done, f"cells, about {duration(left)} left")
+        report(done, f"cells{clock.left(spent)}")
     kept = [cell for cell in chosen if cell in found]
     missing.sort(key=lambda left: chosen.index(left[0]))
     return Grid(methods, draws, kept, [found[cell] for cell in kept], missing)
@@ -542,6 +541,7 @@ def run(options: argparse.Namespace) -> int:
         for option, path in (("--output", options.output), ("--picture", options.picture)):
             if path is not None:
                 results.free(path, options.overwrite, option)
+        warn_of_failures(options.methods)
         plan = _plan(chosen, methods, options.draws, options.processes)
         with Progress(len(chosen), plan) as progress:
             grid = measured(chosen, options.methods, options.draws, options.processes, progress)
@@ -570,8 +570,9 @@ GIVEN = ("regimes", "lengths", "policies", "advantages", "gaps", "seeds")
 
 def _plan(chosen: Sequence[Cell], methods: Sequence[tuple[str, Correction]], draws: int, processes: int) -> str:
     coupled = sum(couples(loss_fn) for _, loss_fn in methods)
-    seconds = sum(_seconds(cell.setting, len(methods), coupled * draws) for cell in chosen) / processes
+    work = sum(_seconds(cell.setting, len(methods), coupled * draws) for cell in chosen)
+    seconds = Clock(work, len(chosen), processes).seconds
     return (
         f"offcorr bench exact: methods: {len(methods)}, cells: {len(chosen)}, processes: {processes}; "
-        f"about {duration(5 * math.ceil((seconds + 3) / 5))} on idle cores like ours"
+        f"about {duration(5 * math.ceil((seconds + 0.5) / 5))} on idle cores like ours"
     )

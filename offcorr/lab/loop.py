@@ -15,7 +15,6 @@ import re
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,8 @@ from typing import Any, NamedTuple
 from offcorr.correction import Correction
 from offcorr.lab import compare, results
 from offcorr.lab.closed_loop import DEVELOPMENT, HELD_OUT, RATES, Setting, alone, evaluations, train
-from offcorr.lab.processes import add_processes, shared_out
+from offcorr.lab.contract import warn_of_failures
+from offcorr.lab.processes import Clock, add_processes, shared_out
 from offcorr.lab.text import HelpFormatter, Progress, duration, entries, examples, folded
 from offcorr.stages.checks import nearest
 
@@ -32,10 +32,8 @@ __all__ = ["Found", "Plan", "add_parser", "as_data", "measured", "picture", "run
 PARTS = {"development": DEVELOPMENT, "held-out": HELD_OUT}
 SURE = 2.0
 """Standard errors of a paired difference within which a method is said to be level with the best."""
-READING = (
-    "Development settings are those on which choices were made (near_overlap's lam, the learning rates tried); believe "
-    "the held-out ones. One kind of world is not a ranking: docs/lab.md has two more, and where they disagree."
-)
+CHOSEN_ON = "Development settings are those on which choices were made (near_overlap's lam, the learning rates tried)"
+NOT_A_RANKING = "One kind of world is not a ranking: docs/lab.md has two more, and where they disagree."
 
 
 class Found(NamedTuple):
@@ -124,15 +122,14 @@ def measured(
     cells = sorted(costs, key=lambda cell: (-settings[cell[1]].length, cell[1], -costs[cell]))
     found = kept(plan, folder)
     todo = [cell for cell in cells if cell not in found]
-    began, total, spent = time.monotonic(), sum(costs[cell] for cell in todo), 0.0
+    clock, spent = Clock(sum(costs[cell] for cell in todo), len(todo), processes), 0.0
     for cell, outcome in shared_out(_train, todo, processes, _prepare, (plan,)):
         found[cell] = outcome
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             results.save(outcome._asdict(), _path(folder, plan, cell, methods, settings))
         spent += costs[cell]
-        left = (time.monotonic() - began) * (total - spent) / spent
-        report(len(found), f"cells, {cell[0]} in {cell[1]} done; about {duration(left)} left")
+        report(len(found), f"cells, {cell[0]} in {cell[1]} done{clock.left(spent)}")
     return {cell: found[cell] for cell in costs}
 
 
@@ -243,9 +240,15 @@ def as_data(plan: Plan, found: Mapping[Cell, Found], head: Mapping[str, Any]) ->
         "best": best,
         "columns": COLUMNS,
         "illustrated": compare.illustrated(names),
-        "note": READING,
+        "note": _reading(plan.parts),
         "methods": results.rounded(methods),
     }
+
+
+def _reading(parts: Mapping[str, Any]) -> str:
+    """How the numbers of these parts are to be read."""
+    others = "; believe the held-out ones. " if "held-out" in parts else "; --settings held-out has others. "
+    return (CHOSEN_ON + others if "development" in parts else "") + NOT_A_RANKING
 
 
 COLUMNS = {
@@ -300,11 +303,12 @@ def table(data: Mapping[str, Any], width: int = 110) -> str:
             *entries([(str(place + 1), _described(data["settings"][place])) for place in places], width),
             "",
         ]
+    one_seed = "; empty, since one seed has none: give --seeds 2 or more" if data["seeds"] == 1 else ""
     notes = [
         ("numbers", "mean exact return over training, over that of the best method of the setting, at best rates"),
         ("=", f"within {SURE:g} standard errors of its paired difference to the best"),
         ("< >", "the best learning rate was the smallest or largest tried, so a better one may exist"),
-        ("+-", "standard error of the mean's paired difference to the largest mean"),
+        ("+-", "standard error of the mean's paired difference to the largest mean" + one_seed),
         ("rates", "the same with the mean over all learning rates: how much depends on the choice of one"),
         ("final", "return after the last step, mean over the settings"),
     ]
@@ -446,6 +450,7 @@ def run(options: argparse.Namespace) -> int:
         for option, path in (("--output", options.output), ("--picture", options.picture)):
             if path is not None:
                 results.free(path, options.overwrite, option)
+        warn_of_failures(plan.specs)
         folder = None if options.output is None else options.output.with_suffix(".cells")
         known, total = kept(plan, folder), len(methods) * len(plan.settings)
         with Progress(total, _first_line(plan, methods, known, options)) as progress:
@@ -520,7 +525,8 @@ def _first_line(
     plan: Plan, methods: Sequence[tuple[str, Correction]], known: Mapping[Cell, Found], options: argparse.Namespace
 ) -> str:
     left = [(loss, setting) for name, loss in methods for setting in plan.settings if (name, setting.name) not in known]
-    seconds = sum(plan.seconds(loss_fn, setting) for loss_fn, setting in left) / options.processes
+    work = sum(plan.seconds(loss_fn, setting) for loss_fn, setting in left)
+    seconds = Clock(work, len(left), options.processes).seconds
     warning = "" if options.output else "; without --output nothing is kept if this is interrupted"
     return (
         f"offcorr bench loop: methods: {len(methods)}, settings: {len(plan.settings)}, seeds: {plan.seeds}, "

@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -14,7 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["add_processes", "cores", "one_thread", "shared_out"]
+from offcorr.lab.text import duration
+
+__all__ = ["Clock", "add_processes", "cores", "one_thread", "shared_out"]
+
+STARTING = 2.5
+"""Seconds on an idle core until a process has imported the library and can work."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -34,6 +40,35 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 def cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+class Clock:
+    """The time that work shared out to processes takes, and what is left of it.
+
+    Args:
+        total: an estimate of the work, in seconds of one idle core.
+        items, processes: as in ``shared_out``.
+
+    >>> Clock(total=10.0, items=5, processes=2).seconds
+    7.5
+    """
+
+    def __init__(self, total: float, items: int, processes: int) -> None:
+        self.total, self.processes = total, max(1, min(processes, items))
+        self.starting = 0.0 if _stays_here(items, processes) else STARTING
+        self.began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """An estimate of the whole time: the processes' start and the work."""
+        return self.starting + self.total / self.processes
+
+    def left(self, done: float) -> str:
+        """The time that is left, in words, after ``done`` seconds of the work; "" before a tenth of it is done."""
+        if done < 0.1 * self.total:
+            return ""
+        passed = self.starting + done / self.processes
+        return f"; about {duration((time.monotonic() - self.began) * (self.seconds / passed - 1))} left"
 
 
 @contextlib.contextmanager
@@ -64,7 +99,7 @@ def shared_out(
     Raises:
         ValueError: a process ended early.
     """
-    if processes == 1 or len(items) < 2:
+    if _stays_here(len(items), processes):
         with one_thread():
             prepare(*arguments)
             for item in items:
@@ -88,6 +123,11 @@ def shared_out(
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _stays_here(items: int, processes: int) -> bool:
+    """Whether the work is done in this process, since others would only take time to start."""
+    return processes == 1 or items < 2
 
 
 def _prepare(prepare: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "Method",
     "available",
     "catalogue",
+    "file_of",
     "find",
     "from_config",
     "get",
@@ -240,16 +241,17 @@ def get(spec: str, **options: Any) -> Correction:
 
 
 def illustration(spec: str, **options: Any) -> Correction:
-    """As ``get``, with the values of ``Method.example`` for options that have no default and are not given.
+    """As ``resolve``, with the values of ``Method.example`` for options that have no default and are not given.
 
     For tables, and for checks that run every method; a training run gives its own values.
 
     >>> illustration("ppo") == get("ppo")
     True
     """
-    name, given = split_spec(spec)
-    method = _method(name)
-    return method(**{**method.example, **_joined(spec, given, options)})
+    found, given = find(spec), split_spec(spec)[1]
+    if not isinstance(found, Method):
+        return resolve(spec, **options)
+    return found(**{**found.example, **_joined(spec, given, options)})
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -342,13 +344,23 @@ def resolve(spec: str, **options: Any) -> Correction:
 def find(spec: str) -> Method | Correction:
     """Returns the method, or the finished Correction, that ``spec`` names, without its options (see ``resolve``)."""
     name, _ = split_spec(spec)
-    path, _, symbol = name.rpartition(":")
-    if path == "offcorr" or not path:
+    path, symbol = file_of(spec), name.rpartition(":")[2]
+    if not path:
         return _method(symbol)
     found = _load_symbol(path, symbol)
     if isinstance(found, Correction):
         return found
     return registered(found) or Method(name, found)
+
+
+def file_of(spec: str) -> str:
+    """The file that ``spec`` names; "" where it names a registered method (see ``resolve``).
+
+    >>> file_of("mine.py:my_loss?cap=2"), file_of("offcorr:dapo")
+    ('mine.py', '')
+    """
+    path = split_spec(spec)[0].rpartition(":")[0]
+    return "" if path == "offcorr" else path
 
 
 def _load_symbol(path: str, symbol: str) -> Any:

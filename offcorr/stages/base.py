@@ -94,6 +94,10 @@ class Stage:
         definition.check_dataclass(cls)  # type: ignore[arg-type]
         return super().__new__(cls)
 
+    def __repr__(self) -> str:
+        """That of a stage without fields; a dataclass writes its own, with the fields."""
+        return f"{type(self).__name__}()"
+
     def __eq__(self, other: object) -> bool:
         """Stages without fields are equal by their class; a dataclass compares its fields by a method of its own."""
         return self is other or (type(self) is type(other) and not hasattr(self, "__dataclass_fields__"))

@@ -121,6 +121,13 @@ def test_all_methods_are_one_block_of_80_columns(rows):
     assert text.count(compare.COLUMNS[0].head + " ") and len(re.findall(rf"^{wide[0].name} ", text, flags=re.M)) == 1
 
 
+def test_a_name_is_folded_only_where_leaving_columns_out_is_not_enough(rows):
+    world, found = rows
+    long = [row._replace(name="mine.py:mine_adaptive") for row in found if row.measured.drawn][:1]
+    assert long and "\nmine.py:mine_adaptive *  " in compare.table(world, long, 110)
+    assert "\nmine.py:\nmine_adaptive" in compare.table(world, long, 72)
+
+
 def test_long_names_are_folded_where_they_can_be_broken():
     assert text.folded("minpro?eps_high=0.3&aggregate=sum", 16) == ["minpro?", "eps_high=0.3&", "aggregate=sum"]
     assert text.folded("some/folder/mine.py:method", 14) == ["some/folder/", "mine.py:method"]

@@ -10,7 +10,7 @@ import pytest
 
 import offcorr
 from offcorr import cli
-from offcorr.lab import compare, grid, results
+from offcorr.lab import grid, processes, results
 from offcorr.lab.exact import Accuracy, Setting, World, measure
 from offcorr.lab.grid import REGIMES, Cell, Found, Grid, cells, measured
 
@@ -167,7 +167,7 @@ def test_options_without_a_default_are_those_of_the_illustration(command):
         found = measured(cells(["noise"], [3], ["tabular"], ["grpo"], [0.5], [0]), draws=2)
         assert "of_a_test" in [name for name, _ in found.methods]
         data = grid.as_data(found, {})
-        said = "of_a_test ran with low=0.3, an illustration: they have no default."
+        said = "of_a_test ran with low=0.3, an illustration: this option has no default."
         assert said in data["illustrated"] and said in grid.table(data, 200)
         code, out, err = command("of_a_test", *TINY)
         assert code == 2 and "of_a_test requires low, without a default" in err
@@ -267,10 +267,10 @@ mine = offcorr.Correction(reject=Aged())
 
 
 def test_progress_says_how_much_is_left(monkeypatch, capsys):
-    monkeypatch.setattr(compare.time, "monotonic", iter(range(0, 1000, 10)).__next__)
+    monkeypatch.setattr(processes.time, "monotonic", iter(range(0, 1000, 10)).__next__)
     said = []
     measured(cells(["noise"], [3], ["tabular"], gaps=[0.1, 0.5], seeds=[0]), ["ppo"], report=lambda *a: said.append(a))
-    assert said == [(2, "cells, about 10 s left"), (4, "cells, about 0 s left")]
+    assert said == [(2, "cells; about 10 s left"), (4, "cells; about 0 s left")]
 
 
 def test_a_result_file_has_a_list_of_numbers_on_one_line(tmp_path):

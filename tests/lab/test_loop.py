@@ -310,7 +310,23 @@ def test_the_table_does_without_errors_of_a_single_seed():
     plan, found = by_hand()
     plan = dataclasses.replace(plan, seeds=1)
     found = {cell: Found(kept.auc[:1], kept.final[:1], kept.curves) for cell, kept in found.items()}
-    assert "nan" not in table(as_data(plan, found, {}))
+    text = table(as_data(plan, found, {}))
+    assert "nan" not in text and "; empty, since one seed has none: give --seeds 2 or more" in " ".join(text.split())
+    assert "one seed has none" not in table(as_data(*by_hand(), {}))
+
+
+def test_the_footer_speaks_of_held_out_settings_where_there_are_some():
+    plan, found = by_hand()
+    footers = {}
+    for parts in (("development", "held-out"), ("development",), ("held-out",)):
+        some = dataclasses.replace(plan, parts={part: plan.parts[part] for part in parts})
+        names = {setting.name for setting in some.settings}
+        data = as_data(some, {cell: kept for cell, kept in found.items() if cell[1] in names}, {})
+        footers[parts] = " ".join(table(data).split())
+    both, development, held_out = footers.values()
+    assert "believe the held-out ones. One kind" in both
+    assert "believe" not in development and "choices were made" in development and "--settings held-out" in development
+    assert "believe" not in held_out and "Development settings" not in held_out and "One kind of world" in held_out
 
 
 # -- the command ---------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from offcorr.lab.processes import shared_out
+from offcorr.lab import processes as lab_processes
+from offcorr.lab.processes import STARTING, Clock, shared_out
 from tests.lab.signals import heard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,3 +95,15 @@ def test_ctrl_c_ends_a_command_and_its_processes_with_one_line(words, waits, sai
     while left := processes_of(process.pid):  # the last one sees by a closed pipe that it is alone
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def test_the_start_of_processes_is_in_the_estimate_and_nothing_is_said_before_a_tenth(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(lab_processes.time, "monotonic", lambda: now[0])
+    clock = Clock(total=20.0, items=40, processes=2)
+    assert clock.seconds == STARTING + 10
+    now[0] += 2 * (STARTING + 0.5)  # this machine is half as fast
+    assert clock.left(1.0) == ""
+    now[0] += 2 * 4.5
+    assert clock.left(10.0) == "; about 10 s left"
+    assert Clock(total=3.0, items=1, processes=2).seconds == Clock(total=3.0, items=9, processes=1).seconds == 3.0

@@ -339,3 +339,10 @@ def test_an_instance_is_wanted():
 def test_a_pair_of_policies_that_does_not_exist():
     with pytest.raises(ValueError, match="mismatch is 'stale', did you mean 'staleness'"):
         offcorr.testing.example().tokens.log_ratio("stale")
+
+
+def test_a_stage_without_fields_is_shown_by_its_class():
+    class Plainest(gates.Gate):
+        surrogate = staticmethod(lambda log_ratio: (log_ratio, 1.0))
+
+    assert repr(Plainest()) == "Plainest()" and repr(gates.Clip(0.1, 0.2)).startswith("Clip(eps_low=0.1")
