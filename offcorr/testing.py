@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from offcorr.kernels.dispatch import backend, use
 from offcorr.methods.registry import Method, find, from_config, get, illustration, registered
 from offcorr.stage_checks import check_controllers, check_finite, check_gradient_passes, culprit
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import quietly
 from offcorr.stages.reference import gated
 
 __all__ = ["CHECKS", "check", "check_kernel", "example"]
@@ -54,7 +53,7 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
     loss_fn, declared = _resolve(method)
     as_reinforce = declared if on_policy is None else on_policy
     passed = []
-    with _quietly():
+    with quietly():
         for name, run in CHECKS.items():
             if run is on_policy_gradient and not as_reinforce:
                 continue
@@ -86,7 +85,7 @@ def check_kernel(method: Any, device: torch.device | str = "cpu") -> float:
     """
     loss_fn, _ = _resolve(method)
     largest = 0.0
-    with _quietly():
+    with quietly():
         equal_answers(loss_fn)
         for seed, spread in enumerate((0.01, 0.3, 3.0)):
             wide = example(seed, sequences=3, width=600, spread=spread)
@@ -343,17 +342,6 @@ def _denominator(loss_fn: Correction, batch: Batch) -> float | None:
     """Z of the whole batch, which its micro-batches divide by; None where the aggregation divides by nothing."""
     counts = {"tokens": float(batch.mask.sum()), "sequences": float(batch.sequences), "none": None}
     return counts[AGGREGATIONS[loss_fn.aggregate].unit]
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Suppresses the warnings of extremes, which the checks feed, and no later ones: each is given where it is due."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        try:
-            yield
-        finally:
-            warn_once.cache_clear()
 
 
 def _kernel_error(loss_fn: Correction, batch: Batch, of_batch: str) -> float:

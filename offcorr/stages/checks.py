@@ -6,7 +6,8 @@ import difflib
 import math
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, get_args
 
@@ -73,6 +74,17 @@ def outside() -> int:
 def warn_once(message: str) -> None:
     """Warns with this message the first time, at the first caller outside this library."""
     warnings.warn(message, RuntimeWarning, stacklevel=outside())
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Suppresses the warnings of a made-up batch, and no later ones: ``warn_once`` gives each where it is due."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            yield
+        finally:
+            warn_once.cache_clear()
 
 
 def same_definition(one: Any, other: Any) -> bool:

@@ -25,6 +25,7 @@ from offcorr.trl.convex_kl import EXAMPLE, ConvexKL
 from offcorr.trl.described import in_short
 from offcorr.trl.lm_head import HEADS, SUPPORTED
 from offcorr.trl.numeric import check_numbers
+from offcorr.trl.trial import try_out
 
 TRL_LOSSES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
 """The loss types of TRL, in every supported version (1.9.2 to 1.16.0): as bare names these run TRL's own loss.
@@ -341,7 +342,7 @@ def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> Anne
     A ``loss_type`` equal to TRL's default cannot be told from none, so it may stand beside ``loss=``.
 
     Raises:
-        TypeError: ``loss`` is no Correction.
+        TypeError: ``loss`` is no Correction, or a stage of the user's own cannot run (``try_out``).
         ValueError: the correction is given twice, its name is unknown, an option is unknown or out of range (at the
             start of its schedule or at its end), or options are given for a loss of TRL.
     """
@@ -372,10 +373,11 @@ def given(loss: Any, args: Any) -> Annealed:
     """The correction that was passed as ``loss=``.
 
     Raises:
-        TypeError: it is no Correction.
+        TypeError: it is no Correction, or a stage of the user's own cannot run on an example batch.
     """
     if not isinstance(loss, offcorr.Correction):
         raise TypeError(f"loss is a {type(loss).__name__}, expected an offcorr.Correction")
+    try_out(loss, "loss")
     return Annealed(lambda: _with_length(loss, args))
 
 
@@ -386,6 +388,7 @@ def named(name: str, args: Any) -> Annealed:
     own schedule.
 
     Raises:
+        TypeError: a stage of the user's own cannot run on an example batch.
         ValueError: the name is unknown, or an option is unknown or out of range.
     """
     if not isinstance(name, str):
@@ -402,9 +405,13 @@ def named(name: str, args: Any) -> Annealed:
 
     options = getattr(args, "loss_kwargs", None) or {}
     try:
-        return Annealed(lambda **in_force: _with_length(offcorr.resolve(name, **in_force), args), {**own, **options})
+        annealed = Annealed(
+            lambda **in_force: _with_length(offcorr.resolve(name, **in_force), args), {**own, **options}
+        )
     except (TypeError, ValueError) as error:
         raise _of_option("loss_kwargs" if options else "loss_type", error) from error
+    try_out(annealed.at(0.0), f"loss_type={name!r}")
+    return annealed
 
 
 def _of_option(name: str, error: Exception) -> Exception:

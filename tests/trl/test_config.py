@@ -15,7 +15,7 @@ from trl import TrlParser
 
 import offcorr
 from offcorr.methods.registry import find
-from offcorr.trl import GRPOConfig
+from offcorr.trl import GRPOConfig, GRPOTrainer
 from offcorr.trl.config import TRL_LOSSES, CorrectionOptions, choose_correction
 from offcorr.trl.described import in_short
 
@@ -256,3 +256,60 @@ def test_a_loss_beside_trls_default_loss_type_is_taken(tmp_path):
     minpro = offcorr.get("minpro")
     for args in (None, GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to=[])):
         assert choose_correction(args, minpro).at(0.0) == minpro
+
+
+OF_A_USER = """
+import torch, offcorr
+from dataclasses import dataclass
+from offcorr import gates, ops
+
+def total(log_ratio, advantage):
+    ratio = ops.exp(log_ratio)
+    return (ratio * advantage).sum(1), ratio * advantage
+
+class Total(gates.Gate):
+    surrogate = staticmethod(total)
+
+class Plain(gates.Gate):
+    surrogate = staticmethod(lambda log_ratio, advantage: 2 * (ops.exp(log_ratio) * advantage,))
+
+@dataclass(frozen=True)
+class Aged(offcorr.rejections.Rejection):
+    needs = frozenset({"rollout_version", "sum_sq_probs", "turn_ids"})
+    mismatch = "staleness"
+    measure = staticmethod(lambda log_ratio: log_ratio)
+    rule = staticmethod(lambda value: (value * 0 + 1, value < 9))
+
+@dataclass(frozen=True)
+class Everything(offcorr.rejections.Rejection):
+    needs = frozenset({"rollout_logp", "rewards", "group_ids", "entropy", "old_logp"})
+    mismatch = "staleness"
+    measure = staticmethod(lambda log_ratio: log_ratio)
+    rule = staticmethod(lambda value: (value * 0 + 1, value < 9))
+
+def wrong(): return offcorr.Correction(gate=Total())
+def right(): return offcorr.Correction(gate=Plain(), reject=Everything())
+def aged(): return offcorr.Correction(gate=Plain(), reject=Aged())
+"""
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_stage_of_a_file_that_cannot_run_is_named_before_the_model_is_loaded(tmp_path, config, recwarn):
+    choose = choose_correction if config is GRPOConfig else choose_async_correction
+    (tmp_path / "mine.py").write_text(OF_A_USER)
+    common = dict(bf16=False, use_cpu=True, report_to=[])
+    for name in ("right", "aged"):
+        choose(config(str(tmp_path), loss_type=f"{tmp_path}/mine.py:{name}", **common))
+    assert not [str(warning.message) for warning in recwarn if warning.category is RuntimeWarning]
+    wrong = config(str(tmp_path), loss_type=f"{tmp_path}/mine.py:wrong", **common)
+    with pytest.raises(TypeError, match=r"loss_type='.*/mine.py:wrong' fails on an example batch: Total.surrogate"):
+        choose(wrong)
+    with pytest.raises(TypeError, match="^loss fails on an example batch: Total.surrogate"):
+        choose(None, offcorr.resolve(f"{tmp_path}/mine.py:wrong"))
+
+
+def test_the_trainer_names_it_before_it_looks_for_the_model(tmp_path):
+    (tmp_path / "mine.py").write_text(OF_A_USER)
+    args = GRPOConfig(str(tmp_path), loss_type=f"{tmp_path}/mine.py:wrong", bf16=False, use_cpu=True, report_to=[])
+    with pytest.raises(TypeError, match="loss_type=.*mine.py:wrong' fails on an example batch"):
+        GRPOTrainer("there/is-no-such-model", args=args, reward_funcs=len)
