@@ -17,8 +17,15 @@ PER_SEQUENCE = ("advantages", "rewards", "group_ids")
 """The fields of ``example``."""
 
 
-def example(seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 0.3) -> Batch:
-    """A float64 batch with everything in it: tool spans in the middle, an empty sequence, unscored tokens."""
+def example(
+    seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 0.3, dtype: torch.dtype = torch.float64
+) -> Batch:
+    """A batch with everything in it: tool spans in the middle, an empty sequence, unscored tokens.
+
+    Args:
+        spread: standard deviation of the log-ratios (nats).
+        dtype: of the log-probs and other numbers; float32 for ``offcorr.backend``: the kernel takes no float64.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -31,7 +38,7 @@ def example(seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 
     old_logp = (logp + spread * normal(sequences, width)).clamp(max=-0.01)
     rollout_logp = (old_logp + spread * normal(sequences, width)).clamp(max=-0.01)
     rollout_logp[2, ::5] = math.nan
-    return Batch(
+    batch = Batch(
         logp=logp,
         old_logp=old_logp,
         rollout_logp=rollout_logp,
@@ -41,6 +48,7 @@ def example(seed: int = 0, sequences: int = 7, width: int = 12, spread: float = 
         group_ids=torch.arange(sequences) % 3,
         entropy=normal(sequences, width).abs(),
     )
+    return batch if dtype == torch.float64 else moved(batch, dtype, "cpu")
 
 
 class Layouts(NamedTuple):

@@ -405,7 +405,11 @@ def test_a_warning_points_at_the_caller(heard):
 
 @dataclasses.dataclass(frozen=True)
 class OfRows(offcorr.controllers.Controller):
-    becomes, couples = "gate", "rows"
+    becomes = "gate"
+
+    @property
+    def couples(self):
+        return "rows"
 
     def statistics(self, tokens):
         return Sums(tokens.logp.sum())

@@ -132,6 +132,13 @@ def test_check_takes_what_resolve_takes(tmp_path):
         testing.check(f"{file}:caped")
 
 
+def test_the_example_may_be_float32():
+    batch, wanted = testing.example(dtype=torch.float32), testing.example()
+    assert batch.logp.dtype == batch.advantages.dtype == torch.float32 and wanted.logp.dtype == torch.float64
+    torch.testing.assert_close(batch.old_logp.double(), wanted.old_logp, rtol=1e-6, atol=1e-6)
+    assert "float64" not in offcorr.backend(offcorr.get("ppo"), batch)
+
+
 def test_a_wrong_derivative_far_from_one_is_found():
     gate = type("MinWithTwo", (gates.Gate,), {"surrogate": staticmethod(min_with_two), "__module__": __name__})()
     with pytest.raises(AssertionError, match="coefficient_is_the_gradient: stated derivative against autograd"):

@@ -246,7 +246,7 @@ def as_data(plan: Plan, found: Mapping[Cell, Found], head: Mapping[str, Any]) ->
 
 
 def _reading(parts: Mapping[str, Any]) -> str:
-    """How the numbers of these parts are to be read."""
+    """The footer of these parts: which numbers to believe."""
     others = "; believe the held-out ones. " if "held-out" in parts else "; --settings held-out has others. "
     return (CHOSEN_ON + others if "development" in parts else "") + NOT_A_RANKING
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
 from offcorr.stages.base import Controller, Number, Stage
-from offcorr.stages.checks import of_library
+from offcorr.stages.checks import nearest, of_library
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError)
 """The errors of a function that cannot work, beside torch's; others (a lack of memory, say) are passed on."""
@@ -37,7 +37,15 @@ def called(what: str, function: Callable[..., Any], inputs: Sequence[Any]) -> An
         if not isinstance(error, _WRONG) and type(error) not in (RuntimeError, NotImplementedError):
             raise
         mend = next((f" ({mend})" for part, mend in _MENDS.items() if part in str(error)), "")
-        raise TypeError(f"{what}: {error}{mend}") from error
+        raise TypeError(f"{what}: {error}{mend}{_meant(error)}") from error
+
+
+def _meant(error: Exception) -> str:
+    """The numbers of a NamedTuple, ``p`` of a pointwise function, that was asked for one that it does not have."""
+    known = getattr(getattr(error, "obj", None), "_fields", None)
+    if not isinstance(error, AttributeError) or known is None:
+        return ""
+    return f"{nearest(str(error.name), known, ',')} it has {list(known)}"
 
 
 @contextlib.contextmanager

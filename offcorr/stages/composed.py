@@ -23,9 +23,6 @@ SLOTS = {
 SEVERAL = ("weight", "reject")
 """The slots that take any number of stages."""
 
-COUPLES = ("batch", "group")
-"""The sequences that may share the statistics of a controller."""
-
 
 def as_tuple(stages: Any) -> tuple[Any, ...]:
     """The stages of a slot."""
@@ -59,11 +56,10 @@ def check_stage(stage: Stage, optional: Iterable[str]) -> None:
         TypeError: a pointwise function that a property gives cannot be called.
     """
     name, needs = type(stage).__name__, stage.needs
-    if isinstance(stage, Controller) and stage.couples not in COUPLES:
-        raise ValueError(f"{name}.couples is {stage.couples!r}{one_of(stage.couples, COUPLES)}")
-    if not isinstance(needs, frozenset | set | tuple | list):
-        meant = f": frozenset({{{needs!r}}})" if isinstance(needs, str) else ""
-        raise ValueError(f"{name}.needs is {needs!r}, expected a frozenset of names{meant}")
+    if isinstance(stage, Controller) and stage.couples not in definition.COUPLES:
+        raise ValueError(f"{name}.couples is {stage.couples!r}{one_of(stage.couples, definition.COUPLES)}")
+    if not isinstance(needs, frozenset | set):
+        raise ValueError(f"{name}.needs is {needs!r}, {definition.needs_wanted(needs)}")
     for field in needs:
         if field not in optional:
             raise ValueError(f"{name}.needs has {field!r}, expected a frozenset of names{one_of(field, optional)}")

@@ -130,7 +130,10 @@ def check_uses_ratio(name: str, uses_ratio: Any, surrogate: Any) -> None:
 METRICS_FED = ("", "truncated", "vetoed")
 """The values of ``counts_as``."""
 
-_WORDS = {"mismatch": (*get_args(Mismatch), None), "counts_as": METRICS_FED}
+COUPLES = ("batch", "group")
+"""The values of ``couples``."""
+
+_WORDS = {"mismatch": (*get_args(Mismatch), None), "counts_as": METRICS_FED, "couples": COUPLES}
 _FLAGS = ("detached", "uses_ratio", "scales_with_advantage")
 _LIMITS = ("limit", "log_limit")
 
@@ -196,10 +199,22 @@ def _check_known(what: str, name: str, value: Any) -> None:
         return
     if name in _WORDS and value not in _WORDS[name]:
         raise TypeError(f"{what} is {value!r}{one_of(value, _WORDS[name])}")
+    if name == "needs" and not isinstance(value, frozenset | set):
+        raise TypeError(f"{what} is {value!r}, {needs_wanted(value)}")
     if name in _FLAGS and not isinstance(value, bool):
         raise TypeError(f"{what} is {value!r}, expected True or False")
     if name in _LIMITS and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
         raise TypeError(f"{what} is {value!r}, expected a number of nats above 0")
+
+
+def needs_wanted(given: Any) -> str:
+    """The end of an error about ``needs``, with what was meant where that can be seen.
+
+    >>> needs_wanted(["rewards"])
+    "expected a frozenset of names: frozenset({'rewards'})"
+    """
+    names = [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else []
+    return "expected a frozenset of names" + (f": frozenset({{{_listed(map(repr, names))}}})" if names else "")
 
 
 def _computed(value: Any) -> bool:
@@ -261,7 +276,7 @@ def checked_params(stage: Any) -> tuple[Any, ...]:
                 raise TypeError(
                     f"{type(stage).__name__}.params.{name} has shape {tuple(value.shape)}, expected a 0-dim tensor"
                 )
-        elif not isinstance(value, Real):
+        elif isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{type(stage).__name__}.params.{name} is {value!r}, expected a number")
     return params
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import offcorr
-from offcorr.check_batches import example, moved
+from offcorr.check_batches import example
 from offcorr.kernels.dispatch import use
 from offcorr.stages.checks import of_library, quietly
 
@@ -23,9 +25,9 @@ def try_out(correction: offcorr.Correction, asked: str) -> None:
         TypeError: a stage gives another shape or type than expected, or cannot run.
         ValueError: as the correction raises it.
     """
-    batch = moved(example(), torch.float32, "cpu")
-    own = not all(of_library(type(stage)) for stage in correction.stages.values())
-    if not own or any(getattr(batch, name) is None for name in correction.needs):
+    batch = example(dtype=torch.float32)
+    classes: list[Any] = [type(stage) for stage in correction.stages.values()]
+    if all(map(of_library, classes)) or any(getattr(batch, name) is None for name in correction.needs):
         return
     try:
         with quietly(), use("reference"):

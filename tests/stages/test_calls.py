@@ -241,7 +241,7 @@ def advantages(prepare: Any) -> offcorr.Correction:
         (controller(resolve=lambda self, statistics: None), "Mine.resolve returned None, expected one of offcorr.gat"),
         (
             controller(resolve=lambda self, statistics: self),
-            r"Mine.resolve returned <.*>, expected one of offcorr.gate",
+            r"Mine.resolve returned Mine.., expected one of offcorr.gate",
         ),
         (
             controller(resolve=lambda self, statistics: weights.Truncate()),

@@ -73,7 +73,7 @@ def test_the_default_ratio_may_stand_beside_any_gate():
     ],
 )
 def test_needs_are_a_set_of_names(needs, message):
-    cls = type("Mine", (gates.ScoreFunction,), {"needs": needs, "__module__": __name__})
+    cls = type("Mine", (gates.ScoreFunction,), {"needs": property(lambda self: needs), "__module__": __name__})
     with pytest.raises(ValueError, match=re.escape(message)):
         Correction(ratio=None, gate=cls())
 

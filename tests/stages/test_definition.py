@@ -226,6 +226,7 @@ def test_two_values_are_checked_where_the_source_does_not_tell():
     [
         ((0.2,), r"Mine.params is \(0.2,\), expected a NamedTuple of numbers"),
         (Width("wide"), "Mine.params.eps is 'wide', expected a number"),
+        (Width(True), "Mine.params.eps is True, expected a number"),
         (Width(torch.zeros(2)), r"Mine.params.eps has shape \(2,\), expected a 0-dim tensor"),
     ],
 )
@@ -240,6 +241,37 @@ def test_a_stage_with_an_unknown_span():
     stage = define(rejections.Rejection, rule=rule, span="prefx")()
     with pytest.raises(ValueError, match="Mine: span is 'prefx', did you mean 'prefix'.*offcorr.spans.register adds"):
         offcorr.Correction(reject=stage)(offcorr.testing.example())
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        (
+            {"needs": ["rewards"]},
+            r"Mine.needs is \['rewards'\], expected a frozenset of names: frozenset\({'rewards'}\)",
+        ),
+        ({"needs": "rewards"}, r"Mine.needs is 'rewards', expected a frozenset of names: frozenset\({'rewards'}\)"),
+        ({"needs": None}, "Mine.needs is None, expected a frozenset of names$"),
+        ({"couples": "all"}, r"Mine.couples is 'all', expected one of \['batch', 'group'\]"),
+        ({"couples": "batches"}, "Mine.couples is 'batches', did you mean 'batch'?"),
+    ],
+)
+def test_what_a_class_needs_and_couples_is_checked_when_it_is_defined(attributes, message):
+    methods = {"statistics": lambda self, tokens: None, "resolve": lambda self, statistics: None}
+    with pytest.raises(TypeError, match=message):
+        define(offcorr.controllers.Controller, becomes="gate", **methods, **attributes)
+
+
+def test_a_misspelt_number_is_named_with_those_there_are():
+    gate = define(
+        gates.Gate,
+        surrogate=staticmethod(lambda log_ratio, p: (log_ratio * p.epsilon, p.epsilon)),
+        params=property(lambda self: Width(0.2)),
+    )()
+    with pytest.raises(
+        TypeError, match=r"surrogate: .*has no attribute 'epsilon', did you mean 'eps'\? it has \['eps'\]"
+    ):
+        offcorr.Correction(gate=gate)(offcorr.testing.example())
 
 
 def test_two_classes_of_one_name_may_exist():
