@@ -59,7 +59,8 @@ def headline(report: Report) -> str:
         count = len(report.causes) - 1
         more = f"; {count} more cause{'s' * (count > 1)} below" if count else ""
         if (larger := _larger_updates(report)) is not None:
-            more += f", of which staleness is the larger gap ({larger[1].statistic:.2g} nats)"
+            place, updates = larger
+            more = f"; the larger gap is staleness, {updates.statistic:.2g} nats: cause {place} below"
         return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}){more}"
     said = {
         "clean": "trainer and sampler agree",

@@ -103,5 +103,5 @@ def test_staleness_that_is_the_larger_gap_is_said_first():
 
 def test_the_first_line_says_that_staleness_is_the_larger_gap():
     first = text(diagnose(world("policy_updates", "precision").records())).splitlines()[0]
-    assert first.startswith("precision: ") and "staleness is the larger gap (" in first
+    assert first.startswith("precision: ") and "; the larger gap is staleness, " in first
     assert "staleness" not in text(diagnose(world("precision").records())).splitlines()[0]
