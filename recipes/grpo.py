@@ -98,6 +98,10 @@ class Arguments(GRPOConfig):
         self._check_by_trl()
         if self.dump_rollouts:
             check_writable("--dump_rollouts", self.dump_rollouts)
+            there = sorted(Path(self.dump_rollouts).glob("step_*"))
+            if there and not self.resume_from_checkpoint:
+                held = f"{self.dump_rollouts!r} holds {there[0].name}, the dump of another run"
+                raise ValueError(f"{held}; choose another --dump_rollouts")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer warns again
             choose_correction(self)

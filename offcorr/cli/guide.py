@@ -49,7 +49,9 @@ GUIDE: dict[str, Advice] = {
         "([rollout_corr.md](https://github.com/volcengine/verl/blob/main/docs/algo/rollout_corr.md), of its own "
         "weights). Ours: MinPRO's run dips below .3 for single updates, the one that collapsed stays there. It "
         "falls with length, since log-ratios add up.",
-        "As for `abs_mean`. Near 1/n (n sequences) a sequence-level weight trains on one sequence: take token or "
+        "A fall at a constant lag means that each update moves the policy further: lower the learning rate, or scale "
+        "it by `ess_lr`; a fall with the lag: fewer updates per generation, or a method that bears it ([which "
+        "one](which.md)). Near 1/n (n sequences) a sequence-level weight trains on one sequence: take token or "
         "prefix ratios, or `ess_lr`.",
     ),
     "offcorr/engine/abs_mean": Advice(

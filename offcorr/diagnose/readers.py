@@ -15,7 +15,9 @@ from offcorr.diagnose.record import LOGPS, NAMES, Record, RecordError
 
 __all__ = ["DumpError", "read"]
 
-EXPECTED = f"expected {', '.join(c.name for c in CONTAINERS)}, of {'; '.join(layout.name for layout in LAYOUTS)}"
+EXPECTED = (
+    f"expected {', '.join(c.name for c in CONTAINERS)}, which hold {', or '.join(layout.name for layout in LAYOUTS)}"
+)
 UNASKED = ("prompt_ids", "completion_ids", "rollout_logp", "old_logp", "origin")
 OPTIONAL = tuple(name for name in NAMES if name not in UNASKED)
 """Fields that a record may lack; where only some records do, a warning says so."""
@@ -76,6 +78,8 @@ def read(
         raise TypeError(f"paths is the single path {str(paths)!r}, expected a list of paths")
     problems = Problems()
     files = _files([Path(path) for path in paths], problems)
+    if several := _several_runs(files):
+        warn(several)
     return _records(files, problems, warn, report)
 
 
@@ -224,6 +228,21 @@ def _by_number(path: Path) -> list[tuple[int, int, str]]:
     """A key by which step_9 comes before step_10."""
     parts = re.split(r"(\d+)", str(path))
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]
+
+
+def _several_runs(files: Sequence[File]) -> str:
+    """A sentence where files of one optimizer step and rank lie in more than one folder; "": they do not."""
+    folders: dict[str, list[Path]] = {}
+    for file in files:
+        if step := OF_STEP.fullmatch(file.path.name):
+            folders.setdefault(step["step"], []).append(file.path.parent)
+    runs = next((names for found in folders.values() if len(names := sorted({*map(str, found)})) > 1), [])
+    if not runs:
+        return ""
+    return (
+        f"{' and '.join(runs)} hold dumps of the same steps, so these are several runs, which are diagnosed as one; "
+        "name one folder to diagnose one run"
+    )
 
 
 def _records(

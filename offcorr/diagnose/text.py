@@ -49,7 +49,8 @@ GLOSSARY = (
     "trainer. Two models hardly differ about a token that is nearly certain, so their difference is also given "
     "relative to 1 - p: |d| / (1 - p), the relative difference. "
     "Surprisal balance: the mean of (- the trainer's log-prob - the entropy of its distribution). +- is one standard "
-    "error. Confidence: 0.5 where a test only just finds a cause, 1 where it is certain."
+    "error. Confidence: how clearly the cause is told from others that leave similar numbers; 0.5: only just, 1: "
+    "certainly."
 )
 
 

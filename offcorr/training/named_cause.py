@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from offcorr.diagnose import CAUSES, Report
 from offcorr.diagnose.causes import confidence
-from offcorr.diagnose.causes.policies import growth, older
+from offcorr.diagnose.causes.policies import age, growth, older
+from offcorr.diagnose.evidence import Evidence
 from offcorr.training.alarms import ADVICE
 from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.series import SMALLEST_K3, Series
@@ -135,14 +138,14 @@ def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCau
     """The sampler's age in place of a setting, where versions report an age and the gap grew since the first step.
 
     A setting makes about the same gap from the first step on, and updates that sharpen the policy look like a
-    temperature.
+    temperature.  A setting that changes in the run leaves its own baseline, and is seen in samples without an age, too.
     """
     evidence = getattr(report, "evidence", None)
     other = named.cause in CAUSES and CAUSES[named.cause].stage in OF_CONFIGURATION
     if not other or named.cause in (*OF_AGE, "weights_swapped") or evidence is None or not older(evidence):
         return named
     times = (series.size or 0.0) / max(series.start, SMALLEST_K3)
-    if times < NO_PRECISION:
+    if times < NO_PRECISION or (series.moved and not series.aged) or _without_age(evidence):
         return named
     said = (
         f"by the logged versions the sampler's weights are older than the trainer's, and k3 is {times:.2g} times that "
@@ -150,6 +153,13 @@ def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCau
     )
     advice = ADVICE["staleness"] if series.name == "staleness" else CAUSES["stale_weights"].advice
     return NamedCause("stale_weights", named.confidence, (said,), advice)
+
+
+def _without_age(evidence: Evidence) -> bool:
+    """Whether samples of the trainer's own weights show a gap, at least half as large as the others'."""
+    ages = np.array([np.nan if (one := age(record)) is None else one for record in evidence.records])
+    fresh = ages[evidence.sequence] == 0
+    return bool(fresh.any()) and float(evidence.size[fresh].mean()) > 0.5 * float(evidence.size[~fresh].mean())
 
 
 def _grows(series: Series, report: Report) -> bool:

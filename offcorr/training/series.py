@@ -111,6 +111,8 @@ class Series:
         self.evidence: tuple[str, ...] = ()
         self.moved = False
         """The evidence has a chart's verdict: the series has left its own baseline."""
+        self.aged = False
+        """The reported lag is more than in the first steps."""
         self.cause = ""
         """The cause that was said last, of the alarm that is on."""
         self.held_back = False
@@ -161,6 +163,7 @@ class Series:
                 severity, moved = "warning", True
                 found[side] = self._said(chart, value, metrics) + self._risen(chart, conditions)
             above |= chart.above > 0
+            self.aged = bool(self._risen(chart, conditions))
         self._crossed = []
         for i, limit, number in self._over(metrics):
             above = True

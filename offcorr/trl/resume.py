@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from offcorr.trl.described import in_short
 
 ASKED_FILE = "offcorr_run.json"
-"""The file of a checkpoint folder with the loss, anchor, learning rate, sampler and length of a generation that the run
-was asked for."""
+"""The file of a checkpoint folder with what the run was asked for, by option."""
 
 SHORT = "{} in short"
 """The key of the same thing in few words, for messages."""
@@ -20,8 +20,8 @@ GENERATION = ("steps_per_generation", "num_iterations", "gradient_accumulation_s
 
 
 def asked_for(trainer: Any) -> dict[str, str]:
-    """A trainer's loss, anchor, learning rate, sampler and length of a generation in words, by option; to be called
-    before it trains.
+    """A trainer's loss, schedules, anchor, learning rate, sampler, temperature and length of a generation in words, by
+    option; to be called before it trains.
 
     ``loss`` is the correction at the start of its schedules; a sampler that has no repr of its own is named by its
     class or function.
@@ -36,8 +36,20 @@ def asked_for(trainer: Any) -> dict[str, str]:
         "anchor": repr(anchor) + (f" with {dict(options)}" if options else ""),
         "ess_lr": repr(getattr(args, "ess_lr", None)),
         "rollout_func": "None" if sampler is None else _named(sampler),
+        "temperature": repr(getattr(args, "temperature", None)),
+        "schedules": _schedules(args),
         **{name: repr(getattr(args, name)) for name in GENERATION if hasattr(args, name)},
     }
+
+
+def _schedules(args: Any) -> str:
+    """The options of the loss that change over the training, and over how many updates they do."""
+    options = getattr(args, "loss_kwargs", None) or {}
+    changing = {name: value for name, value in options.items() if isinstance(value, Mapping) and "start" in value}
+    if not changing:
+        return "none"
+    length = f"{args.max_steps} updates" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+    return f"{changing} over {length}"
 
 
 def _named(sampler: Any) -> str:

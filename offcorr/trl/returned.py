@@ -14,6 +14,7 @@ from offcorr.data.around import check_sampler
 from offcorr.data.sources import keys_read
 from offcorr.stages.checks import nearest, warn_once
 from offcorr.training.origins import ORIGINS
+from offcorr.trl.described import in_short
 from offcorr.training.unrecorded import DEMONSTRATION
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long, "origin": torch.long}
@@ -319,7 +320,7 @@ def _check_engine(output: Mapping[str, Any], trained: list[Tensor], trainer: Any
         found = f"logprobs that are NaN or None for all {len(reported)} tokens that are trained on"
     if "rollout_logp" in correction.needs:
         raise ValueError(
-            f"rollout_func returned {found}, but loss {correction.method!r} compares with the engine's log-probs: "
+            f"rollout_func returned {found}, but loss {in_short(correction)} compares with the engine's log-probs: "
             "return them, or take a loss that needs no engine"
         )
     raise ValueError(

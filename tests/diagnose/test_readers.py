@@ -563,3 +563,16 @@ def test_reading_takes_no_memory_that_grows_with_the_file(tmp_path, name, rows):
     tokens, grown = map(int, done.stdout.split())
     assert tokens == rows * 1000
     assert grown < 24, f"{grown} MiB"
+
+
+def test_steps_of_several_runs_are_said(tmp_path):
+    from offcorr.diagnose import DumpWriter
+
+    for run in ("one", "other"):
+        (tmp_path / run).mkdir()
+        with DumpWriter(tmp_path / run / "step_000001.rank_0.parquet") as writer:
+            writer.write([record(0), record(1)])
+    _, warnings = read_all(tmp_path)
+    assert any("hold dumps of the same steps, so these are several runs" in one for one in warnings)
+    _, warnings = read_all(tmp_path / "one")
+    assert not any("several runs" in one for one in warnings)

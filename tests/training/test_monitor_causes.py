@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -154,17 +155,23 @@ def test_a_diagnosis_without_log_probs_of_the_engine_is_a_sentence():
 
 
 @pytest.mark.parametrize(
-    ("age", "start", "cause"), [(8, 0.003, "stale_weights"), (0, 0.003, "temperature"), (8, 0.04, "temperature")]
+    ("ages", "gaps", "cause"),
+    [
+        ([8], [0.003] * 2 + [0.3] * 4, "stale_weights"),
+        ([0], [0.003] * 2 + [0.3] * 4, "temperature"),  # the same weights
+        ([8, 0], [0.003] * 2 + [0.3] * 4, "temperature"),  # half of the samples have no age, and differ as much
+        ([8], [0.2] * 2 + [0.3] * 4, "temperature"),  # from the first step on
+        ([8], [0.003] * 25 + [0.1] * 4, "temperature"),  # a change within the run, at an age that stays
+    ],
 )
-def test_a_reported_age_is_named_before_a_setting_that_the_first_steps_do_not_show(age, start, cause):
+def test_a_reported_age_is_named_before_a_setting_that_the_first_steps_do_not_show(ages, gaps, cause):
     """Updates that sharpen the policy look like a temperature; a setting would have made its gap from the start."""
-    record = SimpleNamespace(rollout_version=1, trainer_version=1 + age, step=None)
+    records = [SimpleNamespace(rollout_version=1, trainer_version=1 + age, step=None) for age in ages]
+    evidence = SimpleNamespace(records=records, sequence=np.arange(len(ages)), size=np.ones(len(ages)))
 
     def name_cause(records):
-        evidence = SimpleNamespace(records=[record])
         return SimpleNamespace(verdict="temperature", confidence=0.9, causes=[], evidence=evidence)
 
-    monitor = quiet(name_cause=name_cause)
-    alarm = run(monitor, [start] * 25 + [0.1] * 4)[0]
+    alarm = run(quiet(name_cause=name_cause), gaps)[0]
     assert alarm.cause == cause
     assert ("the data alone look like 'temperature'" in str(alarm)) == (cause == "stale_weights")

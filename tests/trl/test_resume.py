@@ -113,3 +113,18 @@ def test_the_same_run_resumes_without_a_word(make_trainer, uninterrupted, tmp_pa
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(not the one that saved it|middle of a generation)")
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+
+
+def test_another_course_of_a_schedule_is_named_at_resume(make_trainer, tmp_path):
+    """Its start is the same, so the loss is, too."""
+
+    def scheduled(folder, end, **options):
+        kwargs = {"loss_type": "ppo", "loss_kwargs": {"eps_high": {"start": 0.5, "end": end}}}
+        return make_trainer(output_dir=str(tmp_path / folder), **{**SETTINGS, **kwargs, **options})
+
+    scheduled("first", 0.1, max_steps=2, save_steps=2).train()
+    again = scheduled("second", 0.9, max_steps=3)
+    with pytest.warns(
+        UserWarning, match=r"schedules was .*'end': 0\.1.* over 2 updates, and is .*'end': 0\.9.* over 3"
+    ):
+        again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-2"))

@@ -300,10 +300,11 @@ class PrecisionOf(Cause):
 
     id = "precision"
     stage = "policies"
-    title = "the sampler computes, or stores its weights, in a lower precision"
+    title = "the sampler computes, or stores its weights, in a lower precision than the trainer, or in a higher one"
     advice = (
-        "keep it and correct for it (an importance weight for the engine, such as tis or icepop), or raise the "
-        "engine's precision (vLLM: dtype=), at least that of the output head"
+        "below .01 nats or so keep it; above, correct for it (an importance weight for the engine, such as tis or "
+        "icepop), or raise the coarser side's precision, at least that of the output head (vLLM: dtype=; TRL trains "
+        "with bf16=True by default)"
     )
     not_told_from = (
         Alternative(

@@ -6,7 +6,7 @@ from offcorr.diagnose.formats.base import Layout
 from offcorr.diagnose.record import LOGPS, NAMES
 
 OWN = Layout(
-    name="rows with the fields of offcorr.diagnose.Record",
+    name="rows with prompt_ids, completion_ids, rollout_logp and old_logp",
     recognises=lambda names: len(names & {"prompt_ids", "completion_ids", *LOGPS}) >= 2,
     columns=frozenset(NAMES),
     fields=lambda row, path: row,
