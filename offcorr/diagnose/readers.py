@@ -32,7 +32,7 @@ PARTLY = {
     "entropy": "a trainer's dump leaves it out where the weights have moved since old_logp, and the tests that need it "
     "read the other records",
 }
-"""What a field means that only some records lack."""
+"""Explanations of fields that only some records lack."""
 OF_STEP = re.compile(r"(?P<step>step_\d+\.rank_\d+)(\.(?P<times>\d+))?\.parquet")
 """A file of ``StepDumps``: its step and rank, and how many times the step has been written, from the second on."""
 NUMBERS = (*LOGPS, "entropy", "reward", "advantage")
