@@ -98,6 +98,16 @@ def check_sources(name: str, rollout: Mapping[str, Any], trainer: Any) -> None:
             f"and loss {correction.method!r} read {' and '.join(read)}, and the sampler returns "
             f"{' and '.join(given) or 'none'}: {CURE}"
         )
+    warn_of_unseen_age(name, trainer, given)
+
+
+def warn_of_unseen_age(name: str, trainer: Any, given: list[str]) -> None:
+    """Warns once where no ratio of the correction depends on how old a replayed sequence is.
+
+    Args:
+        given: "old_logp" and "logprobs", as far as the sampler returns them.
+    """
+    correction = trainer.correction
     if not _sees_age(trainer, given):
         warn_once(
             f"loss {correction.method!r} takes no ratio to the weights that sampled, so sequences that {name} replays "

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 import offcorr
+from offcorr.data.sources import warn_of_unseen_age
 from offcorr.optional import require
 from offcorr.rollout.sampler import in_mixed_precision
 from offcorr.stages.checks import outside
@@ -243,6 +244,8 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         if not self._reported:
             self._reported = True
             report_first_batch(self, batch, type(self.rollout_worker).__name__)
+            if self._corrects and getattr(self.rollout_worker, "replay", None) is not None:
+                warn_of_unseen_age("WorkerReplay", self, ["old_logp", "logprobs"])
         return batch
 
     def _score(self, inputs: dict[str, Any], module: Any) -> Tensor:
