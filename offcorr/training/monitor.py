@@ -165,7 +165,7 @@ class Monitor:
         self._measured = Metrics()
         self._last = LastBatches()
         self.alarms = []
-        self.tested = self.stopped = False
+        self.tested = self.stopped = self._all_masked = False
 
     # -- batches -------------------------------------------------------------------------------------------------
 
@@ -218,6 +218,17 @@ class Monitor:
         if keep is None:
             return Metrics()
         return Metrics({PREFIX + "masked": Mean(Mean.of(~keep, torch.ones_like(keep)))})
+
+    def say_all_masked(self, metrics: Mapping[str, float]) -> None:
+        """Warn where every sequence since the last log was masked, once until that ends."""
+        all_masked = metrics.get(PREFIX + "masked") == 1.0
+        if all_masked and not self._all_masked and self.on_main:
+            warnings.warn(
+                "the monitor masks every sequence, as its action 'mask' asks: the loss is 0, and no weight changes until "
+                "the sampler is mended. Mend the cause that its alarm names, or stop the run (action 'stop')",
+                stacklevel=outside(),
+            )
+        self._all_masked = all_masked
 
     # -- the self-test -------------------------------------------------------------------------------------------
 

@@ -504,6 +504,7 @@ class Step:
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
         self.none_advantaged = computed.get(NO_ADVANTAGE) == 1.0 and not computed.get(NONFINITE)
         if self.monitor is not None and train:
+            self.monitor.say_all_masked(computed)
             self.monitor.end(self._version, self._judged(computed))
             computed |= self.monitor.numbers() if computed else {}
         if choice is None:

@@ -283,6 +283,20 @@ def test_mask_the_sequences_above_the_limit():
 
 
 @pytest.mark.filterwarnings("ignore:step")
+def test_a_mask_over_every_sequence_is_said_once():
+    step = Step(offcorr.get("tis"), monitor=quiet(warning="mask", critical="mask"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for version in range(1, 10):
+            step.begin(tokens=512)
+            step.loss(step.place(batch_of(0.5, seed=version)))
+            step.end(version)
+            logged = step.metrics()
+    assert logged[PREFIX + "masked"] == 1.0
+    assert len([one for one in caught if "masks every sequence" in str(one.message)]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:step")
 def test_stop():
     monitor = quiet(warning=["log", "stop"])
     with pytest.raises(MismatchError, match="step 28: the engine's log-probs have moved away"):
