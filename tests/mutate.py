@@ -1629,8 +1629,8 @@ MUTATIONS = [
     Mutation(
         "monitor: a setting is named before the reported age",
         "offcorr/training/named_cause.py",
-        "if times < NO_PRECISION:",
-        "if True:",
+        "if times < NO_PRECISION or",
+        "if True or",
         "tests/training/test_monitor_causes.py reported_age",
     ),
     Mutation(
