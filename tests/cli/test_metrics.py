@@ -18,7 +18,7 @@ def test_a_full_name_is_one_page(capsys):
     words = page(capsys, "offcorr/staleness/ess_seq")
     assert words.startswith("offcorr/staleness/ess_seq meaning How many of the sequences still count")
     assert "(sum w)^2 / (n sum w^2)" in words and "d = logp - old_logp" in words and "warns below .3" in words
-    assert "if outside As for `abs_mean`" in words and "offcorr/engine/ess_seq" not in words
+    assert "if outside A fall at a constant lag" in words and "offcorr/engine/ess_seq" not in words
 
 
 def test_the_end_of_a_name_is_every_series_that_has_it(capsys):
