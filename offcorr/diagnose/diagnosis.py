@@ -13,6 +13,7 @@ from offcorr.diagnose.causes import CAUSES, STAGES, Cause, Finding, Found, confi
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.record import Record
+from offcorr.diagnose.steps import differing_steps
 
 SAMPLED_TOKENS = 2_000_000
 """Tokens that the tests read, at most, of a random sample of the sequences."""
@@ -56,8 +57,9 @@ class Report:
 def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     """Names the causes of the mismatch in a dump.
 
-    Each cause is looked for; what it explains is taken away, and the rest is looked at again.  Of a dump of more than
-    2 million tokens the tests read a random sample of whole groups of sequences.
+    Each cause is looked for; what it explains is taken away, and the rest is looked at again.  Where trainer and
+    sampler agree in some optimizer steps and differ in others, the causes are looked for in the latter.  Of a dump of
+    more than 2 million tokens the tests read a random sample of whole groups of sequences.
 
     Args:
         records: the sequences; they are read once, and no more than the sample is kept.
@@ -78,7 +80,8 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         )
     with np.errstate(invalid="ignore", over="ignore"):  # infinite log-probs are data
         numbers = _numbers(evidence) | whole
-        findings, left = _explain(evidence)
+        differing, of_steps = differing_steps(evidence)
+        findings, left = _explain(differing, of_steps)
         cannot = open_questions(evidence, [finding.cause for finding in findings])
     findings.sort(key=lambda finding: -finding.share)
     if findings:
@@ -88,8 +91,12 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     return Report(verdict, float(sure), (), cannot, numbers, evidence)
 
 
-def _explain(evidence: Evidence) -> tuple[list[Finding], Evidence]:
-    """Names, takes away, and looks again."""
+def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evidence]:
+    """Names, takes away, and looks again.
+
+    Args:
+        of_steps: the end of each finding's sentence.
+    """
     findings: list[Finding] = []
     whole = max(evidence.gap, 1e-12)
     left = evidence
@@ -105,7 +112,7 @@ def _explain(evidence: Evidence) -> tuple[list[Finding], Evidence]:
                 rest = 0 if after is None else after.gap * len(after)
                 share = (left.gap * len(left) - rest) / (whole * len(evidence))
                 share = 1.0 if np.isnan(share) else share  # an infinite gap is explained
-            findings.append(_finding(causes.pop(best), found[best], min(max(share, 0.0), 1.0)))
+            findings.append(_finding(causes.pop(best), found[best], min(max(share, 0.0), 1.0), of_steps))
             if after is None or not len(after):
                 left = left.with_floor(np.inf)
                 break
@@ -113,7 +120,7 @@ def _explain(evidence: Evidence) -> tuple[list[Finding], Evidence]:
     return findings, left
 
 
-def _finding(cause: Cause, found: Found, share: float) -> Finding:
+def _finding(cause: Cause, found: Found, share: float, of_steps: str) -> Finding:
     return Finding(
         cause.id,
         confidence(found.margin),
@@ -122,7 +129,7 @@ def _finding(cause: Cause, found: Found, share: float) -> Finding:
         found.threshold,
         share,
         cause.title,
-        found.sentence,
+        found.sentence + of_steps,
         cause.advice,
     )
 

@@ -36,6 +36,8 @@ PARTLY = {
 OF_STEP = re.compile(r"(?P<step>step_\d+\.rank_\d+)(\.(?P<times>\d+))?\.parquet")
 """A file of ``StepDumps``: its step and rank, and how many times the step has been written, from the second on."""
 NUMBERS = (*LOGPS, "entropy", "reward", "advantage")
+FOREIGN = "demonstration"
+"""The origin of rows that are left out: no sampler of the run drew them, so there is nothing to compare."""
 
 
 def read(
@@ -49,7 +51,7 @@ def read(
     A file is read as a stream: memory holds a line of jsonl, a batch of rows of parquet, the arrays of an npz (mapped
     from the file where it is not compressed), or one of slime's files with its partner.  Kinds of file are recognised
     by their first bytes, layouts by the names in the first row (``offcorr.diagnose.formats``).  Rows that are no
-    record are left out; values that are not finite are kept, as is every sentinel.
+    record are left out, as are demonstrations; values that are not finite are kept, as is every sentinel.
 
     Args:
         paths: files and folders.  A file of a folder that is no dump is skipped with a warning.
@@ -83,6 +85,9 @@ def read(
     return _records(files, problems, warn, report)
 
 
+DEMONSTRATIONS = "demonstrations (origin), whose tokens no sampler of this run drew"
+
+
 @dataclass
 class Problem:
     """A kind of problem: the first sentence about it, its outcome, and how often it occurred in which files."""
@@ -105,6 +110,7 @@ class Problems:
 
     kinds: dict[Any, Problem] = field(default_factory=dict)
     records: int = 0
+    demonstrations: int = 0
     lacking: dict[str, int] = field(default_factory=dict)
 
     def add(self, kind: Any, path: Path, message: str, outcome: str = "{rows} left out") -> None:
@@ -141,6 +147,8 @@ class Problems:
 
     def tell(self, warn: Callable[[str], None]) -> None:
         """One sentence per kind."""
+        if self.demonstrations and self.records:
+            warn(f"{self.demonstrations} of {self.demonstrations + self.records} rows are {DEMONSTRATIONS}: left out")
         for problem in self.kinds.values():
             warn(problem.sentence())
         for names, consequence in WITHOUT.items():
@@ -266,6 +274,8 @@ def _records(
             before += file.size
         if report is not None and told < 1000:
             report(total, total)
+        if not problems.records and problems.demonstrations and not failures:
+            raise DumpError(f"all {problems.demonstrations} rows are {DEMONSTRATIONS}, so there is nothing to compare")
         if not problems.records:
             raise DumpError("\n".join(message for _, message in failures) or f"no file has a record; {EXPECTED}")
         for path, message in failures:
@@ -302,6 +312,9 @@ def _of_file(file: File, problems: Problems) -> Iterator[tuple[Record, int]]:
                 own.add("no token", path, f"{where}: no token of the sequence was sampled, expected one at least")
                 continue
             found += 1
+            if record.origin == FOREIGN:
+                problems.demonstrations += 1
+                continue
             problems.check(record, path)
             yield record, row.position
     finally:

@@ -407,6 +407,25 @@ def test_values_that_are_not_finite_are_kept_and_told(tmp_path):
     assert not any("old_logp" in text for text in warnings)
 
 
+def test_demonstrations_are_counted_and_left_out(tmp_path):
+    """No engine sampled them, so their NaN is no problem."""
+    nobody = {"rollout_logp": [None] * 6, "origin": "demonstration"}
+    rows = [row(0, origin="fresh"), row(1, **nobody), row(2, origin="replay"), row(3, **nobody)]
+    told = []
+    found = list(read([lines(tmp_path / "dump.jsonl", rows)], warn=told.append))
+    assert [record.origin for record in found] == ["fresh", "replay"]
+    assert "2 of 4 rows are demonstrations (origin), whose tokens no sampler of this run drew: left out" in told
+    assert [text.partition("; ")[2] for text in told if "rollout_logp is nan" in text] == [
+        "2 rows like this, which are kept"
+    ]
+
+
+def test_a_dump_of_demonstrations_alone_has_nothing_to_compare(tmp_path):
+    rows = [row(seed, origin="demonstration") for seed in range(3)]
+    with pytest.raises(DumpError, match=r"all 3 rows are demonstrations .* nothing to compare"):
+        list(read([lines(tmp_path / "dump.jsonl", rows)], warn=lambda text: None))
+
+
 def test_sentinels_are_kept_as_they_are(tmp_path):
     one = row(0, rollout_logp=[-9999.0, 0.0, 0.0, 1.0, -1.0, -1e30])
     (found,), warnings = read_all(lines(tmp_path / "dump.jsonl", [one]))

@@ -9,6 +9,7 @@ from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import away, power
 from offcorr.diagnose.causes.values import GROSS
 from offcorr.diagnose.evidence import SAME, Evidence
+from offcorr.diagnose.record import Floats
 
 WEIGHTS = 0.03
 """Mean |d| / (1 - p) above which weights differ by more than rounding; bf16 and int8 have .003 to .02."""
@@ -60,10 +61,28 @@ def growth(evidence: Evidence) -> tuple[float, float] | None:
         return None
     sizes = np.bincount(index, gaps[known]) / np.bincount(index)
     early, middle, late = (float(third.mean()) for third in np.array_split(sizes, 3))
-    ranks = sizes.argsort().argsort()
-    if early > 0.7 * middle or middle > 0.9 * late or np.corrcoef(ranks, np.arange(len(ranks)))[0, 1] < 0.7:
+    if early > 0.7 * middle or middle > 0.9 * late or _trend(sizes) < STEADY or _jumps(sizes):
         return None
     return early, late
+
+
+STEADY = 0.7
+"""Rank correlation of d with the optimizer step from which it grows steadily."""
+
+
+def _trend(sizes: Floats) -> float:
+    """Rank correlation of sizes with their order."""
+    _, inverse, count = np.unique(sizes, return_inverse=True, return_counts=True)
+    ranks = (count.cumsum() - (count + 1) / 2)[inverse]
+    return float(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1]) if len(count) > 1 else 0.0
+
+
+def _jumps(sizes: Floats) -> bool:
+    """Whether d changes once, from one level to another, and the longer of the two parts does not grow itself."""
+    cuts = range(2, len(sizes) - 1)
+    left = [sum(float(np.square(part - part.mean()).sum()) for part in np.split(sizes, [cut])) for cut in cuts]
+    before, after = np.split(sizes, [cuts[int(np.argmin(left))]])
+    return _trend(before if len(before) > len(after) else after) < STEADY
 
 
 def never_updated(evidence: Evidence) -> bool:

@@ -1,0 +1,77 @@
+"""``differing_steps``: the optimizer steps in which trainer and sampler differ, where they agree in others."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from offcorr.diagnose.causes.policies import growth
+from offcorr.diagnose.causes.profile import Profile
+from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.record import Floats
+
+AGREE = 0.02
+"""Mean |d| / (1 - p) of a step up to which trainer and sampler agree, but for rounding."""
+
+APART = 5.0
+"""Factor by which the steps that differ are further off than those that agree."""
+
+EXCEPTIONS = 0.1
+"""Share of the sequences of steps that differ which may agree, as very short ones do."""
+
+
+def differing_steps(evidence: Evidence) -> tuple[Evidence, str]:
+    """The evidence of the steps that differ, and half a sentence that says so; all of it and "" where the steps are not
+    of two kinds.
+
+    A test that reads both kinds as one takes the change from one to the other for a trait of the cause.  Where each
+    step has sequences of both kinds, or d grows from step to step, that is a trait of the cause.
+    """
+    step = np.array([np.nan if record.step is None else record.step for record in evidence.records])
+    gaps = Profile.of(evidence).gaps
+    bound = _between(step, gaps)
+    if bound is None or growth(evidence) is not None:
+        return evidence, ""
+    steps, index = np.unique(step, return_inverse=True)
+    differs = _means(index, gaps) > bound
+    far = differs[index]
+    if (gaps[~far] > bound).any() or (gaps[far] < bound).mean() > EXCEPTIONS:
+        return evidence, ""
+    said = (
+        f"; this is of {differs.sum()} of the {len(steps)} optimizer steps, {_ranges(steps[differs], steps)}: in the "
+        "others trainer and sampler agree"
+    )
+    return Evidence.of([record for record, one in zip(evidence.records, far, strict=True) if one]), said
+
+
+def _between(step: Floats, gaps: Floats) -> float | None:
+    """A mean |d| / (1 - p) between the steps that agree and those that differ; None: there are not both."""
+    if np.isnan(step).any() or len(steps := np.unique(step)) < 2:
+        return None
+    means = np.sort(_means(np.searchsorted(steps, step), gaps))
+    means = np.maximum(means[~np.isnan(means)], 1e-6)
+    rises = means[1:] / means[:-1]
+    if not len(rises) or rises.max() < APART or means[at := int(rises.argmax())] > AGREE:
+        return None
+    return float(np.sqrt(means[at] * means[at + 1]))
+
+
+def _means(index: np.ndarray, gaps: Floats) -> Floats:
+    """[steps] mean over the sequences that have a gap; NaN of a step without one."""
+    known = ~np.isnan(gaps)
+    count = np.bincount(index[known], minlength=index.max() + 1)
+    total = np.bincount(index[known], gaps[known], minlength=index.max() + 1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _ranges(chosen: Floats, steps: Floats) -> str:
+    """The chosen steps in words; neighbours among ``steps`` are one range.
+
+    >>> _ranges(np.array([3.0, 4.0, 5.0, 9.0]), np.arange(12.0))
+    '3 to 5 and 9'
+    """
+    places = np.searchsorted(steps, chosen)
+    runs = np.split(chosen, np.flatnonzero(np.diff(places) > 1) + 1)
+    named = [f"{run[0]:.0f} to {run[-1]:.0f}" if len(run) > 1 else f"{run[0]:.0f}" for run in runs]
+    if len(named) > 3:
+        return f"{named[0]}, {named[1]}, ... {named[-1]}"
+    return " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))

@@ -1,0 +1,80 @@
+"""Dumps whose optimizer steps are of two kinds: some in which trainer and sampler agree, and others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from offcorr.diagnose import Evidence, diagnose
+from offcorr.diagnose.steps import differing_steps
+from tests.diagnose import simulated
+from tests.diagnose.simulated import World, noise
+
+
+def tempered(logits, world):
+    return logits / 0.7
+
+
+def exact(logits, world):
+    return logits
+
+
+ROUNDED = noise(0.005)
+
+
+def steps_of(*samplers, first=1):
+    """Eight sequences of each sampler, in an optimizer step of their own."""
+    return [
+        dataclasses.replace(record, step=step, group_id=f"{step}/{record.group_id}")
+        for step, sampler in enumerate(samplers, first)
+        for record in World(seed=step, sequences=8, sampler=sampler).records()
+    ]
+
+
+@pytest.mark.parametrize("good", [exact, ROUNDED])
+@pytest.mark.parametrize(("before", "bad", "after"), [(8, 8, 0), (0, 8, 8), (12, 4, 0), (4, 12, 0), (4, 4, 4)])
+def test_a_temperature_in_some_of_the_steps(good, before, bad, after):
+    report = diagnose(steps_of(*[good] * before, *[tempered] * bad, *[good] * after))
+    assert [finding.cause for finding in report.causes] == ["temperature"]
+    evidence = report.causes[0].evidence
+    assert evidence.endswith(
+        f"; this is of {bad} of the {before + bad + after} optimizer steps, {before + 1} to {before + bad}: in the "
+        "others trainer and sampler agree"
+    )
+    assert report.numbers["sequences"] == 8 * (before + bad + after)
+
+
+@pytest.mark.parametrize("sampler", [simulated.top_k, noise(0.3, shared=True)])
+def test_a_change_at_one_step_is_no_growth(sampler):
+    causes = {finding.cause for finding in diagnose(steps_of(*[exact] * 8, *[sampler] * 8)).causes}
+    assert causes == ({"top_k"} if sampler is simulated.top_k else {"stale_weights"})
+
+
+@pytest.mark.parametrize("silent", [0, 8])
+@pytest.mark.parametrize("power", [1, 2])
+def test_updates_that_are_lost_grow_from_the_first_steps_on(silent, power):
+    """Steps that agree, at the beginning, belong to it."""
+    growing = [noise(0.4 * (step / 8) ** power, shared=True) for step in range(9)]
+    records = steps_of(*[exact] * silent, *growing)
+    assert diagnose(records).verdict == "adapter_not_synced"
+    assert differing_steps(Evidence.of(records))[1] == ""
+
+
+def test_sequences_of_both_kinds_in_one_step_are_looked_at_together():
+    """Where whole sequences agree within a step, which ones do tells the cause."""
+    records = steps_of(*[exact] * 4, *[tempered] * 4)
+    mixed = [dataclasses.replace(record, step=1 + at % 2) for at, record in enumerate(records)]
+    unknown = [dataclasses.replace(record, step=None) for record in records]
+    for kept in (mixed, unknown, steps_of(*[tempered] * 4), steps_of(*[exact] * 4)):
+        evidence = Evidence.of(kept)
+        found, said = differing_steps(evidence)
+        assert found is evidence and said == ""
+
+
+def test_the_steps_in_words():
+    samplers = [tempered if step in (2, 5, 6, 9, 11, 13) else exact for step in range(14)]
+    found, said = differing_steps(Evidence.of(steps_of(*samplers, first=0)))
+    assert "6 of the 14 optimizer steps, 2, 5 to 6, ... 13:" in said
+    assert np.unique([record.step for record in found.records]).tolist() == [2, 5, 6, 9, 11, 13]
