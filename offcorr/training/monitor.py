@@ -47,7 +47,7 @@ class Monitor:
     limit, has to be exceeded in ``persistence`` steps in a row.  The cause is named by ``offcorr.diagnose.diagnose`` on
     the last batches.  One alarm is raised until the series is back in its range for ``persistence`` steps.  While it is
     on, the cause is looked at again where k3 has grown by a factor of four or 20 steps have passed, and said again if
-    it is another.
+    it is another; where k3 has fallen to less than half, only if two looks in a row find it, with no less confidence.
 
     Of a batch with ``origin`` only the sequences are looked at that were sampled for this generation ("fresh" and
     "prefix"), by the self-test as well: replayed ones and demonstrations are off-policy by intent.
@@ -295,7 +295,8 @@ class Monitor:
         records = self._last.records(step) if self._diagnoses(severity) else []
         named, clean = self._named(series, records, self.actions[severity])
         series.looked(step, first=not series.cause)
-        series.cause, series.held_back = named.cause, clean
+        series.named(named.cause, named.confidence)
+        series.held_back = clean
         evidence = (*series.evidence, *named.evidence)
         alarm = Alarm(step, series.name, severity, named.cause, named.confidence, evidence, named.advice, ())
         return self._act(replace(alarm, moved=series.moved), series, records, self.actions[severity])
@@ -309,9 +310,7 @@ class Monitor:
         named, clean = self._named(series, records, given)
         series.looked(step, first=False)
         acts = series.held_back and not clean  # on every rank alike, whatever each has found
-        # Weights that drift apart have other names as they do, and first that of a lower precision.
-        alike = ("precision", *OF_AGE) if series.cause in OF_AGE else (series.cause,)
-        if not acts and named.cause in (*alike, *NO_CAUSE):
+        if not acts and _stays(series, named):
             return []
         grown = f"k3 {series.size:.2g}, {series.growth:.3g} times that" if series.size else "the same series"
         alarm = Alarm(
@@ -326,7 +325,8 @@ class Monitor:
             moved=series.moved,
             revises=series.cause,
         )
-        series.cause, series.held_back = named.cause, series.held_back and clean
+        series.named(named.cause, named.confidence)
+        series.held_back = series.held_back and clean
         # What changes the training is in force since the alarm, unless that was held back.
         actions = given if acts else tuple(action for action in given if action not in HARD) or ("warn",)
         return [self._act(alarm, series, records, actions)]
@@ -386,3 +386,13 @@ class Monitor:
         """Continue from a result of ``state_dict``."""
         for name, series in self._series.items():
             series.load_state_dict(state[name])
+
+
+def _stays(series: Series, found: NamedCause) -> bool:
+    """Whether the cause that was named stays, after a look that found this one."""
+    # Weights that drift apart have other names as they do, and first that of a lower precision.
+    alike = ("precision", *OF_AGE) if series.cause in OF_AGE else (series.cause,)
+    if found.cause in (*alike, *NO_CAUSE):
+        series.rival = ""
+        return True
+    return series.cause not in NO_CAUSE and not series.outweighs(found.cause, found.confidence)

@@ -38,6 +38,9 @@ GROWN, STEPS = 4.0, 20
 """While an alarm is on, its cause is looked at again where k3 is ``GROWN`` times that at the last look, or after
 ``STEPS`` steps."""
 
+WEAKER = 0.5
+"""k3 over that at which a cause was named, below which a look at the gap is at a weaker one."""
+
 LARGEST_EXCESS = 1000.0
 """Largest ``excess``, in place of infinity and NaN."""
 
@@ -115,6 +118,10 @@ class Series:
         """The reported lag is more than in the first steps."""
         self.cause = ""
         """The cause that was said last, of the alarm that is on."""
+        self.confidence = self.named_size = 0.0
+        """The confidence in it, and k3 when it was named."""
+        self.rival = ""
+        """Another cause that the last look found, in a weaker gap."""
         self.held_back = False
         """The alarm took no action, as the diagnosis found nothing."""
         self.size: float | None = None
@@ -204,6 +211,21 @@ class Series:
         if first:
             self.first_size, self.first_step = self.looked_size, step
 
+    def named(self, cause: str, confidence: float) -> None:
+        """The cause is said now."""
+        self.cause, self.confidence, self.named_size, self.rival = cause, confidence, self.size or 0.0, ""
+
+    def outweighs(self, cause: str, confidence: float) -> bool:
+        """Whether another cause that was found now takes the place of the one that was named.
+
+        Of a gap that has become weaker since, less can be told: there two looks in a row have to find the same cause,
+        with no less confidence.
+        """
+        if self.size is None or self.size >= WEAKER * self.named_size:
+            return True
+        again, self.rival = self.rival == cause, cause
+        return again and confidence >= self.confidence
+
     def mask(self) -> None:
         """Mask from now on: above the lowest limit of k3, or what the baseline rarely reaches, if that is more."""
         fixed = [limit.high for limit in self.limits if limit.metric.endswith("/k3")]
@@ -214,7 +236,7 @@ class Series:
     def _end(self) -> None:
         """The alarm is over."""
         self.active = self.mask_above = None
-        self.cause, self.held_back = "", False
+        self.cause, self.rival, self.held_back = "", "", False
         for chart in self.charts.values():
             chart.reset()
 
@@ -288,6 +310,9 @@ _STATE = (
     "alarms",
     "mask_above",
     "cause",
+    "confidence",
+    "named_size",
+    "rival",
     "held_back",
     "first_size",
     "looked_size",

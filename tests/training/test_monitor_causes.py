@@ -82,6 +82,30 @@ def test_the_cause_is_looked_at_again_when_the_gap_has_grown():
     assert "times that at the alarm of step 28" in found[1].evidence[0]
 
 
+@pytest.mark.parametrize(
+    ("gap", "verdicts", "causes"),
+    [
+        (0.01, ["top_k", "precision"], ["temperature"]),  # each look finds another
+        (0.01, ["top_k", "temperature", "top_k", "temperature"], ["temperature"]),
+        (0.01, ["top_k"], ["temperature", "top_k"]),  # two looks in a row
+        (0.03, ["top_k", "precision"], ["temperature", "top_k", "precision"]),  # the gap is as it was
+    ],
+)
+def test_a_weaker_gap_needs_more_evidence_for_another_cause(gap, verdicts, causes):
+    """An alarm at a k3 of 4.5e-4; the looks after 20 and 40 steps are at this gap."""
+    found = run(quiet(name_cause=named("temperature", *verdicts)), [0.003] * 25 + [0.03] * 5 + [gap] * 40)
+    assert [alarm.cause for alarm in found] == causes
+
+
+def test_less_confidence_in_a_weaker_gap_is_not_more_evidence():
+    def unsure(records):
+        return SimpleNamespace(**vars(first(records)) | {"confidence": next(sure)})
+
+    first, sure = named("temperature", "top_k"), iter([0.9, 0.6, 0.6, 0.6])
+    found = run(quiet(name_cause=unsure), [0.003] * 25 + [0.03] * 5 + [0.01] * 60)
+    assert [alarm.cause for alarm in found] == ["temperature"]
+
+
 def drifting(step, direction):
     """Log-probs of eight sequences of 64 tokens over 16 ids, the trainer's further off with each step after 20."""
     draw = torch.Generator().manual_seed(step)
