@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from offcorr.rollout import OffPolicy
 from offcorr.stages.checks import warn_once
+from offcorr.trl.prompts import check_prompts
 from tests.trl.recording import Recording
 
 
@@ -309,3 +311,69 @@ def test_a_recorded_reward_of_nan_is_refused_and_none_is_not(train):
     train(lambda output: {**output, "recorded_rewards": [[float(i)] for i in range(8)]})
     with pytest.raises(ValueError, match=r"recorded_rewards\[3\]\[0\] is nan, expected a number, or None for a func"):
         train(lambda output: {**output, "recorded_rewards": [[math.nan if i == 3 else 1.0] for i in range(8)]})
+
+
+# The prompts
+
+
+def other_prompts(change):
+    """A change of the prompts' ids, ``change(rows)``."""
+
+    def of_output(output):
+        output["prompt_ids"] = change([[*row] for row in output["prompt_ids"]])
+
+    return of_output
+
+
+PROMPTS = {
+    "truncated": (lambda rows: [row[:-1] for row in rows], r"\(3 tokens\), expected .* these are the first 3\."),
+    "cut on the left": (lambda rows: [row[2:] for row in rows], r"\(2 tokens\), expected .* these are the last 2\."),
+    "another": (lambda rows: [*rows[:-1], [5, 6, 7]], r" is '3 4 5' \(3 tokens\), expected '"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompt_ids_that_are_not_the_prompts_are_a_warning_once(train, name):
+    change, message = PROMPTS[name]
+    with pytest.warns(UserWarning, match=rf"rollout_func: prompt.*{message}") as caught:
+        train(other_prompts(change), max_steps=2)
+    assert len([1 for w in caught if "rollout_func: prompt_ids" in str(w.message)]) == 1
+
+
+def test_the_ids_of_another_prompt_are_refused(train):
+    with pytest.raises(
+        ValueError, match=r"prompt_ids\[0\] is .* which is the prompt of row 4, expected .* in the order"
+    ):
+        train(other_prompts(lambda rows: rows[4:] + rows[:4]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows,
+        lambda rows: [[2, 3, *row] for row in rows],  # a system prompt
+        lambda rows: [[*row, 12, 5, 5] for row in rows],  # a second turn
+        lambda rows: [torch.tensor(row) for row in rows],
+    ],
+)
+def test_ids_that_hold_the_prompt_are_in_order(train, change):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="rollout_func: prompt_ids")
+        train(other_prompts(change))
+
+
+def test_messages_in_a_template_of_ones_own_are_in_order(tokenizer):
+    """The text of the last message is among the tokens; a prompt cut to max_prompt_length is, too."""
+    trainer = SimpleNamespace(
+        processing_class=tokenizer,
+        args=SimpleNamespace(max_prompt_length=2),
+        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}",
+    )
+    prompts = [[{"role": "user", "content": "1"}], [{"role": "user", "content": "2"}]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_prompts({"prompt_ids": [[13, 3], [14, 4, 13]]}, prompts, trainer)
+        check_prompts({"prompt_ids": [tokenizer("+3=")["input_ids"][-2:]] * 2}, ["12+3=", "11+3="], trainer)
+        check_prompts({"prompt_ids": [[5], [6]]}, [None, None], trainer)  # of which the tokenizer makes nothing
+    with pytest.warns(UserWarning, match=r"prompt_ids\[0\] is '1' \(1 tokens\), expected '1 =' \(2 tokens\)"):
+        check_prompts({"prompt_ids": [[3], [4, 14]]}, prompts, trainer)
