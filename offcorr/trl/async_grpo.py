@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,7 +34,10 @@ from offcorr.training.replica import base_of
 from offcorr.training.schedules import Annealed
 from offcorr.trl.config import CORRECTIONS_HELP, PREFIX, TRL_LOSSES, CorrectionOptions, given, named
 from offcorr.trl.dump import check_dump, dump_row, make_dumps, row_ids
+from offcorr.trl.idle import compares_staleness, idle_warning
+from offcorr.trl.inputs import check_data, check_reward_funcs
 from offcorr.trl.patch import patched
+from offcorr.trl.rewards import function_name, reward_faults
 from offcorr.trl.step import (
     StepCallback,
     log_metrics,
@@ -42,6 +45,8 @@ from offcorr.trl.step import (
     refuse_nan_model,
     report_first_batch,
     share_done,
+    warn_on_main,
+    warn_once_in_run,
 )
 
 require("offcorr.trl.async_grpo", ["trl>=1.16"], extra="trl")
@@ -110,6 +115,9 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
     def __init__(
         self, model: str, *rest: Any, args: Any = None, loss: offcorr.Correction | None = None, **kwargs: Any
     ) -> None:
+        check_reward_funcs(rest[0] if rest else kwargs.get("reward_funcs"))
+        if kwargs.get("environment_factory") is None:  # else the environment may own the prompts
+            check_data("train_dataset", kwargs.get("train_dataset"))
         annealed = choose_async_correction(args, loss)
         worker = kwargs.get("rollout_worker")
         if getattr(args, "anchor", None) == "snapshot" and isinstance(worker, UNSCORED_WORKERS):
@@ -134,7 +142,9 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         if self.accelerator.device.type == "cpu":
             AttentionInterface.register(TREE_ATTENTION, dense_tree_attention)
         if self.rollout_queue is not None:
-            self.rollout_queue = ColumnQueue(self.rollout_queue)
+            own = getattr(self.rollout_worker, "reward_func", None)
+            name = "of the rollout worker" if own is None else function_name(own)
+            self.rollout_queue = ColumnQueue(self.rollout_queue, partial(warn_once_in_run, self), name)
         self.dumps = make_dumps(self)
         self._callback = StepCallback(self)
         self.add_callback(self._callback)
@@ -246,7 +256,24 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
             report_first_batch(self, batch, type(self.rollout_worker).__name__)
             if self._corrects and getattr(self.rollout_worker, "replay", None) is not None:
                 warn_of_unseen_age("WorkerReplay", self, ["old_logp", "logprobs"])
+            if batch.old_logp is None and compares_staleness(self.correction):
+                self._warn_idle(inputs)
         return batch
+
+    def _warn_idle(self, inputs: dict[str, Any]) -> None:
+        """Each sample is trained on once, so recomputed log-probs are those of the weights being trained."""
+        warn_on_main(
+            self,
+            idle_warning(
+                self.correction_step.correction,
+                type(self.rollout_worker).__name__,
+                supplied="old_logp" in inputs and bool(inputs["old_logp"].isfinite().all()),
+                reported=True,
+                used="sample",
+                sample_with="a worker that puts CorrectedSample with old_logp on its buffer, for instance "
+                "offcorr.trl.local_worker.LocalWorker",
+            ),
+        )
 
     def _score(self, inputs: dict[str, Any], module: Any) -> Tensor:
         """[M]: the loss terms' log-probs under another module."""
@@ -341,14 +368,21 @@ class ColumnQueue:
     """A rollout queue whose samples keep the ``COLUMNS`` that TRL's reader would drop.
 
     The reader passes on five fields by name, and of those only ``metrics`` can hold more.
+
+    Args:
+        warn: receives a sentence on each sample whose reward is no number; None: nothing is said.
+        reward_func: the name of the reward function, for workers that log one reward per sample.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, inner: Any, warn: Callable[[str], None] | None = None, reward_func: str = "") -> None:
+        self.inner, self.warn, self.reward_func = inner, warn, reward_func
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self.inner.get(*args, **kwargs)
         _check_sample(sample)
+        if self.warn is not None and "reward" in sample.metrics:
+            for sentence in _reward_faults(sample.metrics, self.reward_func):
+                self.warn(sentence)
         old_logp = getattr(sample, "old_logp", None)
         columns = {
             "rewards": sample.metrics.get("reward", torch.nan),
@@ -357,10 +391,21 @@ class ColumnQueue:
             "origin": UNKNOWN if (origin := getattr(sample, "origin", None)) is None else origin_ids([origin])[0],
             "old_logp": None if old_logp is None else np.asarray(old_logp),
         }
-        return dataclasses.replace(sample, metrics={**sample.metrics, KEY: columns})
+        # Of an infinite reward TRL's worker makes a NaN, for which its other trainer puts 0.
+        unlearnt = not np.isfinite(columns["rewards"]) and not np.isfinite(sample.advantage)
+        advantage = 0.0 if unlearnt else sample.advantage
+        return dataclasses.replace(sample, advantage=advantage, metrics={**sample.metrics, KEY: columns})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def _reward_faults(metrics: dict[str, Any], reward_func: str) -> Iterator[str]:
+    """Sentences on a sample's rewards; those of each function are there where the worker logs them."""
+    prefix = "rewards/"
+    each = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    each = each or {reward_func: metrics["reward"]}
+    return reward_faults([*each], np.array([[*each.values()]], dtype=float))
 
 
 def _check_sample(sample: Any) -> None:

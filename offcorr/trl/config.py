@@ -24,7 +24,7 @@ from offcorr.training.schedules import Annealed
 from offcorr.trl.convex_kl import EXAMPLE, ConvexKL
 from offcorr.trl.described import in_short
 from offcorr.trl.lm_head import HEADS, SUPPORTED
-from offcorr.trl.numeric import check_numbers
+from offcorr.trl.numeric import check_counts, check_numbers
 from offcorr.trl.trial import try_out
 
 TRL_LOSSES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
@@ -172,6 +172,7 @@ class CorrectionOptions:
             for key in parsed:
                 if not isinstance(key, str):
                     raise ValueError(f"{name} has the key {key!r}, expected the name of an option")
+        check_counts(self)
         super().__post_init__()  # type: ignore[misc]  # TRL's
         check_numbers(self)
         self._check_options()

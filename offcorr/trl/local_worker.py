@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from offcorr.data import WorkerReplay
@@ -26,6 +27,8 @@ from offcorr.rollout.sampler import eos_of, tokenize_with
 from offcorr.rollout.served import ServedWeights
 from offcorr.training import Precision, Replica
 from offcorr.trl.async_grpo import CorrectedSample
+from offcorr.trl.inputs import check_data, check_reward_funcs
+from offcorr.trl.rewards import group_advantages, scored
 
 __all__ = ["LocalWorker", "VLLMWorker"]
 
@@ -61,6 +64,8 @@ class LocalWorker:
         prompts: int = 4,
         replay: WorkerReplay | None = None,
     ) -> None:
+        check_reward_funcs(reward_func)
+        check_data("dataset", dataset)
         self.rollout_buffer: queue.Queue = queue.Queue()
         self.metrics_queue: queue.Queue = queue.Queue()
         self.tokenizer, self.dataset, self.reward_func, self.args = processing_class, dataset, reward_func, args
@@ -183,10 +188,8 @@ class LocalWorker:
         old_logp = score(scorer, prompts, decoded.completion_ids, temperature=self.sampling.temperature)
         texts = self.tokenizer.batch_decode(decoded.completion_ids, skip_special_tokens=True)
         columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-        rewards = np.array(
-            self.reward_func(completions=texts, prompts=[row["prompt"] for row in rows], **columns), dtype=float
-        ).reshape(-1, n)
-        advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-8)  # as TRL's
+        rewards = scored(self.reward_func, texts, prompts=[row["prompt"] for row in rows], **columns).reshape(-1, n)
+        advantages = group_advantages(rewards)
         samples = []
         for i, (prompt, ids) in enumerate(zip(prompts, decoded.completion_ids, strict=True)):
             group, place = divmod(i, n)
@@ -201,7 +204,7 @@ class LocalWorker:
                     advantage=float(advantages[group, place]),
                     model_version=version,
                     group_id=first_group + group,
-                    metrics={"reward": float(rewards[group, place]), "reward_std": float(rewards[group].std())},
+                    metrics=_metrics(rewards[group], place),
                     enqueued_at=time.time(),
                     old_logp=np.array([*padding, *old_logp[i]], dtype=np.float32),
                 )
@@ -274,6 +277,12 @@ class VLLMWorker(LocalWorker):
         )
         self._served.remember(prompts, decoded.completion_ids)
         return decoded
+
+
+def _metrics(rewards: NDArray[np.float64], place: int) -> dict[str, float]:
+    """Those of a sample, of the rewards of its group; NaN where there is no reward."""
+    finite = rewards[np.isfinite(rewards)]
+    return {"reward": float(rewards[place]), "reward_std": float(finite.std()) if len(finite) else np.nan}
 
 
 def _messages(said: Any, role: str) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""``check_numbers``: the numeric options of a configuration, TRL's and those of this library, are finite numbers."""
+"""Checks of a configuration's numeric options, TRL's and those of this library: finite numbers, and counts above 0."""
 
 from __future__ import annotations
 
@@ -40,3 +40,21 @@ def check_numbers(config: Any) -> None:
         raise ValueError(
             f"temperature is {temperature!r}, expected a number above 0: the trainer divides the model's logits by it"
         )
+
+
+COUNTS = {
+    "num_generations": 2,
+    "max_completion_length": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+}
+"""The smallest values of options that are whole numbers, which TRL divides by or passes on."""
+
+
+def check_counts(config: Any) -> None:
+    """Raises ``ValueError`` where one of ``COUNTS`` is too small, before TRL divides by it."""
+    for name, least in COUNTS.items():
+        value = getattr(config, name, None)
+        if isinstance(value, Real) and not isinstance(value, bool) and value < least:
+            reason = ", since advantages compare the completions of a prompt" if name == "num_generations" else ""
+            raise ValueError(f"{name} is {value!r}, expected a whole number, {least} or more{reason}")

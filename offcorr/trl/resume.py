@@ -20,8 +20,8 @@ GENERATION = ("steps_per_generation", "num_iterations", "gradient_accumulation_s
 
 
 def asked_for(trainer: Any) -> dict[str, str]:
-    """A trainer's loss, schedules, anchor, learning rate, sampler, temperature and length of a generation in words, by
-    option; to be called before it trains.
+    """A trainer's loss, schedules, those of the learning rate, anchor, sampler, temperature and length of a generation
+    in words, by option; to be called before it trains.
 
     ``loss`` is the correction at the start of its schedules; a sampler that has no repr of its own is named by its
     class or function.
@@ -38,6 +38,7 @@ def asked_for(trainer: Any) -> dict[str, str]:
         "rollout_func": "None" if sampler is None else _named(sampler),
         "temperature": repr(getattr(args, "temperature", None)),
         "schedules": _schedules(args),
+        "lr_scheduler_type": _learning_rate(args),
         **{name: repr(getattr(args, name)) for name in GENERATION if hasattr(args, name)},
     }
 
@@ -48,8 +49,23 @@ def _schedules(args: Any) -> str:
     changing = {name: value for name, value in options.items() if isinstance(value, Mapping) and "start" in value}
     if not changing:
         return "none"
-    length = f"{args.max_steps} updates" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
-    return f"{changing} over {length}"
+    return f"{changing} over {_length(args)}"
+
+
+WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
+"""The courses of the learning rate that do not depend on the length of the training, with a warm-up in steps."""
+
+
+def _learning_rate(args: Any) -> str:
+    """The course of the learning rate, and over how many updates it runs where it depends on them."""
+    name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    warmup = getattr(args, "warmup_ratio", None) or args.warmup_steps
+    return repr(name) if name in WITHOUT_END and not 0 < warmup < 1 else f"{name!r} over {_length(args)}"
+
+
+def _length(args: Any) -> str:
+    """The length of a training."""
+    return f"{args.max_steps} updates" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
 
 
 def _named(sampler: Any) -> str:

@@ -55,16 +55,6 @@ ALL_CUT_OFF = (
     "mask_truncated_completions=False"
 )
 
-UNREWARDED = (
-    "a completion has no reward: every reward function returned None or NaN for it. TRL gives it the advantage 0, so "
-    "it is not trained on (older TRL takes the reward for 0). Return a number from one function at least"
-)
-
-INFINITE = (
-    "reward function {} returned an infinite reward: the advantages of its prompt's completions become NaN, for which "
-    "TRL puts 0, so none of them is trained on. Return finite numbers"
-)
-
 STATE_FILE = "offcorr_trainer.pt"
 """The file of a checkpoint folder with the state of the ``Step``."""
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import trl
 from torch import Tensor
@@ -28,16 +29,18 @@ from offcorr.training.unrecorded import filled
 from offcorr.trl.config import choose_correction
 from offcorr.trl.convex_kl import ConvexKL
 from offcorr.trl.dump import check_dump, dump_padded, make_dumps, padded_ids
+from offcorr.trl.idle import compares_staleness, idle_warning
+from offcorr.trl.inputs import check_data, check_reward_funcs
 from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
+from offcorr.trl.prompts import check_prompts
 from offcorr.trl.recorded import score_unrecorded
 from offcorr.trl.returned import SAMPLED, check_returned, check_rollout_func, column, none_as_nan
+from offcorr.trl.rewards import reward_faults
 from offcorr.trl.sampling import distorting, distortion_warning, precision_of
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
     ALL_CUT_OFF,
-    INFINITE,
-    UNREWARDED,
     StepCallback,
     lag_metrics,
     log_metrics,
@@ -94,6 +97,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         check_rollout_func(kwargs.get("rollout_func"))
+        check_reward_funcs(reward_funcs)
+        if kwargs.get("environment_factory") is None:  # else the environment may own the prompts
+            check_data("train_dataset", rest[0] if rest else kwargs.get("train_dataset"), _prompts(args), steps=True)
+            check_data("eval_dataset", kwargs.get("eval_dataset"))
         annealed = choose_correction(args, loss)
         check_skipping(args, annealed)
         check_dump(args)
@@ -421,11 +428,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._rewards_per_function = score_unrecorded(
             super()._calculate_rewards, columns, self._recorded_rewards, len(self.reward_funcs), self.accelerator
         )
-        if self._mode == "train" and self._rewards_per_function.isnan().all(dim=1).any():
-            warn_once_in_run(self, UNREWARDED)
-        for name, rewards in zip(self.reward_func_names, self._rewards_per_function.T, strict=True):
-            if rewards.isinf().any():
-                warn_once_in_run(self, INFINITE.format(name))
+        known = self._rewards_per_function.cpu().numpy()
+        if self._mode != "train":
+            known = known[~np.isnan(known).all(axis=1)]
+        for sentence in reward_faults(self.reward_func_names, known):
+            warn_once_in_run(self, sentence)
         return self._rewards_per_function
 
     def _weighted_rewards(self, size: int) -> Tensor:
@@ -440,6 +447,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         def remembering(prompts: list, trainer: Any) -> Mapping[str, Any]:
             output = rollout_func(prompts, trainer)
             check_returned(output, prompts, trainer)
+            if not self._reported and self._mode == "train":
+                check_prompts(output, prompts, trainer)
             self._sampled = {name: output[name] for name in SAMPLED if output.get(name) is not None}
             self._recorded_rewards = output.get("recorded_rewards")
             self._reports_logp = output.get("logprobs") is not None
@@ -549,29 +558,27 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Recomputed log-probs are those of the current weights: with one optimizer step per generation every ratio
         is 1.
         """
-        correction = self.correction_step.correction if self._corrects else None
-        if self._warned_idle or correction is None or "staleness" not in correction.compares:
-            return
         window = self.args.steps_per_generation * self.num_iterations
+        if self._warned_idle or not compares_staleness(self.correction):
+            return
         if self.args.gradient_accumulation_steps % window:
             return
         self._warned_idle = True
-        lacking, more = "anchor='recomputed' takes no log-probs of the weights that sampled", ""
-        alone = "engine" not in correction.compares  # else anchor='rollout' would count the mismatch twice
-        if "old_logp" in inputs:
-            cure = f"Take anchor='snapshot', which uses those that {self._sampler_name} supplies"
-        elif "sampling_per_token_logps" in inputs and alone:
-            cure = f"Take anchor='rollout', which uses those that {self._sampler_name} reports"
-        else:
-            lacking = "there are no log-probs of the weights that sampled"
-            cure = "Sample with offcorr.rollout.OffPolicy, which supplies them"
-            more = ", or with an engine that reports log-probs (use_vllm=True)" if alone else ""
         warn_on_main(
             self,
-            f"every staleness ratio of {correction.method!r} will be 1, whatever the lag: {lacking}, and each "
-            f"generation is used for one optimizer step, so old_logp is logp. {cure}{more}, or take more optimizer "
-            "steps per generation (num_iterations, steps_per_generation)",
+            idle_warning(
+                self.correction_step.correction,
+                self._sampler_name,
+                supplied="old_logp" in inputs,
+                reported="sampling_per_token_logps" in inputs,
+                more=", or take more optimizer steps per generation (num_iterations, steps_per_generation)",
+            ),
         )
+
+
+def _prompts(args: Any) -> int:
+    """The number of different prompts of a generation, on all ranks."""
+    return args.generation_batch_size // args.num_generations if args is not None else 1
 
 
 @cache

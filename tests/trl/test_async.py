@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import queue
 from collections import defaultdict
 from pathlib import Path
@@ -358,9 +359,66 @@ def test_what_the_worker_raises_reaches_the_trainer(folder, tmp_path):
         raise ZeroDivisionError("no reward")
 
     trainer = trainer_of(folder, tmp_path, reward=broken, loss_type="ppo")
-    with pytest.raises(RuntimeError, match="the rollout worker's thread has ended") as caught:
+    ended = "the rollout worker's thread has ended: reward function broken raised ZeroDivisionError: no reward"
+    with pytest.raises(RuntimeError, match=ended) as caught:
         trainer.train()
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert isinstance(caught.value.__cause__.__cause__, ZeroDivisionError)
+
+
+def test_another_number_of_rewards_reaches_the_trainer(folder, tmp_path):
+    def short(completions, **kwargs):
+        return [1.0]
+
+    trainer = trainer_of(folder, tmp_path, reward=short, loss_type="ppo")
+    with pytest.raises(RuntimeError, match=r"reward function short returned 1 rewards, expected \d+ numbers"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (math.inf, "reward function odd_one returned an infinite reward"),
+        (None, "a completion has no reward: every reward function returned None or NaN for it"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_said_once(folder, tmp_path, odd, said):
+    """The rest of the prompts is trained on."""
+
+    def odd_one(completions, **kwargs):
+        return [odd if i == 0 else float(len(text) % 3) for i, text in enumerate(completions)]
+
+    trainer = trainer_of(folder, tmp_path, reward=odd_one, loss_type="ppo", max_steps=3)
+    with pytest.warns(UserWarning, match=said) as caught:
+        trainer.train()
+    assert len([1 for w in caught if said in str(w.message)]) == 1
+    assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
+
+
+def test_rewards_of_trls_worker_are_named_by_function():
+    sample = dataclasses.replace(some_samples()[0], advantage=math.nan)
+    sample.metrics = {"reward": math.inf, "rewards/length": 1.0, "rewards/score": math.inf}
+    buffer, said = queue.Queue(), []
+    buffer.put(sample)
+    assert ColumnQueue(buffer, said.append).get().advantage == 0.0
+    assert [text[:50] for text in said] == ["reward function score returned an infinite reward:"]
+
+
+@pytest.mark.parametrize(
+    ("old_logp", "options", "cure"),
+    [
+        (True, {"loss_type": "ppo"}, "Take anchor='snapshot', which uses those that Preloaded supplies"),
+        (False, {"loss_type": "ppo"}, "Take anchor='rollout', which uses those that Preloaded reports"),
+        (False, {"loss_type": "ppo", "loss_kwargs": {"weight": {"name": "truncate", "cap": 2.0}}}, "Sample with a wor"),
+    ],
+)
+def test_an_anchor_that_does_nothing_is_said(folder, tmp_path, old_logp, options, cure):
+    samples = [one for seed in range(8) for one in some_samples(seed, old_logp, version=0)]
+    settings = {"anchor": "recomputed", "max_steps": 1, "max_staleness": 9, "per_device_train_batch_size": 6}
+    trainer = trainer_of(folder, tmp_path, Preloaded(samples), **settings, **options)
+    with pytest.warns(UserWarning, match="every staleness ratio of 'ppo' will be 1, .* each sample is used") as caught:
+        trainer.train()
+    (said,) = [str(w.message) for w in caught if "every staleness ratio" in str(w.message)]
+    assert cure in said
 
 
 def test_a_worker_with_a_configuration_of_its_own_is_refused(folder, tmp_path):

@@ -1,0 +1,83 @@
+"""Rewards that are no numbers, and reward functions that fail: what is said of them, in both trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNREWARDED = (
+    "a completion has no reward: every reward function returned None or NaN for it. TRL gives it the advantage 0, so "
+    "it is not trained on (older TRL takes the reward for 0). Return a number from one function at least"
+)
+
+INFINITE = (
+    "reward function {} returned an infinite reward: the advantages of its prompt's completions become NaN, for which "
+    "0 is put, so none of them is trained on. Return finite numbers"
+)
+
+
+def reward_faults(names: Sequence[str], rewards: Any) -> Iterator[str]:
+    """Sentences on rewards that nothing is learnt from.
+
+    Args:
+        names: of the reward functions.
+        rewards: [B, functions]; NaN where a function scored nothing.
+
+    >>> [said[:40] for said in reward_faults(["length"], np.array([[1.0], [np.inf], [np.nan]]))]
+    ['a completion has no reward: every reward', 'reward function length returned an infin']
+    """
+    if np.isnan(rewards).all(axis=1).any():
+        yield UNREWARDED
+    for name, of_function in zip(names, rewards.T, strict=True):
+        if np.isinf(of_function).any():
+            yield INFINITE.format(name)
+
+
+def function_name(reward_func: Any) -> str:
+    """The name of a reward function in messages, as TRL names it."""
+    return str(getattr(reward_func, "__name__", type(reward_func).__name__))
+
+
+def scored(reward_func: Callable[..., Any], completions: Sequence[str], **columns: Any) -> NDArray[np.float64]:
+    """[B]: the rewards of the completions; NaN for None.
+
+    Args:
+        columns: passed on.
+
+    Raises:
+        RuntimeError: the function raised; the message names it.
+        ValueError: it returned another number of rewards, or something that is no number.
+    """
+    name = function_name(reward_func)
+    try:
+        given = reward_func(completions=completions, **columns)
+    except Exception as error:
+        raise RuntimeError(f"reward function {name} raised {type(error).__name__}: {error}") from error
+    wanted = f"expected {len(completions)} numbers, one per completion"
+    try:
+        rewards = np.array([np.nan if reward is None else float(reward) for reward in given])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward function {name} returned {given!r}, {wanted} (None: no reward)") from error
+    if len(rewards) != len(completions):
+        raise ValueError(f"reward function {name} returned {len(rewards)} rewards, {wanted}")
+    return rewards
+
+
+def group_advantages(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[groups, n]: rewards less their group's mean, over its standard deviation, as TRL's asynchronous worker has them.
+
+    A completion without a reward has the advantage 0 and counts in neither; so have all of a group with an infinite
+    reward.
+
+    >>> group_advantages(np.array([[1.0, 3.0, np.nan], [1.0, np.inf, 2.0]])).round(2).tolist()
+    [[-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    advantages = np.zeros_like(rewards)
+    for own, group in zip(advantages, rewards, strict=True):
+        known = ~np.isnan(group)
+        if known.any() and np.isfinite(group[known]).all():
+            own[known] = (group[known] - group[known].mean()) / (group[known].std() + 1e-8)
+    return advantages

@@ -1,0 +1,88 @@
+"""Reward functions and data with which no training can begin: named before a model is loaded."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+
+from offcorr.trl import GRPOConfig, GRPOTrainer
+from offcorr.trl.inputs import check_data, check_reward_funcs
+from tests.trl.conftest import digits_reward
+
+ROWS = Dataset.from_dict({"prompt": ["1+1="] * 8})
+
+
+class Length:
+    def __call__(self, completions, **kwargs):
+        return [len(text) for text in completions]
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """``refused(error, message, ...)``: a trainer with these arguments is refused; there is no model."""
+
+    def make(error, message, data=ROWS, reward_funcs=digits_reward, **kwargs):
+        args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, num_generations=2, generation_batch_size=8)
+        with pytest.raises(error, match=message):
+            GRPOTrainer("no model here", reward_funcs, args, train_dataset=data, **kwargs)
+
+    return make
+
+
+def test_data_without_prompts(refused):
+    asked = Dataset.from_dict({"question": ["1+1="], "answer": ["2"]})
+    columns = r"train_dataset has the columns \['question', 'answer'\], expected one of the name 'prompt'$"
+    refused(ValueError, columns, asked)
+    one = r"\['question'\], .* for instance train_dataset.rename_column\('question', 'prompt'\)"
+    refused(ValueError, one, asked.select_columns(["question"]))
+    refused(ValueError, r"eval_dataset\['hard'\] has the columns", eval_dataset={"easy": ROWS, "hard": asked})
+    refused(ValueError, r"train_dataset\[0\]\['prompt'\] is 1, expected text", Dataset.from_dict({"prompt": [1] * 8}))
+
+
+def test_data_for_not_one_step(refused):
+    refused(ValueError, "train_dataset has no rows, expected at least 4", Dataset.from_dict({"prompt": []}))
+    refused(ValueError, "train_dataset has 3 rows, expected at least 4, the different prompts", ROWS.select(range(3)))
+
+
+def test_data_of_any_other_kind_is_left_to_trl():
+    def rows():
+        yield {"prompt": "1+1="}
+
+    for data in (None, [1], ROWS, IterableDataset.from_generator(rows), Dataset.from_dict({"prompt": [[]]})):
+        check_data("train_dataset", data)
+
+
+def test_reward_functions_that_cannot_be_called(refused):
+    refused(TypeError, r"reward_funcs\[1\] is 3, expected a function def reward", reward_funcs=[digits_reward, 3])
+    refused(TypeError, "reward_funcs is the class Length, expected an instance", reward_funcs=Length)
+    taken = r"reward_funcs is <lambda>\(text\), and TRL calls it by keyword, with prompts, completions"
+    refused(TypeError, taken, reward_funcs=lambda text: 1.0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        None,
+        "a/model",
+        torch.nn.Linear(2, 1),
+        Length(),
+        functools.partial(digits_reward),
+        lambda prompts, completions, completion_ids, trainer_state, log_extra, log_metric: [],
+        max,
+    ],
+)
+def test_reward_functions_that_can_be_called(function):
+    check_reward_funcs(function)
+    check_reward_funcs([function, digits_reward])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "least"),
+    [("num_generations", 0, 2), ("num_generations", 1, 2), ("max_completion_length", 0, 1)],
+)
+def test_counts_that_are_too_small(tmp_path, option, value, least):
+    with pytest.raises(ValueError, match=f"{option} is {value}, expected a whole number, {least} or more"):
+        GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, **{option: value})
