@@ -128,10 +128,10 @@ def decode(
             use_cache=True,
             logits_to_keep=1,
         )
-        _check_grown(cache, seen)
+        _check_grown(cache, seen, checkpointing)
         return output.logits[:, -1]
 
-    cache = _roomy_cache(model, longest)
+    cache, checkpointing = _roomy_cache(model, longest), checkpoints_activations(model)
     with _evaluating(model), torch.autocast(device.type, enabled=False):
         prompt_positions = (real[:, :width].cumsum(dim=-1) - 1).clamp_min_(0)
         logits = step(ids, prompt_positions, width)
@@ -235,14 +235,33 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _check_grown(cache: DynamicCache, seen: int) -> None:
-    """Raise if a cache that should hold ``seen`` tokens holds fewer: the model saw only the last token."""
+def checkpoints_activations(model: nn.Module) -> bool:
+    """Whether a module of the model has gradient checkpointing on, under which layers may keep no cache.
+
+    >>> checkpoints_activations(nn.Linear(2, 2))
+    False
+    """
+    return any(vars(module).get("gradient_checkpointing") is True for module in model.modules())
+
+
+def _check_grown(cache: DynamicCache, seen: int, checkpointing: bool) -> None:
+    """Raise if a cache that should hold ``seen`` tokens holds fewer: the model saw only the last token.
+
+    Args:
+        checkpointing: gradient checkpointing was on before the decode.
+    """
     # Layers of linear attention have no length.
     lengths = [layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")]
     if (lengths or not cache.layers) and max(lengths, default=0) < seen:
+        mend = "Decode with a module that takes use_cache=True"
+        if checkpointing:
+            mend = (
+                "Gradient checkpointing is on, for which models leave out the cache, and this one does so outside "
+                "training, too: set gradient_checkpointing=False, or decode with a copy of the model without it"
+            )
         raise RuntimeError(
             f"the KV cache holds {max(lengths, default=0)} tokens after {seen}: the model ignored past_key_values, so "
-            "each token would be drawn without its context. Decode with a module that takes use_cache=True"
+            f"each token would be drawn without its context. {mend}"
         )
 
 

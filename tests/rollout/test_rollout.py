@@ -374,6 +374,9 @@ def test_decode_refuses_a_model_that_ignores_the_cache():
     with pytest.raises(RuntimeError, match="holds 0 tokens after 3: the model ignored past_key_values"):
         decode(model, [[3, 4, 5]], max_new_tokens=4, eos_token_ids=[EOS])
     assert [module.training for module in model.modules()] == before
+    model.model.gradient_checkpointing = True
+    with pytest.raises(RuntimeError, match="holds 0 tokens after 3: .* Gradient checkpointing is on, .* without it"):
+        decode(model, [[3, 4, 5]], max_new_tokens=4, eos_token_ids=[EOS])
 
 
 def test_decode_refuses_what_it_cannot_do():

@@ -7,8 +7,10 @@ import warnings
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from offcorr.rollout import OffPolicy
+from offcorr.trl.resume import _learning_rate
 
 SETTINGS = dict(
     loss_type="minpro",
@@ -86,7 +88,8 @@ def test_another_option_of_the_loss_is_named_without_the_others(make_trainer, un
     changed = SETTINGS | {"loss_kwargs": {"eps_high": 0.3}, "max_steps": 5}
     sampler = OffPolicy(lag=3, precision="int8")
     resumed = make_trainer(rollout_func=sampler, output_dir=str(tmp_path / "again"), **changed)
-    with pytest.warns(UserWarning, match=r"saved it: loss was 'minpro', and is 'minpro' {'eps_high': 0.3}$"):
+    said = r"saved it: loss was 'minpro', and is 'minpro' {'eps_high': 0.3}; lr_scheduler_type was [^;]*$"
+    with pytest.warns(UserWarning, match=said):
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
 
 
@@ -102,7 +105,7 @@ def test_another_length_of_a_generation_is_named_at_resume(make_trainer, uninter
     """The checkpoint of step 4 lies between two generations of the run that saved it, whatever the resumed run has."""
     settings = SETTINGS | {"num_iterations": 3, "max_steps": 5}
     resumed = make_trainer(rollout_func=OffPolicy(lag=3, precision="int8"), output_dir=str(tmp_path / "x"), **settings)
-    with pytest.warns(UserWarning, match="saved it: num_iterations was 2, and is 3") as caught:
+    with pytest.warns(UserWarning, match="saved it: .*num_iterations was 2, and is 3") as caught:
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert not any("middle of a generation" in str(w.message) for w in caught)
 
@@ -128,3 +131,23 @@ def test_another_course_of_a_schedule_is_named_at_resume(make_trainer, tmp_path)
         UserWarning, match=r"schedules was .*'end': 0\.1.* over 2 updates, and is .*'end': 0\.9.* over 3"
     ):
         again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-2"))
+
+
+def test_another_length_moves_the_learning_rate_and_is_named_at_resume(make_trainer, uninterrupted, tmp_path):
+    """TRL's schedule of the learning rate runs to max_steps; a constant one does not."""
+    checkpoint, sampler = str(tmp_path / "whole" / "checkpoint-4"), OffPolicy(lag=3, precision="int8")
+    longer = SETTINGS | {"max_steps": 5}
+    resumed = make_trainer(rollout_func=sampler, output_dir=str(tmp_path / "x"), **longer)
+    said = "saved it: lr_scheduler_type was 'linear' over 6 updates, and is 'linear' over 5 updates$"
+    with pytest.warns(UserWarning, match=said):
+        resumed.train(resume_from_checkpoint=checkpoint)
+
+
+def test_the_length_of_a_constant_learning_rate_is_not_named(tmp_path):
+    def asked(**options):
+        return _learning_rate(TrainingArguments(str(tmp_path), use_cpu=True, **options))
+
+    for name in ("constant", "constant_with_warmup"):
+        assert asked(lr_scheduler_type=name, max_steps=3, warmup_steps=2) == repr(name)
+    assert asked(lr_scheduler_type="constant_with_warmup", max_steps=3, warmup_steps=0.5).endswith("' over 3 updates")
+    assert asked(lr_scheduler_type="cosine", num_train_epochs=2) == "'cosine' over 2 epochs"
