@@ -192,7 +192,7 @@ class Demonstrations(Stateful):
 
     def remark(self) -> str:
         """The number of prompts that have a trace; see ``Around``."""
-        return ", ".join(filter(None, [str(self._matched), super().remark()]))
+        return ", ".join(filter(None, [self._matched.said("demonstration"), super().remark()]))
 
     # ---- state
 
@@ -206,7 +206,8 @@ class Demonstrations(Stateful):
         self._turns.taken = dict(state["taken"])
 
     def __repr__(self) -> str:
-        return f"Demonstrations({self.sampler!r}, {self.traces!r}, {self.per_group}, {self.without_logp!r})"
+        own = f"per_group={self.per_group}, without_logp={self.without_logp!r}"
+        return f"Demonstrations({self.sampler!r}, {self.traces!r}, {own})"
 
 
 def comparing(correction: Correction) -> dict[str, Any]:

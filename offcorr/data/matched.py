@@ -60,6 +60,6 @@ class Matched:
         if self._looked_at >= LOOKED_AT and not self.with_trace:
             warn_once(f"none of the first {self._looked_at} prompts has a trace; there are {self.traces!r}. {CURE}")
 
-    def __str__(self) -> str:
-        """In words; "" where the number of prompts is not known."""
-        return "" if self.prompts is None else f"{self.with_trace} of {self.prompts} prompts have a trace"
+    def said(self, what: str) -> str:
+        """The number in words, with a name for the traces; "" where the number of prompts is not known."""
+        return "" if self.prompts is None else f"{self.with_trace} of {self.prompts} prompts have a {what}"

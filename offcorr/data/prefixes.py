@@ -164,7 +164,7 @@ class Prefixes(Stateful):
 
     def remark(self) -> str:
         """The number of prompts that have a trace; see ``Around``."""
-        return ", ".join(filter(None, [str(self._matched), super().remark()]))
+        return ", ".join(filter(None, [self._matched.said("trace to begin with"), super().remark()]))
 
     # ---- state
 

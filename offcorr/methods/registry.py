@@ -97,7 +97,8 @@ class Method:
         known = [*self.options, *(name for name in _COMMON if name not in self.options)]
         for name in options:
             if name not in known:
-                raise ValueError(f"{self.name} has no option {name!r}{nearest(name, known, '.')} It has {known}")
+                near = _same_bound(name, known) or nearest(name, known, ".")
+                raise ValueError(f"{self.name} has no option {name!r}{near} It has {known}")
         if missing := [name for name in self.required if name not in options]:
             values = ", ".join(f"{name}={self.example[name]!r}" for name in missing if name in self.example)
             shown = f", for instance {values} (an illustration, no recommendation)" if values else ""
@@ -116,6 +117,25 @@ class Method:
             common["max_length"] = None
         defaults = {name: option.default for name, option in self.options.items() if option.default is not option.empty}
         return named(dataclasses.replace(correction, **common), self.name, defaults | options)
+
+
+def _same_bound(name: str, known: list[str]) -> str:
+    """The option with the same effect, where a bound on the ratio is given as a distance from 1 or the other way round.
+
+    >>> _same_bound("eps_high", ["cap", "low"])
+    ': its upper bound is cap, of the ratio itself, 1 + eps_high.'
+    >>> _same_bound("cap", ["eps_low", "eps_high"]), _same_bound("seed", ["cap"])
+    (': its upper bound is eps_high, the distance from 1, cap - 1.', '')
+    """
+    for side, bounds, distance, formula in (
+        ("upper", ("cap", "high"), "eps_high", ("1 + eps_high", "{} - 1")),
+        ("lower", ("low",), "eps_low", ("1 - eps_low", "1 - {}")),
+    ):
+        if name == distance and (own := next((bound for bound in bounds if bound in known), "")):
+            return f": its {side} bound is {own}, of the ratio itself, {formula[0]}."
+        if name in bounds and distance in known:
+            return f": its {side} bound is {distance}, the distance from 1, {formula[1].format(name)}."
+    return ""
 
 
 def _check_type(what: str, value: Any, annotation: Any) -> None:

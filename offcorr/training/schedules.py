@@ -61,7 +61,7 @@ class Annealed:
             configuration.
 
     Raises:
-        ValueError: an option is wrong at the start or at the end of its schedule.
+        ValueError: an option is wrong at the start or at the end of its schedule; the message names both.
 
     >>> import functools, offcorr
     >>> cap = {"name": "truncate", "cap": Linear(4.0, 2.0)}
@@ -77,8 +77,20 @@ class Annealed:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", _parsed(self.options))
-        for end in (0.0, 1.0) if self.schedules else (0.0,):
-            self.at(end)
+        if not self.schedules:
+            self.at(0.0)
+        for end, done in ("start", 0.0), ("end", 1.0):
+            if self.schedules:
+                self._check_end(end, done)
+
+    def _check_end(self, end: str, done: float) -> None:
+        """Raise the error of the correction at one end of the schedules, with their values there."""
+        try:
+            self.at(done)
+        except (TypeError, ValueError) as error:
+            values = ", ".join(f"{path} is {value:g}" for path, value in self.values(done).items())
+            where = f"at the {end} of the schedule{'s' * (len(self.schedules) > 1)}, where {values}"
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{where}: {error}") from error
 
     @property
     def schedules(self) -> dict[str, Linear]:

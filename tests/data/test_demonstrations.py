@@ -287,7 +287,18 @@ def test_traces_that_match_no_prompt_are_refused(tmp_path, kind, rows):
 def test_the_first_line_counts_the_prompts_with_a_trace(tmp_path, kind, caplog):
     trainer_of(AROUND[kind](OffPolicy(), traces_of(logp=-1.0)), tmp_path, max_steps=1).train()
     (line,) = [record.getMessage() for record in caplog.records if "sampled by" in record.getMessage()]
-    assert f"sampled by {kind}(OffPolicy), 2 of 4 prompts have a trace" in line
+    what = {"Demonstrations": "demonstration", "Prefixes": "trace to begin with"}[kind]
+    assert f"sampled by {kind}(OffPolicy), 2 of 4 prompts have a {what}" in line
+
+
+def test_demonstrations_around_prefixes_describe_both(tmp_path, caplog):
+    inner = Prefixes(OffPolicy(), traces_of(PROMPTS[:1], logp=-1.0))
+    both = Demonstrations(inner, traces_of(PROMPTS[:3], logp=-1.0), per_group=1)
+    trainer_of(both, tmp_path, max_steps=1).train()
+    (line,) = [record.getMessage() for record in caplog.records if "sampled by" in record.getMessage()]
+    counts = "3 of 4 prompts have a demonstration, 1 of 4 prompts have a trace to begin with"
+    assert f"sampled by Demonstrations(Prefixes(OffPolicy)), {counts}" in line
+    assert repr(both).startswith("Demonstrations(Prefixes(OffPolicy(") and "per_group=1, without_log" in repr(both)
 
 
 def test_prompts_of_an_iterable_dataset_that_never_match_are_noticed():

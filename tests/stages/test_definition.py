@@ -330,6 +330,12 @@ def test_named_forms_of_a_bound():
     "spec, options, message",
     [
         ("minpro?eps_hi=0.3", {}, "minpro has no option 'eps_hi', did you mean 'eps_high'"),
+        (
+            "cispo?eps_high=5",
+            {},
+            "cispo has no option 'eps_high': its upper bound is cap, of the ratio itself, 1 \\+ e",
+        ),
+        ("minpro?cap=5", {}, "minpro has no option 'cap': its upper bound is eps_high, the distance from 1, cap - 1"),
         ("minpro?eps_high", {}, "holds 'eps_high', expected name=value once for each option"),
         ("holderpo?power=1e400", {}, "power is 1e400, which is too large for a float, expected a finite number"),
         ("ppo?weight={'name': 'truncate', 'cap': 1e999}", {}, "weight is .*'cap': 1e999}, which is too large for a"),

@@ -152,8 +152,8 @@ def test_command_line_and_yaml(tmp_path):
 @pytest.mark.parametrize(
     ("loss_type", "options", "message"),
     [
-        ("tis", {"cap": {"start": 2.0, "end": -1.0}}, "is -1.0, expected"),
-        ("tis", {"cap": {"start": -1.0, "end": 2.0}}, "is -1.0, expected"),
+        ("tis", {"cap": {"start": 2.0, "end": -1.0}}, "at the end of the schedule, where cap is -1: .* is -1.0, exp"),
+        ("tis", {"cap": {"start": -1.0, "end": 2.0}}, "at the start of the schedule, where cap is -1: .* is -1.0, "),
         ("tis", {"cap": {"start": "2", "end": 1.0}}, "Linear: start is '2', expected a finite number"),
         ("tis", {"cap": {"start": 2.0}}, "is {.start.: 2.0}, expected"),
         ("tis", {"cpa": {"start": 2.0, "end": 1.0}}, "no option 'cpa', did you mean 'cap'"),
