@@ -188,6 +188,8 @@ class Correction:
                 statistics = self.statistics(batch)
             resolved = self if statistics is None else self.resolve(statistics)
             control = self._control(resolved, batch.logp.device) if self.controllers else {}
+            if self.controllers:
+                calls.warn_of_nan(self.controllers, resolved.stages, batch)
             if resolved._preparing:
                 batch = resolved.prepared(batch)
             plan = resolved.plan(batch)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch
+from offcorr.batch import Batch, Tokens
 from offcorr.correction import OPTIONAL, Correction, needed_by
-from offcorr.stages import gates, ratios
+from offcorr.stages import gates, ratios, reference
 from offcorr.stages.base import Controller, Plan, Stage
 from offcorr.stages.calls import resolved, statistics_of
 from offcorr.stages.reference import Gated
@@ -78,6 +78,57 @@ def check_gradient_passes(plan: Plan, terms: Gated) -> None:
         else ("log_ratio or logp, through which the gradient passes")
     )
     assert terms.surrogate.requires_grad, f"{gate.owner}.surrogate does not use {through}"
+
+
+STEP, ROUNDED = 1e-5, 1e-5
+"""Nats by which a log-prob is moved for a numeric derivative, and the error that it may have."""
+
+
+def check_slope(plan: Plan, batch: Batch) -> None:
+    """Raise AssertionError where the slope that a ratio's rule states is not the derivative of its log-ratio.
+
+    It is that with respect to the token's own log-prob, over what the span alone makes of a token's measure (1/T for a
+    mean over T tokens, which belongs to the aggregation).  Of a span over several tokens a slope of 1 is the token form
+    and no derivative.
+    """
+    ratio = plan.ratio
+    if ratio is None or ratio.mismatch == "engine" or ratio.rule is ratios.token_form:
+        return
+
+    def rule(logp: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = Tokens(dataclasses.replace(batch, logp=logp))
+        log_ratio, slope = reference.call(
+            ratio, "rule", reference.OF_RATIO, tokens, value=reference.carried(ratio, tokens)
+        )
+        return log_ratio, torch.as_tensor(slope, dtype=log_ratio.dtype).expand_as(log_ratio)
+
+    def carried(measured: Tensor) -> Tensor:
+        return reference.carried(ratio._replace(measure=lambda log_ratio: measured), batch.tokens)
+
+    mask, logp = batch.tokens.mask, batch.logp.detach()
+    slope = rule(logp)[1]
+    if ratio.span != "token" and (slope[mask] == 1).all():
+        return
+    own = _derivative(carried, torch.zeros_like(logp))
+    wanted = _derivative(lambda moved: rule(moved)[0], logp) / own
+    wrong = mask & wanted.isfinite() & ~torch.isclose(slope, wanted, rtol=ROUNDED, atol=ROUNDED)
+    if wrong.any():
+        row, place = (int(i) for i in wrong.nonzero()[0])
+        raise AssertionError(
+            f"the slope of {ratio.owner}.rule is {float(slope[row, place]):.6g} at token {place} of sequence {row}, "
+            f"where the numeric derivative of its log-ratio is {float(wanted[row, place]):.6g}; {int(wrong.sum())} of "
+            f"{int(mask.sum())} tokens differ"
+        )
+
+
+def _derivative(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    """[B, T]: of each of the function's values with respect to the argument at its own place, by differences."""
+    found = torch.zeros_like(at)
+    for place in range(at.shape[1]):
+        moved = torch.zeros_like(at)
+        moved[:, place] = STEP
+        found[:, place] = ((function(at + moved) - function(at - moved)) / (2 * STEP))[:, place]
+    return found
 
 
 def culprit(run: Callable[[Correction], None], loss_fn: Correction) -> str:

@@ -23,7 +23,7 @@ from offcorr.closeness import check_close, check_equal_numbers
 from offcorr.correction import Correction, Output
 from offcorr.kernels.dispatch import backend, use
 from offcorr.methods.registry import Method, find, from_config, get, illustration, registered
-from offcorr.stage_checks import check_controllers, check_finite, check_gradient_passes, culprit
+from offcorr.stage_checks import check_controllers, check_finite, check_gradient_passes, check_slope, culprit
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.checks import quietly
 from offcorr.stages.reference import gated
@@ -226,7 +226,9 @@ def config_round_trip(loss_fn: Correction) -> None:
 
 
 def coefficient_is_the_gradient(loss_fn: Correction) -> None:
-    """The coefficient is the gradient of the loss in ``logp``, and the derivative of the surrogate by autograd."""
+    """The coefficient is the gradient of the loss in ``logp``, and the derivative of the surrogate by autograd; a slope
+    that a ratio's own rule states is the derivative of its log-ratio, off-policy, too.
+    """
     # The wide one has ratios up to e^6, where the second bound of a clip or the tail of a soft gate is reached.
     for batch in (example(), _per_token_advantages(example(seed=1)), example(seed=2, spread=2.0)):
         logp = batch.logp.clone().requires_grad_()
@@ -237,6 +239,7 @@ def coefficient_is_the_gradient(loss_fn: Correction) -> None:
         resolved = loss_fn.resolve(loss_fn.statistics(batch))
         batch = resolved.prepared(batch)
         plan, tokens = resolved.plan(batch), Tokens(batch)
+        check_slope(plan, batch)
         terms = gated(plan.ratio, plan.gate, tokens)
         check_gradient_passes(plan, terms)
         (derived,) = torch.autograd.grad(torch.where(tokens.mask, terms.surrogate, 0).sum(), logp)

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,6 +144,41 @@ def test_a_wrong_derivative_far_from_one_is_found():
     gate = type("MinWithTwo", (gates.Gate,), {"surrogate": staticmethod(min_with_two), "__module__": __name__})()
     with pytest.raises(AssertionError, match="coefficient_is_the_gradient: stated derivative against autograd"):
         testing.check(offcorr.Correction(gate=gate))
+
+
+def squashed(value):
+    return value - 0.1 * value * value * value, ops.zeros_like(value) + 1
+
+
+def squared(value):
+    """Slope 1 where the policies agree, and right elsewhere, too."""
+    return value - value * value, 1 - 2 * value
+
+
+def halved_far(value):
+    """Slope 1 where the policies agree, and wrong elsewhere."""
+    return value - value * value, 1 - value
+
+
+@pytest.mark.parametrize("span", ["token", "geometric", "sequence", "prefix", "turn", "prefix_geometric"])
+def test_a_wrong_slope_off_policy_is_found(span):
+    """Of a user's ratio; on-policy every slope is 1."""
+
+    def ratio(rule):
+        return type("Bent", (ratios.Ratio,), {"rule": staticmethod(rule), "span": span, "__module__": __name__})()
+
+    check = testing.CHECKS["coefficient_is_the_gradient"]
+    check(offcorr.Correction(ratio=ratio(squared), gate=gates.Unclipped()))
+    with pytest.raises(AssertionError, match=r"the slope of Bent.rule is \S+ at token \d+ of .* numeric derivative"):
+        check(offcorr.Correction(ratio=ratio(halved_far), gate=gates.Unclipped()))
+
+
+def test_a_slope_of_one_is_a_choice_only_over_several_tokens():
+    """The token form of a span; of the token's own ratio it is a derivative."""
+    for span, found in (("token", True), ("sequence", False)):
+        bent = type("Bent", (ratios.Ratio,), {"rule": staticmethod(squashed), "span": span, "__module__": __name__})()
+        with pytest.raises(AssertionError, match="slope of Bent.rule is 1 ") if found else nullcontext():
+            testing.CHECKS["coefficient_is_the_gradient"](offcorr.Correction(ratio=bent, gate=gates.Unclipped()))
 
 
 def test_a_span_that_lets_masked_tokens_in_is_found():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
 from offcorr.stages.base import Controller, Number, Stage
-from offcorr.stages.checks import nearest, of_library
+from offcorr.stages.checks import nearest, of_library, warn_once
+from offcorr.stages.definition import checked_params
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError)
 """The errors of a function that cannot work, beside torch's; others (a lack of memory, say) are passed on."""
@@ -128,13 +130,48 @@ def resolved(controller: Controller, statistics: Any) -> Stage:
     """The stage that a controller resolves to.
 
     Raises:
-        TypeError: its method raised an error or returned something else; the message names class and method.
+        TypeError: its method raised an error, returned something else, or a stage whose numbers are none; the message
+            names class and method.
     """
     stage: Stage = _by_method(controller, "resolve", statistics)
     if not isinstance(stage, Stage) or isinstance(stage, Controller) or stage.KIND != controller.KIND:
         kind = controller.KIND.removesuffix("s")
         raise TypeError(f"{type(controller).__name__}.resolve returned {stage!r}, expected one of offcorr.{kind}s")
+    if not of_library(type(controller).resolve):
+        _check_numbers(f"{type(controller).__name__}.resolve", stage)
     return stage
+
+
+def _check_numbers(what: str, stage: Stage) -> None:
+    """Raise TypeError where a number of a stage that a user's controller resolved to is none; no value is read."""
+    try:
+        params = checked_params(stage)
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}") from error
+    for name, number in zip(getattr(params, "_fields", ()), params, strict=True):
+        if isinstance(number, Tensor) and (number.is_complex() or number.dtype == torch.bool):
+            raise TypeError(f"{what}: {type(stage).__name__}.params.{name} is {number.dtype}, expected a number")
+
+
+def warn_of_nan(controllers: Mapping[str, Controller], stages: Mapping[str, Stage], batch: Batch) -> None:
+    """Warn of a number that is NaN, of the stages that users' controllers resolved to for a batch on a CPU.
+
+    On other devices reading it would be a host synchronisation: there ``offcorr/loss/nonfinite`` counts the tokens that
+    it leaves without a gradient, and ``strict=True`` names it.
+    """
+    if batch.logp.device.type != "cpu" or torch.compiler.is_compiling() or not batch.mask.any():
+        return
+    for place, controller in controllers.items():
+        if of_library(type(controller).resolve):
+            continue
+        params = stages[place].params
+        for name, number in zip(getattr(params, "_fields", ()), params, strict=True):
+            if math.isnan(number):
+                warn_once(
+                    f"{type(controller).__name__}.resolve: {type(stages[place]).__name__}.params.{name} is nan, "
+                    "expected a number: tokens that it reaches get no gradient (offcorr/loss/nonfinite counts them; "
+                    "strict=True makes it an error)"
+                )
 
 
 def numbers_logged(controller: Controller, stage: Stage) -> Mapping[str, Number]:

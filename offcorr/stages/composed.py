@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from offcorr.stages import definition
+from offcorr.stages import definition, spans
 from offcorr.stages.base import Controller, Stage
 from offcorr.stages.checks import one_of, warn_once
 from offcorr.stages.gates import Gate
@@ -52,7 +52,7 @@ def check_stage(stage: Stage, optional: Iterable[str]) -> None:
         optional: the fields of a batch that may be None.
 
     Raises:
-        ValueError: ``needs`` is no set of them, or ``couples`` is unknown.
+        ValueError: ``needs`` is no set of them, or ``couples`` or ``span`` is unknown.
         TypeError: a pointwise function that a property gives cannot be called.
     """
     name, needs = type(stage).__name__, stage.needs
@@ -64,6 +64,9 @@ def check_stage(stage: Stage, optional: Iterable[str]) -> None:
         if field not in optional:
             raise ValueError(f"{name}.needs has {field!r}, expected a frozenset of names{one_of(field, optional)}")
     definition.check_computed(stage)
+    if "measure" in stage.PARTS:
+        span: Any = getattr(stage, "span", None)  # which a property may compute
+        spans.check(span, name)
 
 
 def check_ratio_and_gate(ratio: Any, gate: Any) -> None:

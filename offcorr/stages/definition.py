@@ -15,6 +15,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from offcorr.shapes import Mismatch
+from offcorr.stages import spans
 from offcorr.stages.checks import nearest, one_of
 
 INPUTS = {
@@ -39,7 +40,9 @@ _NOT_CALLED = ("__call__", "spec", "truncated", "kept")
 
 
 def check(cls: Any) -> None:
-    """Raise TypeError where a stage's class cannot work; the message names the class and the attribute."""
+    """Raise TypeError where a stage's class cannot work, ValueError where its span is unknown; the message names the
+    class and the attribute.
+    """
     name = cls.__name__
     for method in _NOT_CALLED:
         if method in vars(cls):
@@ -70,6 +73,8 @@ def check(cls: Any) -> None:
             raise TypeError(f"{name}.{part} is {given!r}, expected staticmethod(a function)")
         _check_part(cls, part, given.__func__)
 
+    if isinstance(span := vars(cls).get("span"), str) and "measure" in cls.PARTS:
+        spans.check(span, name)
     if cls.KIND == "gate":
         uses_ratio, surrogate = (inspect.getattr_static(cls, attribute) for attribute in ("uses_ratio", "surrogate"))
         if isinstance(surrogate, staticmethod):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -174,6 +175,48 @@ class Unbounded(controllers.Controller):
         return gates.Clip(torch.tensor(math.nan), torch.tensor(0.2))
 
 
+def test_a_controller_whose_bound_is_nan_is_named_without_strict():
+    """Once; not of a batch without a valid token, of which a mean may well be NaN."""
+    loss_fn = offcorr.Correction(gate=Unbounded())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_fn(BATCH.replaced(mask=torch.zeros_like(BATCH.mask)))
+    with pytest.warns(RuntimeWarning, match=r"Unbounded.resolve: Clip.params.low is nan, .* \(offcorr/loss/nonfinite"):
+        loss_fn(BATCH)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (torch.zeros(2), r"Mine.resolve: Far.params.eps has shape \(2,\), expected a 0-dim tensor"),
+        (torch.tensor(True), "Mine.resolve: Far.params.eps is torch.bool, expected a number"),
+        (torch.tensor(1j), "Mine.resolve: Far.params.eps is torch.complex64, expected a number"),
+    ],
+)
+def test_a_tensor_that_is_no_number_names_the_controller(number, message):
+    with pytest.raises(TypeError, match=message):
+        controller(resolve=lambda self, statistics: Far(number))(BATCH)
+
+
+class Eps(NamedTuple):
+    eps: Any
+
+
+def far(log_ratio, advantage, p):
+    return advantage * log_ratio * p.eps, advantage * p.eps
+
+
+@dataclass(frozen=True)
+class Far(gates.Gate):
+    eps: Any
+    surrogate = staticmethod(far)
+
+    @property
+    def params(self):
+        return Eps(self.eps)
+
+
+@pytest.mark.filterwarnings("ignore:Unbounded.resolve")
 def test_a_controller_whose_bound_is_nan_is_named():
     message = "Clip.surrogate gave nan: its number low is nan, which Unbounded.resolve computed, at sequence 0"
     with pytest.raises(ValueError, match=message):

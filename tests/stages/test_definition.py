@@ -237,10 +237,14 @@ def test_params_are_numbers_by_name(params, message):
 
 
 def test_a_stage_with_an_unknown_span():
+    """When the class is defined; a span that its fields choose, when a correction is made."""
     rule = staticmethod(lambda value: (value, value == value))
-    stage = define(rejections.Rejection, rule=rule, span="prefx")()
-    with pytest.raises(ValueError, match="Mine: span is 'prefx', did you mean 'prefix'.*offcorr.spans.register adds"):
-        offcorr.Correction(reject=stage)(offcorr.testing.example())
+    message = "Mine: span is 'prefx', did you mean 'prefix'.*offcorr.spans.register adds"
+    with pytest.raises(ValueError, match=message):
+        define(rejections.Rejection, rule=rule, span="prefx")
+    stage = define(rejections.Rejection, rule=rule, span=property(lambda self: "prefx"))()
+    with pytest.raises(ValueError, match=message):
+        offcorr.Correction(reject=stage)
 
 
 @pytest.mark.parametrize(
