@@ -1640,6 +1640,41 @@ MUTATIONS = [
         "[*fields]",
         "tests/diagnose/test_questions.py",
     ),
+    Mutation(
+        "diagnose: steps that agree are read with those that differ",
+        "offcorr/diagnose/diagnosis.py",
+        "_explain(differing, of_steps)",
+        "_explain(evidence, of_steps)",
+        "tests/diagnose/test_steps.py temperature",
+    ),
+    Mutation(
+        "diagnose: a change at one step counts as growth",
+        "offcorr/diagnose/causes/policies.py",
+        "_trend(sizes) < STEADY or _jumps(sizes)",
+        "_trend(sizes) < STEADY",
+        "tests/diagnose/test_steps.py change",
+    ),
+    Mutation(
+        "the monitor replaces a cause by one seen once in a weaker gap",
+        "offcorr/training/series.py",
+        "return again and confidence >= self.confidence",
+        "return confidence >= self.confidence",
+        "tests/training/test_monitor_causes.py weaker",
+    ),
+    Mutation(
+        "prompts: another row's ids are no error",
+        "offcorr/trl/prompts.py",
+        "if given[i] in expected and not",
+        "if given[i] in expected[:0] and not",
+        "tests/trl/test_returned.py another_prompt",
+    ),
+    Mutation(
+        "testing: the slope of a span is not divided by the span's own share",
+        "offcorr/stage_checks.py",
+        "moved)[0], logp) / own",
+        "moved)[0], logp)",
+        "tests/test_testing.py wrong_slope",
+    ),
 ]
 
 
