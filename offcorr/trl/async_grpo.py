@@ -115,9 +115,6 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
     def __init__(
         self, model: str, *rest: Any, args: Any = None, loss: offcorr.Correction | None = None, **kwargs: Any
     ) -> None:
-        check_reward_funcs(rest[0] if rest else kwargs.get("reward_funcs"))
-        if kwargs.get("environment_factory") is None:  # else the environment may own the prompts
-            check_data("train_dataset", kwargs.get("train_dataset"))
         annealed = choose_async_correction(args, loss)
         worker = kwargs.get("rollout_worker")
         if getattr(args, "anchor", None) == "snapshot" and isinstance(worker, UNSCORED_WORKERS):
@@ -127,6 +124,9 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
                 "instance offcorr.trl.local_worker.LocalWorker, or take another anchor"
             )
         check_dump(args)
+        check_reward_funcs(rest[0] if rest else kwargs.get("reward_funcs"))
+        if kwargs.get("environment_factory") is None:  # else the environment may own the prompts
+            check_data("train_dataset", kwargs.get("train_dataset"))
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
         self._reported = False

@@ -97,13 +97,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         check_rollout_func(kwargs.get("rollout_func"))
+        annealed = choose_correction(args, loss)
+        check_skipping(args, annealed)
+        check_dump(args)
         check_reward_funcs(reward_funcs)
         if kwargs.get("environment_factory") is None:  # else the environment may own the prompts
             check_data("train_dataset", rest[0] if rest else kwargs.get("train_dataset"), _prompts(args), steps=True)
             check_data("eval_dataset", kwargs.get("eval_dataset"))
-        annealed = choose_correction(args, loss)
-        check_skipping(args, annealed)
-        check_dump(args)
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
         if self._corrects and not rest:  # else rollout_func may be among them
