@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from offcorr.diagnose.causes import CAUSES, Finding
-from offcorr.diagnose.diagnosis import Report, diagnose
+from offcorr.diagnose.causes import CAUSES
+from offcorr.diagnose.diagnosis import diagnose
 from offcorr.diagnose.html import Decode, page
+from offcorr.diagnose.informed import informed
 from offcorr.diagnose.progress import Reading
 from offcorr.diagnose.readers import read
 from offcorr.diagnose.record import Record
@@ -242,27 +243,3 @@ def for_rescoring(records: Sequence[Record], count: int) -> list[Record]:
     if not usable:
         return []
     return [usable[int(place)] for place in np.linspace(0, len(usable) - 1, min(count, len(usable)))]
-
-
-EXPLAINS = 0.6
-"""A hypothesis is named as the cause if it explains more than this share of the gap."""
-
-SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised"), "stale_weights": ("adapter_not_synced",)}
-"""Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
-
-
-def informed(report: Report, rescored: Rescored) -> Report:
-    """The report with the hypothesis that explains most of the gap, where one explains enough, as the verdict."""
-    best = rescored.hypotheses[0] if rescored.hypotheses else None
-    if best is None or best.share <= EXPLAINS:
-        return report
-    named = {one.cause for one in report.causes}
-    id = next((one for one in SAME_HYPOTHESIS.get(best.cause, ()) if one in named), best.cause)
-    cause = CAUSES[id]
-    said = (
-        f"scored again under the hypothesis '{best.words}', the sampled tokens are {best.gap:.2g} nats from the "
-        f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
-    )
-    finding = Finding(id, best.share, best.share, 0.0, EXPLAINS, best.share, cause.title, said, cause.advice)
-    others = [one for one in report.causes if one.cause != id]
-    return dataclasses.replace(report, verdict=id, confidence=best.share, causes=[finding, *others])

@@ -15,10 +15,11 @@ pytest.importorskip("tokenizers")
 
 import torch
 
-from offcorr.diagnose import Record
+from offcorr.diagnose import Record, hypotheses
 from offcorr.diagnose import rescore as module
-from offcorr.diagnose.command import EXPLAINS, for_rescoring, informed
+from offcorr.diagnose.command import for_rescoring
 from offcorr.diagnose.diagnosis import diagnose
+from offcorr.diagnose.informed import EXPLAINS, informed
 from offcorr.diagnose.rescore import Hypothesis, Rescored, described, rescore
 from offcorr.rollout.decode import Sampling, decode
 from offcorr.training.precision import Precision
@@ -236,8 +237,9 @@ def test_pieces_give_the_same(model, monkeypatch):
 
 
 PEAK = """
+import numpy
 import torch
-from offcorr.diagnose import rescore as module
+from offcorr.diagnose import hypotheses, rescore as module
 
 def resident(name):
     with open("/proc/self/status") as file:
@@ -248,7 +250,7 @@ rows = module.PIECE // 8 // (module.COPIES * vocabulary)
 assert rows > 10
 raw = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))
 before = resident("VmRSS")
-module._of_logits(raw, torch.arange(rows), 1.0)
+hypotheses.transformed(raw, torch.arange(rows), 1.0, numpy.arange(5), numpy.arange(0))
 print(resident("VmHWM") - before)
 """
 
@@ -272,9 +274,9 @@ def test_truncation_among_the_likeliest_tokens_is_exact(sharp, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     logp = (sharp * torch.randn(40, 3000, generator=generator)).log_softmax(-1)
     ids = torch.multinomial(logp.exp(), 1, generator=generator)[:, 0]
-    found = module._truncated(logp, ids)
-    monkeypatch.setattr(module, "LIKELIEST", 3000)
-    for name, wanted in module._truncated(logp, ids).items():
+    found = hypotheses._truncated(logp, ids)
+    monkeypatch.setattr(hypotheses, "LIKELIEST", 3000)
+    for name, wanted in hypotheses._truncated(logp, ids).items():
         np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-4, err_msg=str(name))
     for share in (0.5, 0.9):
         np.testing.assert_allclose(

@@ -80,7 +80,8 @@ class Subject:
 
     def merged(self, updates: int) -> nn.Module:
         """The model of ``adapted``, with the LoRA added to the weights."""
-        return self.adapted(updates).merge_and_unload().eval()
+        adapted: Any = self.adapted(updates)
+        return adapted.merge_and_unload().eval()
 
 
 Config = Callable[[Any, dict[str, Any], np.random.Generator], Any]

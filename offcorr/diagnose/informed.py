@@ -1,0 +1,83 @@
+"""``informed``: a diagnosis from logs, corrected by what a model at hand says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from offcorr.diagnose.causes import CAUSES, Finding
+from offcorr.diagnose.diagnosis import Report
+from offcorr.diagnose.rescore import Rescored
+
+EXPLAINS = 0.6
+"""A hypothesis is named as the cause if it explains more than this share of the gap."""
+
+FALSE_ALARMS = 1e-3
+"""Share of the dumps, at most, whose tokens were drawn as they were logged and would be said not to be."""
+
+SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised"), "stale_weights": ("adapter_not_synced",)}
+"""Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
+
+SILENT = {
+    "temperature": "temperature_silent",
+    "top_p": "top_p_silent",
+    "top_k": "top_p_silent",
+    "min_p": "top_p_silent",
+    "repetition_penalty": "penalty_silent",
+}
+"""The cause of a hypothesis, and its name where neither side logged it."""
+
+
+def informed(report: Report, rescored: Rescored) -> Report:
+    """The report with what the hypotheses add: a transform that neither side logged, and the cause of the gap.
+
+    The tokens themselves say what they were drawn from: of two distributions, the likelihood ratio of all tokens is
+    nowhere near as likely to favour the wrong one.  Where a transform of the model's distributions fits them better
+    than the log-probs that the sampler logged, and than the model as it is, it is named.
+    """
+    report = _with_silent(report, rescored)
+    best = rescored.hypotheses[0] if rescored.hypotheses else None
+    if best is None or best.share <= EXPLAINS:
+        return report
+    named = {one.cause for one in report.causes}
+    id = next((one for one in SAME_HYPOTHESIS.get(best.cause, ()) if one in named), best.cause)
+    said = (
+        f"scored again under the hypothesis '{best.words}', the sampled tokens are {best.gap:.2g} nats from the "
+        f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
+    )
+    return _first(report, _finding(id, best.share, best.share, EXPLAINS, best.share, said), drop={id})
+
+
+def _with_silent(report: Report, rescored: Rescored) -> Report:
+    fits = [one for one in rescored.hypotheses if one.cause in SILENT]
+    best = max(fits, key=lambda one: one.drawn, default=None)
+    if best is None:
+        return report
+    threshold = math.log(len(fits) / FALSE_ALARMS)
+    ahead = best.drawn - max(0.0, rescored.drawn_as_logged)
+    if ahead <= threshold:
+        return report
+    id = SILENT[best.cause]
+    second = max((one.drawn for one in fits if SILENT[one.cause] != id), default=-math.inf)
+    said = (
+        f"the model's distributions under '{best.words}' fit the sampled tokens better than its own, and than the "
+        f"log-probs that the sampler logged: the tokens are e^{ahead:.0f} times likelier to be drawn so"
+    )
+    finding = _finding(id, _odds(best.drawn - second), ahead, threshold, 1.0, said)
+    return _first(report, finding, drop=set(SILENT.values()))
+
+
+def _finding(id: str, sure: float, statistic: float, threshold: float, share: float, said: str) -> Finding:
+    cause = CAUSES[id]
+    return Finding(id, sure, statistic, 0.0, threshold, share, cause.title, said, cause.advice)
+
+
+def _first(report: Report, finding: Finding, drop: set[str]) -> Report:
+    """The report with one more cause in the first place, and without some others."""
+    others = [one for one in report.causes if one.cause not in drop]
+    return dataclasses.replace(report, verdict=finding.cause, confidence=finding.confidence, causes=[finding, *others])
+
+
+def _odds(ahead: float) -> float:
+    """Probability of the better of two hypotheses from the log of their likelihood ratio."""
+    return 1 / (1 + math.exp(-ahead)) if ahead < 30 else 1.0
