@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from offcorr.diagnose.evidence import SAME
 from offcorr.diagnose.hypotheses import Name, chosen, other_prompts, shifted, transformed
+from offcorr.diagnose.passes import passes
 from offcorr.diagnose.record import Floats, Record
 from offcorr.diagnose.variants import cast, has_adapter, rounded_caches, without_adapter
 
@@ -26,10 +25,8 @@ SLIPS = 1e-3
 
 AS_IT_IS: Name = ("", "")
 
-PIECE = 2**29
-"""Bytes of the arrays of one piece of a sequence, about, each of [tokens, vocabulary] numbers."""
-COPIES = 24
-"""Bytes per number of such an array: logits, log-probs, probabilities, and what sorting them takes."""
+Work = Callable[[Tensor, Tensor, Record, int], dict[Name, Floats]]
+"""Takes logits [t, V], token ids [t], their record and the place of the first of them in its completion."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,8 @@ def rescore(
 ) -> Rescored:
     """Scores the completions under each hypothesis and says how much of the gap each explains.
 
-    The model's weights are not changed, and each of its modules is left in the mode that it was in.  A sequence is
-    scored in pieces where the logits of all its tokens would take more than about 500 MB.
+    The model's weights are not changed, and each of its modules is left in the mode that it was in.  What is computed
+    at a time takes about 500 MB at most, beside the model.
 
     Args:
         records: some tens of sequences; each costs about fifteen forward passes, and one per checkpoint.
@@ -108,25 +105,21 @@ def rescore(
         raise ValueError("there is no sequence to score again")
     if not (np.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature is {temperature}, expected a number > 0")
-    base: list[Floats] = []
-    scored: dict[Name, list[Floats]] = {}
-    with _mode(model, training=False):
-        for done, record in enumerate(records, 1):
-            found = _as_it_is(model, record, temperature)
-            base.append(found.pop(AS_IT_IS))
-            for name, logp in found.items():
-                scored.setdefault(name, []).append(logp)
-            report("as it is", done, len(records))
+
+    def plain(raw: Tensor, ids: Tensor, record: Record, start: int) -> dict[Name, Floats]:
+        return {AS_IT_IS: chosen(raw / temperature, ids)}
+
+    def with_transforms(raw: Tensor, ids: Tensor, record: Record, start: int) -> dict[Name, Floats]:
+        found = transformed(raw, ids, temperature, record.prompt_ids, record.completion_ids[:start])
+        return found | plain(raw, ids, record, start)
 
     def again(words: str, module: nn.Module, changed: Sequence[Record] = records, **how: Any) -> list[Floats]:
-        logps = []
-        with _mode(module, how.pop("training", False)):
-            for done, record in enumerate(changed, 1):
-                pieces = _pieces(module, record, **how)
-                logps.append(np.concatenate([chosen(raw / temperature, ids) for raw, ids in pieces]))
-                report(words, done, len(records))
-        return logps
+        return _scored(module, changed, plain, lambda done: report(words, done, len(records)), **how)[AS_IT_IS]
 
+    scored = _scored(model, records, with_transforms, lambda done: report("as it is", done, len(records)))
+    base = scored.pop(AS_IT_IS)
+    for name in shifted(base[0]):
+        scored[name] = [shifted(logp)[name] for logp in base]
     for name, changed in other_prompts(records).items():
         scored[name] = again(name[1], model, changed)
     left_out = []
@@ -222,66 +215,17 @@ def _gap(first: Floats, second: Floats) -> float:
     return float(np.minimum(np.nan_to_num(np.abs(first - second), nan=FARTHEST, posinf=FARTHEST), FARTHEST).mean())
 
 
-# -- forward passes ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Every module in one mode, and in its own again afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.train(training)
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _pieces(
-    model: nn.Module, record: Record, cache: Callable[[int], Any] | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits [t, V] (float32) and token ids [t] of the completion's tokens, a piece at a time.
-
-    Args:
-        cache: makes an empty cache from the length of the prompt, which is read first, by itself.
-    """
-    place = f"{record.where}: " if record.where else ""
-    if not len(record.prompt_ids):
-        raise ValueError(f"{place}prompt_ids is empty; a model scores what follows one token at least")
-    both = np.concatenate([record.prompt_ids, record.completion_ids])
-    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
-    if both.min() < 0 or both.max() >= vocabulary:
-        odd = int(both[(both < 0) | (both >= vocabulary)][0])
-        raise ValueError(
-            f"{place}token id {odd} is not in the model's vocabulary of {vocabulary}: the dump is of another model"
-        )
-    ids = torch.from_numpy(both).to(next(model.parameters()).device)
-    first, last = len(record.prompt_ids) - 1, len(both) - 1
-    size = max(1, PIECE // (COPIES * vocabulary))
-    cuts = {*range(0, last, size), last} | ({first + 1} if cache else set())
-    whole = len(cuts) == 2
-    kept: Any = cache(first + 1) if cache else None
-    for start, stop in pairwise(sorted(cuts)):
-        output = model(input_ids=ids[None, start:stop], past_key_values=kept, use_cache=not whole or cache is not None)
-        returned = getattr(output, "past_key_values", None)
-        if (returned is None and not whole) or (cache and not kept.get_seq_length()):
-            pieces = "" if cache else f"a sequence of {last + 1} tokens is scored in pieces of {size}, and "
-            advice = "" if cache else ": leave longer sequences out"
-            raise ValueError(f"{place}{pieces}{type(model).__name__} keeps no keys and values between them{advice}")
-        kept = returned
-        begin = max(first, start)
-        if begin < stop:
-            yield output.logits[0, begin - start :].float(), ids[begin + 1 : stop + 1]
-
-
-def _as_it_is(model: nn.Module, record: Record, temperature: float) -> dict[Name, Floats]:
-    """[T] log-probs of the model as it is, and of each hypothesis that needs no forward pass of its own."""
-    parts: list[dict[Name, Floats]] = []
+def _scored(
+    model: nn.Module, records: Sequence[Record], work: Work, report: Callable[[int], None], **how: Any
+) -> dict[Name, list[Floats]]:
+    """What ``work`` makes of the logits: by name, [T] numbers of each record; ``how``: see ``passes``."""
+    parts: list[list[dict[Name, Floats]]] = [[] for _ in records]
     done = 0
-    for raw, ids in _pieces(model, record):
-        before = record.completion_ids[:done]
-        parts.append(transformed(raw, ids, temperature, record.prompt_ids, before))
-        parts[-1][AS_IT_IS] = chosen(raw / temperature, ids)
-        done += len(ids)
-    found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return found | shifted(found[AS_IT_IS])
+    for row, start, raw, ids in passes(model, records, **how):
+        parts[row].append(work(raw, ids, records[row], start))
+        if start + len(ids) == len(records[row]):
+            done += 1
+            report(done)
+    names = next(iter(filter(None, parts)), [{}])[0]
+    nothing = np.empty(0)  # of a completion without tokens
+    return {name: [np.concatenate([nothing, *(part[name] for part in row)]) for row in parts] for name in names}

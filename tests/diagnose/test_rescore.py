@@ -15,7 +15,7 @@ pytest.importorskip("tokenizers")
 
 import torch
 
-from offcorr.diagnose import Record, hypotheses
+from offcorr.diagnose import Record, hypotheses, passes
 from offcorr.diagnose import rescore as module
 from offcorr.diagnose.command import for_rescoring
 from offcorr.diagnose.diagnosis import diagnose
@@ -227,7 +227,7 @@ def test_pieces_give_the_same(model, monkeypatch):
     hook = model.register_forward_pre_hook(
         lambda module, args, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
     )
-    monkeypatch.setattr(module, "PIECE", 5 * module.COPIES * 17)
+    monkeypatch.setattr(passes, "PIECE", 5 * passes.COPIES * 17)
     pieces = rescore(records, model)
     hook.remove()
     assert max(sizes) == 5
@@ -239,14 +239,14 @@ def test_pieces_give_the_same(model, monkeypatch):
 PEAK = """
 import numpy
 import torch
-from offcorr.diagnose import hypotheses, rescore as module
+from offcorr.diagnose import hypotheses, passes
 
 def resident(name):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 vocabulary = 150_000
-rows = module.PIECE // 8 // (module.COPIES * vocabulary)
+rows = passes.PIECE // 8 // (passes.COPIES * vocabulary)
 assert rows > 10
 raw = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))
 before = resident("VmRSS")
