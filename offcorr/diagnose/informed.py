@@ -7,6 +7,7 @@ import math
 
 from offcorr.diagnose.causes import CAUSES, Finding
 from offcorr.diagnose.diagnosis import Report
+from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.rescore import Rescored
 
 EXPLAINS = 0.6
@@ -29,53 +30,62 @@ SILENT = {
 
 
 def informed(report: Report, rescored: Rescored) -> Report:
-    """The report with what the hypotheses add: a transform that neither side logged, and the cause of the gap.
+    """The report with what the hypotheses add: the cause of the gap, and a transform that neither side logged.
 
-    The tokens themselves say what they were drawn from: of two distributions, the likelihood ratio of all tokens is
-    nowhere near as likely to favour the wrong one.  Where a transform of the model's distributions fits them better
-    than the log-probs that the sampler logged, and than the model as it is, it is named.
+    A hypothesis that explains enough of the gap takes the place of the causes that cannot be told from it.  The tokens
+    themselves say what they were drawn from: where a transform of the model's distributions makes all of them together
+    likelier than the log-probs that the sampler logged do, and than the model as it is, it is named.
     """
-    report = _with_silent(report, rescored)
+    found = [one for one in (_of_the_draws(rescored), _of_the_gap(report, rescored)) if one is not None]
+    stages = {CAUSES[one.cause].stage for one in found} & {"unlogged", "policies"}  # of which one cause is named
+    replaced = {one.cause for one in found} | {id for id, cause in CAUSES.items() if cause.stage in stages}
+    others = [one for one in report.causes if one.cause not in replaced]
+    named = [one.cause for one in others]
+    report = dataclasses.replace(report, cannot_tell=open_questions(report.evidence, named, draws_known=True))
+    if not found:
+        return report
+    first = found[-1]  # the gap, where it is explained
+    return dataclasses.replace(
+        report, verdict=first.cause, confidence=first.confidence, causes=[*reversed(found), *others]
+    )
+
+
+def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
+    """The hypothesis that explains most of the gap, if it explains enough."""
     best = rescored.hypotheses[0] if rescored.hypotheses else None
     if best is None or best.share <= EXPLAINS:
-        return report
+        return None
     named = {one.cause for one in report.causes}
     id = next((one for one in SAME_HYPOTHESIS.get(best.cause, ()) if one in named), best.cause)
     said = (
         f"scored again under the hypothesis '{best.words}', the sampled tokens are {best.gap:.2g} nats from the "
         f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
     )
-    return _first(report, _finding(id, best.share, best.share, EXPLAINS, best.share, said), drop={id})
+    return _finding(id, best.share, best.share, EXPLAINS, best.share, said)
 
 
-def _with_silent(report: Report, rescored: Rescored) -> Report:
+def _of_the_draws(rescored: Rescored) -> Finding | None:
+    """The transform that the tokens were drawn under, if neither side logged it."""
     fits = [one for one in rescored.hypotheses if one.cause in SILENT]
     best = max(fits, key=lambda one: one.drawn, default=None)
     if best is None:
-        return report
+        return None
     threshold = math.log(len(fits) / FALSE_ALARMS)
     ahead = best.drawn - max(0.0, rescored.drawn_as_logged)
     if ahead <= threshold:
-        return report
+        return None
     id = SILENT[best.cause]
     second = max((one.drawn for one in fits if SILENT[one.cause] != id), default=-math.inf)
     said = (
         f"the model's distributions under '{best.words}' fit the sampled tokens better than its own, and than the "
         f"log-probs that the sampler logged: the tokens are e^{ahead:.0f} times likelier to be drawn so"
     )
-    finding = _finding(id, _odds(best.drawn - second), ahead, threshold, 1.0, said)
-    return _first(report, finding, drop=set(SILENT.values()))
+    return _finding(id, _odds(best.drawn - second), ahead, threshold, 1.0, said)
 
 
 def _finding(id: str, sure: float, statistic: float, threshold: float, share: float, said: str) -> Finding:
     cause = CAUSES[id]
     return Finding(id, sure, statistic, 0.0, threshold, share, cause.title, said, cause.advice)
-
-
-def _first(report: Report, finding: Finding, drop: set[str]) -> Report:
-    """The report with one more cause in the first place, and without some others."""
-    others = [one for one in report.causes if one.cause not in drop]
-    return dataclasses.replace(report, verdict=finding.cause, confidence=finding.confidence, causes=[finding, *others])
 
 
 def _odds(ahead: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -124,6 +126,14 @@ def test_older_weights_that_are_logged_are_not_called_silent(model, seed):
     rescored = rescore(records, model)
     assert rescored.gap > 0.05 and rescored.drawn_as_logged > 0
     assert not [one for one in informed(diagnose(records), rescored).causes if one.cause.endswith("_silent")]
+
+
+def test_a_dump_without_entropies_is_not_asked_for_them(model):
+    records = [dataclasses.replace(one, entropy=None) for one in dump(model, transforms=[presence(0.8)], raw=True)]
+    report = diagnose(records)
+    found = informed(report, rescore(records, model))
+    assert report.verdict == "clean" and any("log entropy" in said for said in report.cannot_tell)
+    assert found.verdict == "penalty_silent" and not any("log entropy" in said for said in found.cannot_tell)
 
 
 def test_penalties_by_hand():
