@@ -8,7 +8,7 @@ import math
 from offcorr.diagnose.causes import CAUSES, Finding
 from offcorr.diagnose.diagnosis import Report
 from offcorr.diagnose.questions import open_questions
-from offcorr.diagnose.rescore import Rescored
+from offcorr.diagnose.rescore import Hypothesis, Rescored
 
 EXPLAINS = 0.6
 """A hypothesis is named as the cause if it explains more than this share of the gap."""
@@ -36,17 +36,30 @@ def informed(report: Report, rescored: Rescored) -> Report:
     themselves say what they were drawn from: where a transform of the model's distributions makes all of them together
     likelier than the log-probs that the sampler logged do, and than the model as it is, it is named.
     """
-    found = [one for one in (_of_the_draws(rescored), _of_the_gap(report, rescored)) if one is not None]
+    silent, gap = _of_the_draws(rescored), _of_the_gap(report, rescored)
+    found = [one for one in (gap, silent) if one is not None]
     stages = {CAUSES[one.cause].stage for one in found} & {"unlogged", "policies"}  # of which one cause is named
     replaced = {one.cause for one in found} | {id for id, cause in CAUSES.items() if cause.stage in stages}
-    others = [one for one in report.causes if one.cause not in replaced]
-    named = [one.cause for one in others]
-    report = dataclasses.replace(report, cannot_tell=open_questions(report.evidence, named, draws_known=True))
-    if not found:
-        return report
-    first = found[-1]  # the gap, where it is explained
+    if _ahead(rescored)[1] <= math.log(len(rescored.hypotheses) + 1):  # no more than the best of so many by chance
+        replaced |= set(SILENT.values())
+    others = [_older(one, rescored) for one in report.causes if one.cause not in replaced]
+    cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
+    causes = [*found, *others]
+    if not causes and report.causes:
+        return dataclasses.replace(report, verdict="unknown", confidence=0.5, causes=[], cannot_tell=cannot_tell)
+    verdict, sure = (causes[0].cause, causes[0].confidence) if causes else (report.verdict, report.confidence)
+    return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=causes, cannot_tell=cannot_tell)
+
+
+def _older(finding: Finding, rescored: Rescored) -> Finding:
+    """An adapter that does not explain the gap, or that the model has not, is not what the sampler lacks."""
+    if finding.cause != "adapter_not_synced":
+        return finding
+    cause = CAUSES["stale_weights"]
+    tried = any(one.cause == finding.cause for one in rescored.hypotheses)
+    why = "without its adapter the model is no nearer to the sampler" if tried else "the model has no adapter apart"
     return dataclasses.replace(
-        report, verdict=first.cause, confidence=first.confidence, causes=[*reversed(found), *others]
+        finding, cause=cause.id, title=cause.title, advice=cause.advice, evidence=f"{finding.evidence}; {why}"
     )
 
 
@@ -66,13 +79,10 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
 
 def _of_the_draws(rescored: Rescored) -> Finding | None:
     """The transform that the tokens were drawn under, if neither side logged it."""
+    best, ahead = _ahead(rescored)
     fits = [one for one in rescored.hypotheses if one.cause in SILENT]
-    best = max(fits, key=lambda one: one.drawn, default=None)
-    if best is None:
-        return None
-    threshold = math.log(len(fits) / FALSE_ALARMS)
-    ahead = best.drawn - max(0.0, rescored.drawn_as_logged)
-    if ahead <= threshold:
+    threshold = math.log((len(fits) + 1) / FALSE_ALARMS)
+    if best is None or ahead <= threshold:
         return None
     id = SILENT[best.cause]
     second = max((one.drawn for one in fits if SILENT[one.cause] != id), default=-math.inf)
@@ -81,6 +91,13 @@ def _of_the_draws(rescored: Rescored) -> Finding | None:
         f"log-probs that the sampler logged: the tokens are e^{ahead:.0f} times likelier to be drawn so"
     )
     return _finding(id, _odds(best.drawn - second), ahead, threshold, 1.0, said)
+
+
+def _ahead(rescored: Rescored) -> tuple[Hypothesis | None, float]:
+    """The transform that fits the tokens best, and by how much better (nats) than what was logged, and the model."""
+    fits = [one for one in rescored.hypotheses if one.cause in SILENT]
+    best = max(fits, key=lambda one: one.drawn, default=None)
+    return best, -math.inf if best is None else best.drawn - max(0.0, rescored.drawn_as_logged)
 
 
 def _finding(id: str, sure: float, statistic: float, threshold: float, share: float, said: str) -> Finding:
