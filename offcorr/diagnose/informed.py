@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from offcorr.diagnose.causes import CAUSES, Finding
-from offcorr.diagnose.diagnosis import Report
+from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.rescore import Hypothesis, Rescored
 
@@ -45,9 +45,11 @@ def informed(report: Report, rescored: Rescored) -> Report:
     others = [_older(one, rescored) for one in report.causes if one.cause not in replaced]
     cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
     causes = [*found, *others]
-    if not causes and report.causes:
-        return dataclasses.replace(report, verdict="unknown", confidence=0.5, causes=[], cannot_tell=cannot_tell)
-    verdict, sure = (causes[0].cause, causes[0].confidence) if causes else (report.verdict, report.confidence)
+    verdict, sure = report.verdict, report.confidence
+    if causes:
+        verdict, sure = causes[0].cause, causes[0].confidence
+    elif report.causes:
+        verdict, sure = without_cause(report.evidence)
     return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=causes, cannot_tell=cannot_tell)
 
 

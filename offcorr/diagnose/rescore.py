@@ -218,7 +218,7 @@ def _gap(first: Floats, second: Floats) -> float:
 def _scored(
     model: nn.Module, records: Sequence[Record], work: Work, report: Callable[[int], None], **how: Any
 ) -> dict[Name, list[Floats]]:
-    """What ``work`` makes of the logits: by name, [T] numbers of each record; ``how``: see ``passes``."""
+    """By name, [T] numbers of each record, which ``work`` makes of the logits; ``how``: see ``passes``."""
     parts: list[list[dict[Name, Floats]]] = [[] for _ in records]
     done = 0
     for row, start, raw, ids in passes(model, records, **how):

@@ -1,4 +1,4 @@
-"""What a sampler may have in place of the trainer's model: another precision, a rounded cache, no adapter."""
+"""Variants of the trainer's model that a sampler may have: another precision, a rounded cache, no adapter."""
 
 from __future__ import annotations
 

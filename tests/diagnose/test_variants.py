@@ -136,6 +136,28 @@ def test_a_dump_without_entropies_is_not_asked_for_them(model):
     assert found.verdict == "penalty_silent" and not any("log entropy" in said for said in found.cannot_tell)
 
 
+def test_a_silent_cause_that_the_draws_do_not_bear_out_is_taken_back(model):
+    """Wrong entropies make the tokens look too surprising; a model shows that they were drawn as they were logged."""
+    records = [dataclasses.replace(one, entropy=0.7 * one.entropy) for one in dump(model)]
+    report = diagnose(records)
+    assert report.verdict.endswith("_silent")
+    found = informed(report, rescore(records, model))
+    assert (found.verdict, list(found.causes)) == ("clean", [])
+
+
+def test_older_weights_whose_versions_are_wrong(model):
+    """Equal versions speak for an adapter that never arrived; the model has none."""
+    older = fresh_model(0).eval()
+    with torch.no_grad():
+        for parameter in older.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    records = [dataclasses.replace(one, rollout_version=3, trainer_version=3) for one in dump(model, older)]
+    report = diagnose(records)
+    assert report.verdict == "adapter_not_synced"
+    found = informed(report, rescore(records, model))
+    assert found.verdict == "stale_weights" and "the model has no adapter apart" in found.causes[0].evidence
+
+
 def test_penalties_by_hand():
     """Every token's logits changed one by one, in pieces of a completion, against the sums over seen tokens alone."""
     generator = torch.Generator().manual_seed(0)
