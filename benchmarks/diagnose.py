@@ -105,8 +105,8 @@ def outcome(dump: Dump, folder: Path, with_model: bool) -> dict[str, Any]:
     found = dump._asdict() | {"causes": list(dump.causes), "settings": json.loads(about.read_text())}
     if not with_model:
         return found | verdicts(records)
-    model, temperature = trainer_model(dump.causes, architecture=dump.architecture, seed=dump.seed)
-    return found | verdicts(records, lambda chosen: rescore(chosen, model, temperature=temperature))
+    model = trainer_model(dump.causes, architecture=dump.architecture, seed=dump.seed)
+    return found | verdicts(records, lambda chosen: rescore(chosen, model))
 
 
 def served(folder: Path) -> Iterator[dict[str, Any]]:

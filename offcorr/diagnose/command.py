@@ -25,6 +25,7 @@ from offcorr.diagnose.rescore import Rescored, described, rescore
 from offcorr.diagnose.text import text
 from offcorr.folders import check_file
 from offcorr.optional import require
+from offcorr.quiet import no_progress_bar
 
 SEQUENCES = 32
 """Sequences that ``--model`` scores."""
@@ -67,7 +68,9 @@ def add_parser(subparsers: Any) -> None:
         default=[],
         help="an earlier model that the sampler may have had, for --model; may be repeated",
     )
-    parser.add_argument("--temperature", type=float, help="the trainer's, for --model (default: 1)")
+    parser.add_argument(
+        "--temperature", type=float, help="the trainer's, for --model (default: found from its log-probs)"
+    )
     parser.add_argument(
         "--rescored", type=int, metavar="N", help=f"sequences that --model scores (default: {SEQUENCES})"
     )
@@ -206,7 +209,8 @@ def _loaded(flag: str, name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        with no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except Exception as error:  # transformers raises errors of many kinds for what is no model
         raise _unloadable(flag, name, error) from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -222,7 +226,7 @@ def _rescored(options: argparse.Namespace, model: Any, records: Sequence[Record]
             chosen,
             model,
             checkpoints=((name, _loaded("--checkpoint", name)) for name in options.checkpoint),
-            temperature=1.0 if options.temperature is None else options.temperature,
+            temperature=options.temperature,
             report=progress.scored,
         )
 

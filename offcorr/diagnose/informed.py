@@ -8,7 +8,7 @@ import math
 from offcorr.diagnose.causes import CAUSES, Finding
 from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.questions import open_questions
-from offcorr.diagnose.rescore import Hypothesis, Rescored
+from offcorr.diagnose.rescore import TRANSFORMS, Rescored
 
 EXPLAINS = 0.6
 """A hypothesis is named as the cause if it explains more than this share of the gap."""
@@ -40,7 +40,7 @@ def informed(report: Report, rescored: Rescored) -> Report:
     found = [one for one in (gap, silent) if one is not None]
     stages = {CAUSES[one.cause].stage for one in found} & {"unlogged", "policies"}  # of which one cause is named
     replaced = {one.cause for one in found} | {id for id, cause in CAUSES.items() if cause.stage in stages}
-    if _ahead(rescored)[1] <= math.log(len(rescored.hypotheses) + 1):  # no more than the best of so many by chance
+    if rescored.best_drawn[1] <= math.log(len(rescored.hypotheses) + 1):  # no more than the best of so many by chance
         replaced |= set(SILENT.values())
     others = [_older(one, rescored) for one in report.causes if one.cause not in replaced]
     cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
@@ -81,8 +81,8 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
 
 def _of_the_draws(rescored: Rescored) -> Finding | None:
     """The transform that the tokens were drawn under, if neither side logged it."""
-    best, ahead = _ahead(rescored)
-    fits = [one for one in rescored.hypotheses if one.cause in SILENT]
+    best, ahead = rescored.best_drawn
+    fits = [one for one in rescored.hypotheses if one.cause in TRANSFORMS]
     threshold = math.log((len(fits) + 1) / FALSE_ALARMS)
     if best is None or ahead <= threshold:
         return None
@@ -93,13 +93,6 @@ def _of_the_draws(rescored: Rescored) -> Finding | None:
         f"log-probs that the sampler logged: the tokens are e^{ahead:.0f} times likelier to be drawn so"
     )
     return _finding(id, _odds(best.drawn - second), ahead, threshold, 1.0, said)
-
-
-def _ahead(rescored: Rescored) -> tuple[Hypothesis | None, float]:
-    """The transform that fits the tokens best, and by how much better (nats) than what was logged, and the model."""
-    fits = [one for one in rescored.hypotheses if one.cause in SILENT]
-    best = max(fits, key=lambda one: one.drawn, default=None)
-    return best, -math.inf if best is None else best.drawn - max(0.0, rescored.drawn_as_logged)
 
 
 def _finding(id: str, sure: float, statistic: float, threshold: float, share: float, said: str) -> Finding:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offcorr.diagnose.evidence import SAME
-from offcorr.diagnose.hypotheses import Name, chosen, other_prompts, shifted, transformed
+from offcorr.diagnose.hypotheses import TEMPERATURES, Name, chosen, other_prompts, shifted, transformed
 from offcorr.diagnose.passes import passes
 from offcorr.diagnose.record import Floats, Record
 from offcorr.diagnose.variants import cast, has_adapter, rounded_caches, without_adapter
@@ -22,6 +22,12 @@ FARTHEST = 5.0
 
 SLIPS = 1e-3
 """Share of the tokens that a hypothesis about the draws leaves to the model as it is: rounding moves a bound."""
+
+TRANSFORMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Causes by which a sampler changes a model's distributions before it draws."""
+
+FEW = 8
+"""Sequences that the trainer's temperature is found from."""
 
 AS_IT_IS: Name = ("", "")
 
@@ -65,6 +71,7 @@ class Rescored:
         drawn_as_logged: log-likelihood of all tokens by the sampler's log-probs, less that of the model as it is
             (nats).  If these are of the distributions that the tokens were drawn from, no hypothesis that was chosen
             beforehand exceeds it by log(1 / a) with a probability of more than a.
+        temperature: of the trainer.
     """
 
     sequences: int
@@ -74,6 +81,14 @@ class Rescored:
     hypotheses: Sequence[Hypothesis]
     left_out: Sequence[str] = ()
     drawn_as_logged: float = 0.0
+    temperature: float = 1.0
+
+    @property
+    def best_drawn(self) -> tuple[Hypothesis | None, float]:
+        """The transform that fits the tokens best, and by how much better (nats) than the log and the model do."""
+        fits = [one for one in self.hypotheses if one.cause in TRANSFORMS]
+        best = max(fits, key=lambda one: one.drawn, default=None)
+        return best, -np.inf if best is None else best.drawn - max(0.0, self.drawn_as_logged)
 
 
 @torch.no_grad()
@@ -82,7 +97,7 @@ def rescore(
     model: nn.Module,
     *,
     checkpoints: Iterable[tuple[str, nn.Module]] = (),
-    temperature: float = 1.0,
+    temperature: float | None = None,
     report: Callable[[str, int, int], None] = lambda words, done, of: None,
 ) -> Rescored:
     """Scores the completions under each hypothesis and says how much of the gap each explains.
@@ -94,7 +109,7 @@ def rescore(
         records: some tens of sequences; each costs about fifteen forward passes, and one per checkpoint.
         model: a causal language model of transformers, with the weights that the trainer held.
         checkpoints: names and models that the sampler may have had in its place; taken one after the other.
-        temperature: the trainer's.
+        temperature: the trainer's; None: the one at which the model's log-probs are nearest to the trainer's.
         report: called with a hypothesis, the number of sequences scored under it and their total.
 
     Raises:
@@ -103,7 +118,9 @@ def rescore(
     """
     if not records:
         raise ValueError("there is no sequence to score again")
-    if not (np.isfinite(temperature) and temperature > 0):
+    if temperature is None:
+        temperature = trainer_temperature(records[:FEW], model)
+    elif not (np.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature is {temperature}, expected a number > 0")
 
     def plain(raw: Tensor, ids: Tensor, record: Record, start: int) -> dict[Name, Floats]:
@@ -159,9 +176,33 @@ def rescore(
     if noise > SAME and logged / 3 < noise < logged * 3:  # the trainer is off by as much as dropout makes
         hypotheses.append(_hypothesis("dropout", "dropout off", gap, logged))
     hypotheses.sort(key=lambda one: -one.share)
-    return Rescored(
-        len(records), gap, logged, _gap(ours, trainer), hypotheses, left_out, _likelier(sampler, ours, slips=0.0)
-    )
+    as_logged = _likelier(sampler, ours, slips=0.0)
+    return Rescored(len(records), gap, logged, _gap(ours, trainer), hypotheses, left_out, as_logged, temperature)
+
+
+@torch.no_grad()
+def trainer_temperature(records: Sequence[Record], model: nn.Module) -> float:
+    """The temperature at which the model's log-probs are nearest to the trainer's logged ones; 1 if none is near."""
+    chosen_tokens = [
+        np.isfinite(record.old_logp) & (True if record.mask is None else record.mask) for record in records
+    ]
+    valid = np.concatenate(chosen_tokens)
+    trainer = np.concatenate([record.old_logp for record in records])[valid]
+
+    def gaps(grid: Sequence[float]) -> dict[float, float]:
+        def work(raw: Tensor, ids: Tensor, record: Record, start: int) -> dict[Name, Floats]:
+            return {("temperature", f"{one:g}"): chosen(raw / one, ids) for one in grid}
+
+        logps = _scored(model, records, work, lambda done: None)
+        return {one: _gap(np.concatenate(logps["temperature", f"{one:g}"])[valid], trainer) for one in grid}
+
+    if not valid.any():
+        return 1.0
+    found = gaps(TEMPERATURES)
+    near = min(found, key=lambda one: found[one])
+    found |= gaps([round(near + step / 100, 2) for step in range(-9, 10) if near + step / 100 > 0.1])
+    best = min(found, key=lambda one: found[one])
+    return best if found[best] < 0.5 * found[1.0] else 1.0
 
 
 def described(rescored: Rescored, most: int = 6) -> list[str]:
@@ -175,6 +216,8 @@ def described(rescored: Rescored, most: int = 6) -> list[str]:
         f"the model's log-probs of {rescored.sequences} sequences differ from the sampler's by {rescored.gap:.2g} nats "
         "per token on average"
     ]
+    if rescored.temperature != 1:
+        said.append(f"the trainer's temperature is {rescored.temperature:g}")
     if rescored.trainer > max(0.02, 0.5 * rescored.logged):
         said.append(
             f"they differ from the trainer's logged ones by {rescored.trainer:.2g} nats: the model has other weights "
@@ -191,6 +234,9 @@ def described(rescored: Rescored, most: int = 6) -> list[str]:
     ]
     if not telling and rescored.gap > SAME:
         said.append(f"none of the {len(rescored.hypotheses)} hypotheses explains more than 5% of it")
+    best, ahead = rescored.best_drawn
+    if best is not None and ahead <= 0:
+        said.append("no temperature, truncation or penalty fits the sampled tokens better than what was logged")
     said += [f"not tried: {one}" for one in rescored.left_out]
     return said
 

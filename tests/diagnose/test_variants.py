@@ -28,8 +28,11 @@ def model():
     return fresh_model(0).eval()
 
 
-def dump(trainer, sampler=None, *, seed=0, raw=False, sequences=24, **how):
-    """Records of completions that ``sampler`` drew; ``raw``: it logs log-probs from before ``how``'s transforms."""
+def dump(trainer, sampler=None, *, seed=0, raw=False, sequences=24, temperature=1.0, **how):
+    """Records of completions that ``sampler`` drew; ``raw``: it logs log-probs from before ``how``'s transforms.
+
+    ``temperature`` is the trainer's.
+    """
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, 17, PROMPT).tolist() for _ in range(sequences)]
     drawn = decode(
@@ -39,7 +42,7 @@ def dump(trainer, sampler=None, *, seed=0, raw=False, sequences=24, **how):
         generator=torch.Generator().manual_seed(seed),
         **how,
     )
-    old, entropy = score(trainer, prompts, drawn.completion_ids)
+    old, entropy = score(trainer, prompts, drawn.completion_ids, temperature=temperature)
     return [
         Record.of(
             {
@@ -156,6 +159,19 @@ def test_older_weights_whose_versions_are_wrong(model):
     assert report.verdict == "adapter_not_synced"
     found = informed(report, rescore(records, model))
     assert found.verdict == "stale_weights" and "the model has no adapter apart" in found.causes[0].evidence
+
+
+@pytest.mark.parametrize("temperature", [0.83, 1.0, 1.4])
+def test_the_trainers_temperature_is_found(model, temperature):
+    """Beside a gap of the sampler's own."""
+    records = dump(model, fresh_model(1).eval(), sequences=6, temperature=temperature)
+    rescored = rescore(records, model)
+    assert (rescored.temperature, rescored.trainer < 1e-5) == (temperature, True)
+    assert rescore(records, model, temperature=1.1).temperature == 1.1
+
+
+def test_no_temperature_is_found_for_another_model(model):
+    assert rescore(dump(fresh_model(1).eval(), sequences=3), model).temperature == 1
 
 
 def test_penalties_by_hand():
