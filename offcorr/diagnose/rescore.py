@@ -199,8 +199,10 @@ def trainer_temperature(records: Sequence[Record], model: nn.Module) -> float:
     if not valid.any():
         return 1.0
     found = gaps(TEMPERATURES)
-    near = min(found, key=lambda one: found[one])
-    found |= gaps([round(near + step / 100, 2) for step in range(-9, 10) if near + step / 100 > 0.1])
+    for step in (0.05, 0.01):
+        near = min(found, key=lambda one: found[one])
+        grid = [round(near + count * step, 2) for count in range(-5, 6)]
+        found |= gaps([one for one in grid if one > 0 and one not in found])
     best = min(found, key=lambda one: found[one])
     return best if found[best] < 0.5 * found[1.0] else 1.0
 
