@@ -103,19 +103,23 @@ def outcome(dump: Dump, folder: Path, with_model: bool) -> dict[str, Any]:
         about.write_text(json.dumps(kept))
     records = list(read([file], warn=lambda message: None))
     found = dump._asdict() | {"causes": list(dump.causes), "settings": json.loads(about.read_text())}
-    if not with_model:
-        return found | verdicts(records)
-    model = trainer_model(dump.causes, architecture=dump.architecture, seed=dump.seed)
-    return found | verdicts(records, lambda chosen: rescore(chosen, model))
+    return found | verdicts(records, _scored(dump) if with_model else None)
 
 
-def served(folder: Path) -> Iterator[dict[str, Any]]:
+def served(folder: Path, with_model: bool) -> Iterator[dict[str, Any]]:
     """What is named in every dump of a folder that holds the truth beside each."""
     for about in sorted(folder.glob("*.json")):
         truth = json.loads(about.read_text())
         records = list(read([about.with_suffix(".jsonl.gz")], warn=lambda message: None))
         dump = Dump("served", tuple(truth["causes"]), truth["architecture"], truth["seed"])
-        yield dump._asdict() | {"causes": truth["causes"], "settings": truth["settings"]} | verdicts(records)
+        found = dump._asdict() | {"causes": truth["causes"], "settings": truth["settings"]}
+        yield found | verdicts(records, _scored(dump) if with_model else None)
+
+
+def _scored(dump: Dump) -> Callable[[Sequence[Record]], Rescored]:
+    """Scores records of a dump again with its trainer's model."""
+    model = trainer_model(dump.causes, architecture=dump.architecture.removeprefix("vllm-"), seed=dump.seed)
+    return lambda records: rescore(records, model)
 
 
 def verdicts(
@@ -186,8 +190,6 @@ def main() -> int:
     parser.add_argument("--no-pairs", action="store_true")
     parser.add_argument("--overwrite", action="store_true", help="replace the file of --output")
     options = parser.parse_args()
-    if options.with_model and options.dumps:
-        raise SystemExit("--with-model is given with --dumps, whose trainers are not known here")
     if options.output.exists() and not options.overwrite:
         raise SystemExit(f"--output is {options.output}, which exists; --overwrite replaces it")
     code = hashlib.sha256()
@@ -202,7 +204,7 @@ def main() -> int:
         if (not options.architectures or dump.architecture in options.architectures)
         and (not options.seeds or dump.seed in options.seeds)
     ]
-    rows = list(served(options.dumps)) if options.dumps else []
+    rows = list(served(options.dumps, options.with_model)) if options.dumps else []
     began = time.monotonic()
     for done, dump in enumerate([] if options.dumps else chosen, 1):
         rows.append(outcome(dump, folder, options.with_model))
