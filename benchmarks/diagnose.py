@@ -11,7 +11,10 @@ dumps.
 
     python benchmarks/diagnose.py --dumps FOLDER --output benchmarks/results/diagnose_served.json
 
-diagnoses the dumps of ``benchmarks/mismatch_served.py``, whose sampler is a vLLM server.
+diagnoses the dumps of ``benchmarks/mismatch_served.py``, whose sampler is a vLLM server.  ``--with-model`` also scores
+every dump again with the trainer's model, as `offcorr diagnose --model` does (about four seconds of CPU time per dump);
+what is counted as "informed" is the verdict after it.  No checkpoint is given, so that older weights have to be told
+without them.
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offcorr.diagnose import DumpWriter, Record, diagnose, read
+from offcorr.diagnose import DumpWriter, Record, Report, diagnose, read
+from offcorr.diagnose.informed import informed
+from offcorr.diagnose.rescore import Rescored, rescore
 from offcorr.lab import results
-from offcorr.lab.mismatch import ARCHITECTURES, CAUSES, check, make
+from offcorr.lab.mismatch import ARCHITECTURES, CAUSES, check, make, trainer_model
 from offcorr.lab.text import duration
 
 DEVELOPMENT = {"architectures": ("llama", "mixtral", "gpt2"), "seeds": (0, 1)}
@@ -36,10 +41,10 @@ LOOKED_AT = {
     "architectures": ("llama", "qwen2", "qwen3", "gpt_neox", "gpt2", "mixtral", "qwen3_moe", "toy", "random"),
     "seeds": (
         *(0, 1, 2, 3, 6, 9, 12, 20, 21, 22, 30, 31, 32, 40, 50, 51, 52, 60, 61, 62, 63),
-        *(*range(70, 75), 80, 81, *range(83, 87)),
+        *(*range(70, 75), 80, 81, *range(83, 87), *range(90, 94)),
     ),
 }
-HELD_OUT = {"architectures": ("qwen3", "qwen3_moe", "gpt_neox"), "seeds": (90, 91, 92, 93)}
+HELD_OUT = {"architectures": ("qwen3", "qwen3_moe", "gpt_neox"), "seeds": (100, 101, 102, 103)}
 SIZES = (32, 16, 8)
 PAIRS = (
     ("temperature", "stale_weights"),
@@ -86,7 +91,7 @@ def dumps(parts: tuple[str, ...], pairs: bool) -> Iterator[Dump]:
                     yield Dump(part, causes, architecture, seed)
 
 
-def outcome(dump: Dump, folder: Path) -> dict[str, Any]:
+def outcome(dump: Dump, folder: Path, with_model: bool) -> dict[str, Any]:
     """Makes the dump, or reads it again, and returns what is named at every size."""
     file, about = folder / f"{dump.name}.jsonl.gz", folder / f"{dump.name}.json"
     if not about.exists():
@@ -97,38 +102,50 @@ def outcome(dump: Dump, folder: Path) -> dict[str, Any]:
         kept = {key: value for key, value in made.settings.items() if isinstance(value, str | int | float | bool)}
         about.write_text(json.dumps(kept))
     records = list(read([file], warn=lambda message: None))
-    return dump._asdict() | {
-        "causes": list(dump.causes),
-        "settings": json.loads(about.read_text()),
-        "named": verdicts(records),
-    }
+    found = dump._asdict() | {"causes": list(dump.causes), "settings": json.loads(about.read_text())}
+    return found | verdicts(records, _scored(dump) if with_model else None)
 
 
-def served(folder: Path) -> Iterator[dict[str, Any]]:
+def served(folder: Path, with_model: bool) -> Iterator[dict[str, Any]]:
     """What is named in every dump of a folder that holds the truth beside each."""
     for about in sorted(folder.glob("*.json")):
         truth = json.loads(about.read_text())
         records = list(read([about.with_suffix(".jsonl.gz")], warn=lambda message: None))
         dump = Dump("served", tuple(truth["causes"]), truth["architecture"], truth["seed"])
-        yield dump._asdict() | {"causes": truth["causes"], "settings": truth["settings"], "named": verdicts(records)}
+        found = dump._asdict() | {"causes": truth["causes"], "settings": truth["settings"]}
+        yield found | verdicts(records, _scored(dump) if with_model else None)
 
 
-def verdicts(records: list[Record]) -> dict[str, Any]:
-    """What is named at every size."""
-    named = {}
+def _scored(dump: Dump) -> Callable[[Sequence[Record]], Rescored]:
+    """Scores records of a dump again with its trainer's model."""
+    model = trainer_model(dump.causes, architecture=dump.architecture.removeprefix("vllm-"), seed=dump.seed)
+    return lambda records: rescore(records, model)
+
+
+def verdicts(
+    records: list[Record], scored: Callable[[Sequence[Record]], Rescored] | None = None
+) -> dict[str, dict[str, Any]]:
+    """What is named at every size: "named" from the logs, "informed" with a model that scores them again."""
+    found: dict[str, dict[str, Any]] = {"named": {}}
     for size in SIZES:
         report = diagnose(records[:size])
-        named[str(size)] = {
-            "verdict": report.verdict,
-            "confidence": round(report.confidence, 3),
-            "causes": [finding.cause for finding in report.causes],
-        }
-    return named
+        found["named"][str(size)] = _named(report)
+        if scored is not None:
+            found.setdefault("informed", {})[str(size)] = _named(informed(report, scored(records[:size])))
+    return found
 
 
-def right(row: dict[str, Any], size: int) -> bool:
+def _named(report: Report) -> dict[str, Any]:
+    return {
+        "verdict": report.verdict,
+        "confidence": round(report.confidence, 3),
+        "causes": [finding.cause for finding in report.causes],
+    }
+
+
+def right(row: dict[str, Any], size: int, by: str = "named") -> bool:
     """Whether the one cause is the verdict, or both of a pair are named."""
-    named = row["named"][str(size)]
+    named = row[by][str(size)]
     if len(row["causes"]) == 1:
         return named["verdict"] == row["causes"][0]
     return set(row["causes"]) <= set(named["causes"])
@@ -144,6 +161,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 continue
             shares = {str(size): sum(right(row, size) for row in chosen) / len(chosen) for size in SIZES}
             found[f"{part} {kind}"] = {"dumps": len(chosen), "right": shares}
+            if all("informed" in row for row in chosen):
+                shares = {
+                    str(size): sum(right(row, size, "informed") for row in chosen) / len(chosen) for size in SIZES
+                }
+                found[f"{part} {kind} with the model"] = {"dumps": len(chosen), "right": shares}
         singles = [row for row in rows if row["part"] == part and len(row["causes"]) == 1]
         found[f"{part} confusion"] = {
             cause: dict(Counter(row["named"]["32"]["verdict"] for row in singles if row["causes"] == [cause]))
@@ -164,6 +186,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=("held-out", "development"), default=["held-out", "development"])
     parser.add_argument("--architectures", nargs="+", choices=ARCHITECTURES, help="only these")
     parser.add_argument("--seeds", nargs="+", type=int, help="only these")
+    parser.add_argument("--with-model", action="store_true", help="also with the trainer's model at hand")
     parser.add_argument("--no-pairs", action="store_true")
     parser.add_argument("--overwrite", action="store_true", help="replace the file of --output")
     options = parser.parse_args()
@@ -181,10 +204,10 @@ def main() -> int:
         if (not options.architectures or dump.architecture in options.architectures)
         and (not options.seeds or dump.seed in options.seeds)
     ]
-    rows = list(served(options.dumps)) if options.dumps else []
+    rows = list(served(options.dumps, options.with_model)) if options.dumps else []
     began = time.monotonic()
     for done, dump in enumerate([] if options.dumps else chosen, 1):
-        rows.append(outcome(dump, folder))
+        rows.append(outcome(dump, folder, options.with_model))
         left = (time.monotonic() - began) / done * (len(chosen) - done)
         print(f"{done}/{len(chosen)} {dump.name}; about {duration(left)} left", file=sys.stderr, flush=True)
     found = summary(rows)

@@ -228,17 +228,18 @@ def main() -> int:
     failed = 0
     for architecture in args.architectures:
         # The dumps of one checkpoint that one server can make.
-        jobs: dict[tuple[int, Serving], list[Job]] = defaultdict(list)
+        jobs: dict[tuple[int, int, Serving], list[Job]] = defaultdict(list)
         for seed in args.seeds:
             for name in args.causes:
                 if architecture in CAUSES[name].architectures:
                     setup = prepare([name], architecture=architecture, seed=seed, strength=args.strength)
                     setup.tools = setup.settings["tools"] = False
-                    jobs[seed % VARIANTS, serving(setup)].append(Job(name, architecture, seed, setup))
-        for number, ((variant, needed), group) in enumerate(jobs.items()):
+                    weights = id(setup.sampler[0])  # the model's own, or with an earlier adapter
+                    jobs[seed % VARIANTS, weights, serving(setup)].append(Job(name, architecture, seed, setup))
+        for number, ((variant, _, needed), group) in enumerate(jobs.items()):
             folder = args.output / f"served-{architecture}-{variant}-{number}"
             subject = group[0].setup.subject
-            save_for_engine(at_precision(subject.module, Precision.named(needed.rounded)), folder)
+            save_for_engine(at_precision(group[0].setup.sampler[0], Precision.named(needed.rounded)), folder)
             for part in ("tokenizer.json", "tokenizer_config.json"):
                 (folder / part).write_bytes((subject.folder / part).read_bytes())
             print(f"{architecture} {variant}: {' '.join(needed.arguments)}, weights {needed.rounded}", flush=True)

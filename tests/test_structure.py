@@ -34,7 +34,14 @@ LAYERS = [
         "offcorr.tokens",
     ),
     ("offcorr.training",),
-    ("offcorr.exact", "offcorr.diagnose.rescore", "offcorr.diagnose.command", "offcorr.diagnose.html"),
+    (
+        "offcorr.exact",
+        "offcorr.diagnose.variants",
+        "offcorr.diagnose.rescore",
+        "offcorr.diagnose.informed",
+        "offcorr.diagnose.command",
+        "offcorr.diagnose.html",
+    ),
     ("offcorr",),  # the package itself: the names that users see
     ("offcorr.lab",),
     ("offcorr.rollout",),

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from offcorr.diagnose.causes import CAUSES, Finding
-from offcorr.diagnose.diagnosis import Report, diagnose
+from offcorr.diagnose.causes import CAUSES
+from offcorr.diagnose.diagnosis import diagnose
 from offcorr.diagnose.html import Decode, page
+from offcorr.diagnose.informed import informed
 from offcorr.diagnose.progress import Reading
 from offcorr.diagnose.readers import read
 from offcorr.diagnose.record import Record
@@ -24,6 +25,7 @@ from offcorr.diagnose.rescore import Rescored, described, rescore
 from offcorr.diagnose.text import text
 from offcorr.folders import check_file
 from offcorr.optional import require
+from offcorr.quiet import no_progress_bar
 
 SEQUENCES = 32
 """Sequences that ``--model`` scores."""
@@ -66,7 +68,9 @@ def add_parser(subparsers: Any) -> None:
         default=[],
         help="an earlier model that the sampler may have had, for --model; may be repeated",
     )
-    parser.add_argument("--temperature", type=float, help="the trainer's, for --model (default: 1)")
+    parser.add_argument(
+        "--temperature", type=float, help="the trainer's, for --model (default: found from its log-probs)"
+    )
     parser.add_argument(
         "--rescored", type=int, metavar="N", help=f"sequences that --model scores (default: {SEQUENCES})"
     )
@@ -205,7 +209,8 @@ def _loaded(flag: str, name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        with no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except Exception as error:  # transformers raises errors of many kinds for what is no model
         raise _unloadable(flag, name, error) from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -221,7 +226,7 @@ def _rescored(options: argparse.Namespace, model: Any, records: Sequence[Record]
             chosen,
             model,
             checkpoints=((name, _loaded("--checkpoint", name)) for name in options.checkpoint),
-            temperature=1.0 if options.temperature is None else options.temperature,
+            temperature=options.temperature,
             report=progress.scored,
         )
 
@@ -242,27 +247,3 @@ def for_rescoring(records: Sequence[Record], count: int) -> list[Record]:
     if not usable:
         return []
     return [usable[int(place)] for place in np.linspace(0, len(usable) - 1, min(count, len(usable)))]
-
-
-EXPLAINS = 0.6
-"""A hypothesis is named as the cause if it explains more than this share of the gap."""
-
-SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised"), "stale_weights": ("adapter_not_synced",)}
-"""Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
-
-
-def informed(report: Report, rescored: Rescored) -> Report:
-    """The report with the hypothesis that explains most of the gap, where one explains enough, as the verdict."""
-    best = rescored.hypotheses[0] if rescored.hypotheses else None
-    if best is None or best.share <= EXPLAINS:
-        return report
-    named = {one.cause for one in report.causes}
-    id = next((one for one in SAME_HYPOTHESIS.get(best.cause, ()) if one in named), best.cause)
-    cause = CAUSES[id]
-    said = (
-        f"scored again under the hypothesis '{best.words}', the sampled tokens are {best.gap:.2g} nats from the "
-        f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
-    )
-    finding = Finding(id, best.share, best.share, 0.0, EXPLAINS, best.share, cause.title, said, cause.advice)
-    others = [one for one in report.causes if one.cause != id]
-    return dataclasses.replace(report, verdict=id, confidence=best.share, causes=[finding, *others])

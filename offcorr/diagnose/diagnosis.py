@@ -86,9 +86,14 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     findings.sort(key=lambda finding: -finding.share)
     if findings:
         return Report(findings[0].cause, findings[0].confidence, findings, cannot, numbers, evidence)
-    verdict = "clean" if left.gap <= left.floor else "unknown"
-    sure = confidence(np.log(left.floor / max(left.gap, 1e-9))) if verdict == "clean" else 0.5
-    return Report(verdict, float(sure), (), cannot, numbers, evidence)
+    return Report(*without_cause(left), (), cannot, numbers, evidence)
+
+
+def without_cause(left: Evidence) -> tuple[str, float]:
+    """Verdict and confidence where nothing was found."""
+    if left.gap > left.floor:
+        return "unknown", 0.5
+    return "clean", float(confidence(np.log(left.floor / max(left.gap, 1e-9))))
 
 
 def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evidence]:

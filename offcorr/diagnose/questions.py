@@ -16,11 +16,12 @@ def lacking(evidence: Evidence, fields: Iterable[str]) -> list[str]:
     return [name for name in fields if any(getattr(record, name) is None for record in evidence.records)]
 
 
-def open_questions(evidence: Evidence, named: Sequence[str]) -> list[str]:
+def open_questions(evidence: Evidence, named: Sequence[str], *, draws_known: bool = False) -> list[str]:
     """One sentence per question, with a way to answer it.
 
     Args:
         named: the ids of the causes that were found.
+        draws_known: a model said which distributions the tokens were drawn from.
 
     >>> from offcorr.diagnose import Record
     >>> row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [-1.0], "logp": [-1.0], "entropy": [0.5]}
@@ -29,7 +30,7 @@ def open_questions(evidence: Evidence, named: Sequence[str]) -> list[str]:
 trainer_version, or give --model'
     """
     said = []
-    if evidence.entropy is None:
+    if evidence.entropy is None and not draws_known:
         said.append(
             "whether the tokens were drawn at another temperature, or from fewer tokens (top_p, top_k), than both "
             "sides' log-probs say. To find out, log entropy: the trainer's, of each token's distribution"

@@ -8,7 +8,7 @@ Tokens are drawn from the sampler's own distribution by its own decode loop; the
 passes of the trainer.  `python -m offcorr.lab.mismatch` writes such records to files.
 """
 
-from offcorr.lab.mismatch.generate import Dump, apart, check, generate, logged, make, pairs, prepare
+from offcorr.lab.mismatch.generate import Dump, apart, check, generate, logged, make, pairs, prepare, trainer_model
 from offcorr.lab.mismatch.models import ARCHITECTURES, VARIANTS, Recipe
 from offcorr.lab.mismatch.setup import CAUSES, STRENGTHS, Cause, Log, Setup, cause
 
@@ -30,4 +30,5 @@ __all__ = [
     "make",
     "pairs",
     "prepare",
+    "trainer_model",
 ]

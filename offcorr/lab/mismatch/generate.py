@@ -105,6 +105,16 @@ def prepare(
     return setup
 
 
+def trainer_model(causes: Sequence[str], *, architecture: str, seed: int, strength: str = "usual") -> nn.Module:
+    """The model that somebody has who made the dump of ``make``, with the trainer's weights.
+
+    A LoRA is apart, so that it can be switched off.  What the trainer does wrong with these weights, such as dropout
+    or wrong positions, is not part of them.  Arguments and errors as there.
+    """
+    setup = prepare(causes, architecture=architecture, seed=seed, strength=strength)
+    return setup.saved or setup.trainer
+
+
 def check(causes: Sequence[str], architecture: str, strength: str = "usual") -> tuple[str, ...]:
     """The causes in the order in which they are applied.
 

@@ -50,13 +50,17 @@ class Subject:
 
     Args:
         architecture: its name.
+        variant: the number of the model.
+        recipe: of its training.
         module: the model, with its first weights, in evaluation mode.
         task: prompts, demonstrations and reward.
-        chains: weights by kind of update ("rl", "sft", "lora") and number of updates; 0 is the module's own.
+        chains: weights by kind of update ("rl", "sft") and number of updates; 0 is the module's own.
         folder: the checkpoint on disk, with its tokenizer.
     """
 
     architecture: str
+    variant: int
+    recipe: Recipe
     module: nn.Module
     task: Task
     chains: dict[str, dict[int, Weights]]
@@ -67,6 +71,17 @@ class Subject:
         module = copy.deepcopy(self.module)
         module.load_state_dict(self.chains[chain][updates])
         return module.eval()
+
+    def adapted(self, updates: int) -> nn.Module:
+        """A copy of the model with a LoRA beside its first weights, after that many supervised updates."""
+        module = _with_lora(copy.deepcopy(self.module))
+        module.load_state_dict(_adapters(self.architecture, self.variant, self.recipe)[updates], strict=False)
+        return module.eval()
+
+    def merged(self, updates: int) -> nn.Module:
+        """The model of ``adapted``, with the LoRA added to the weights."""
+        adapted: Any = self.adapted(updates)
+        return adapted.merge_and_unload().eval()
 
 
 Config = Callable[[Any, dict[str, Any], np.random.Generator], Any]
@@ -182,7 +197,15 @@ def subject(architecture: str, variant: int = 0, recipe: Recipe | None = None) -
         task = _language(architecture, variant)
     chains = torch.load(folder / "updates.pt", weights_only=True)
     first = {name: value.clone() for name, value in module.state_dict().items()}
-    return Subject(architecture, module, task, {kind: {0: first, **chain} for kind, chain in chains.items()}, folder)
+    return Subject(
+        architecture,
+        variant,
+        recipe,
+        module,
+        task,
+        {kind: {0: first, **chain} for kind, chain in chains.items()},
+        folder,
+    )
 
 
 def _rng(architecture: str, variant: int) -> np.random.Generator:
@@ -277,11 +300,10 @@ def _peaked(module: Any, task: Task, rng: np.random.Generator) -> None:
 
 
 def _chains(module: nn.Module, task: Task, variant: int, recipe: Recipe) -> dict[str, dict[int, Weights]]:
-    """Weights after KEPT updates of each kind: policy gradients, supervised updates, supervised updates of a LoRA."""
+    """Weights after KEPT updates of each kind: policy gradients, supervised updates."""
     return {
         "rl": dict(_updates(copy.deepcopy(module), recipe.rl_rate, _policy_gradient, task, variant)),
         "sft": dict(_updates(copy.deepcopy(module), recipe.sft_rate, _on_changed, task, variant)),
-        "lora": dict(_updates(_with_lora(copy.deepcopy(module)), recipe.lora_rate, _on_changed, task, variant)),
     }
 
 
@@ -301,9 +323,18 @@ def _updates(
         optimizer.step()
         optimizer.zero_grad()
         if update in KEPT:
-            merged = copy.deepcopy(module)
-            merged = merged.merge_and_unload() if hasattr(merged, "merge_and_unload") else merged
-            yield update, {name: value.detach().clone() for name, value in merged.state_dict().items()}
+            yield update, {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@functools.lru_cache(maxsize=4)
+def _adapters(architecture: str, variant: int, recipe: Recipe) -> dict[int, Weights]:
+    """Weights of a LoRA after KEPT updates; some seconds."""
+    first = subject(architecture, variant, recipe)
+    with _alone(variant), torch.enable_grad():
+        chain = _updates(_with_lora(copy.deepcopy(first.module)), recipe.lora_rate, _on_changed, first.task, variant)
+        return {
+            updates: {name: value for name, value in weights.items() if "lora_" in name} for updates, weights in chain
+        }
 
 
 def policy_gradient(

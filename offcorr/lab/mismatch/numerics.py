@@ -105,6 +105,7 @@ def dropout(setup: Setup) -> None:
         kept = (torch.rand(values.shape, generator=generator) >= share) / (1 - share)
         return (values * kept, *output[1:]) if isinstance(output, tuple) else values * kept
 
+    setup.saved = setup.saved or setup.trainer
     setup.trainer = copy.deepcopy(setup.trainer)
     for name, part in setup.trainer.named_modules():
         if name.rpartition(".")[2] in ("self_attn", "attention", "attn", "mlp"):

@@ -61,6 +61,8 @@ class Setup:
         reported: which log-probs the sampler logs: of the distribution drawn from, of the untransformed logits, or the
             latter over the temperature.
         trainer: the trainer's weights when it computes ``old_logp``.
+        saved: the trainer's model as ``save_pretrained`` would write it, where that is not ``trainer``: with its
+            adapter apart, or without the dropout.
         sampler: the sampler's modules, and ``boundaries`` between them as ``decode`` takes them, made from the lengths
             of the prompts.
         wrap: changes each of the sampler's modules last, such as its precision.
@@ -89,6 +91,7 @@ class Setup:
     transforms: list[Transform] = field(default_factory=list)
     reported: Literal["processed", "raw", "divided"] = "processed"
     trainer: nn.Module = field(init=False)
+    saved: nn.Module | None = None
     sampler: list[nn.Module] = field(init=False)
     boundaries: Callable[[Sequence[int]], list[list[int]]] = lambda lengths: []
     wrap: list[Callable[[nn.Module], nn.Module]] = field(default_factory=list)

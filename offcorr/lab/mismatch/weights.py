@@ -25,10 +25,17 @@ def _versions(setup: Setup, lag: int) -> None:
 
 @cause(changes=["weights"])
 def stale_weights(setup: Setup) -> None:
-    """The sampler has the weights from some policy-gradient or supervised updates before those of old_logp."""
-    chain = setup.one_of("chain", ["rl", "rl", "sft"])
-    lag = _lag(setup, chain)
-    setup.trainer = setup.subject.at(chain, lag)
+    """The sampler has the weights from some updates (policy-gradient, supervised, or of a LoRA) before old_logp's."""
+    chain = setup.one_of("chain", ["rl", "rl", "sft", "lora"])
+    if chain == "lora":
+        updates = setup.pick("updates", weak=[2], usual=[4, 8], strong=[16])
+        lag = updates // 2
+        setup.settings["lag"] = lag
+        setup.sampler = [setup.subject.merged(updates - lag)]
+        setup.trainer, setup.saved = setup.subject.merged(updates), setup.subject.adapted(updates)
+    else:
+        lag = _lag(setup, chain)
+        setup.trainer = setup.subject.at(chain, lag)
     _versions(setup, lag)
 
 
@@ -36,7 +43,7 @@ def stale_weights(setup: Setup) -> None:
 def adapter_not_synced(setup: Setup) -> None:
     """The sampler has the base weights, the trainer a LoRA on them that was trained for some updates."""
     updates = setup.pick("updates", weak=[2, 4], usual=[4, 8, 16], strong=[16])
-    setup.trainer = setup.subject.at("lora", updates)
+    setup.trainer, setup.saved = setup.subject.merged(updates), setup.subject.adapted(updates)
     setup.version_lag = setup.one_of("version_lag", [0, 0, None])
 
 

@@ -1,0 +1,137 @@
+"""Hypotheses about a sampler: the log-probs that the sampled tokens have under each, from a model's logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offcorr.diagnose.record import Floats, Integers, Record
+
+TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
+TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
+TOP_K = (*range(2, 11), 12, 15, 16, 20, 25, 30, 32, 40, 50, 64, 100, 128, 200, 256)
+MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
+REPETITION = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5)
+ADDED = (0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0)
+"""Presence and frequency penalties."""
+
+LIKELIEST = 1024
+"""Tokens of a distribution that truncation is looked for among, where they hold enough of the mass."""
+
+Name = tuple[str, str]
+"""Id of a cause, and the hypothesis in words."""
+
+
+def other_prompts(records: Sequence[Record]) -> dict[Name, list[Record]]:
+    """Hypotheses about what the sampler read."""
+
+    def changed(rule: Callable[[Any], Any]) -> list[Record]:
+        return [dataclasses.replace(record, prompt_ids=rule(record.prompt_ids)) for record in records]
+
+    return {
+        ("truncated_prompt", "the later half of the prompt alone"): changed(lambda ids: ids[len(ids) // 2 :]),
+        ("chat_template", "the prompt without its first token"): changed(lambda ids: ids[1:] if len(ids) > 1 else ids),
+        ("chat_template", "the prompt with its first token twice"): changed(lambda ids: np.r_[ids[:1], ids]),
+    }
+
+
+def shifted(logp: Floats) -> dict[Name, Floats]:
+    """Hypotheses about the place of a log-prob; the token that has no neighbour keeps its own."""
+    return {
+        ("shift", "the log-probs of the next token"): np.r_[logp[1:], logp[-1:]],
+        ("shift", "the log-probs of the previous token"): np.r_[logp[:1], logp[:-1]],
+    }
+
+
+def chosen(logits: Tensor, ids: Tensor) -> Floats:
+    """[t] log-probs of the token ids."""
+    own = logits.gather(-1, ids[:, None])[:, 0].double() - logits.logsumexp(-1).double()
+    return np.asarray(own.cpu().numpy())
+
+
+def transformed(raw: Tensor, ids: Tensor, temperature: float, prompt: Integers, before: Integers) -> dict[Name, Floats]:
+    """Hypotheses about what the sampler did to its logits, which need no forward pass of their own.
+
+    Args:
+        raw: [t, V] logits.
+        ids: [t] the tokens drawn from them, one after the other.
+        temperature: the trainer's.
+        prompt: ids of the prompt.
+        before: ids of the completion up to the first of ``ids``.
+    """
+    others = [one for one in TEMPERATURES if one != temperature]
+    found = {("temperature", f"temperature {one:g}"): chosen(raw / one, ids) for one in others}
+    found |= _truncated((raw / temperature).log_softmax(-1), ids)
+    return found | _penalised(raw, ids, temperature, prompt, before)
+
+
+def _penalised(raw: Tensor, ids: Tensor, temperature: float, prompt: Integers, before: Integers) -> dict[Name, Floats]:
+    """Log-probs under penalties on tokens seen before, as vLLM applies them, before the temperature.
+
+    Only the logits of tokens of this sequence change, so the others enter as one number per row.
+    """
+    words = torch.from_numpy(np.unique(np.concatenate([prompt, before, ids.cpu().numpy()]))).to(ids.device)
+    place = {int(id): at for at, id in enumerate(words.tolist())}
+    drawn = torch.tensor([place[int(id)] for id in ids.tolist()], device=ids.device)
+    counts = torch.zeros(len(ids), len(words), device=ids.device)  # how often each was in the completion before
+    for id in before.tolist():
+        counts[:, place[id]] += 1
+    counts[1:] += torch.nn.functional.one_hot(drawn, len(words)).cumsum(0)[:-1]
+    seen = counts > 0
+    anywhere = seen.clone()
+    anywhere[:, [place[id] for id in set(prompt.tolist())]] = True
+    own = raw[:, words]
+    rest = (raw / temperature).index_fill(-1, words, -torch.inf).logsumexp(-1).double()
+
+    def logp(changed: Tensor) -> Floats:
+        changed = changed.double() / temperature
+        normaliser = torch.logaddexp(rest, changed.logsumexp(-1))
+        return np.asarray((changed.gather(-1, drawn[:, None])[:, 0] - normaliser).cpu().numpy())
+
+    found = {
+        ("repetition_penalty", f"repetition_penalty {size:g}"): logp(
+            torch.where(anywhere, torch.where(own > 0, own / size, own * size), own)
+        )
+        for size in REPETITION
+    }
+    for size in ADDED:
+        found["repetition_penalty", f"presence_penalty {size:g}"] = logp(own - size * seen)
+        found["repetition_penalty", f"frequency_penalty {size:g}"] = logp(own - size * counts)
+    return found
+
+
+def _truncated(logp: Tensor, ids: Tensor) -> dict[Name, Floats]:
+    """Log-probs renormalised over the tokens that top-p, top-k and min-p keep; -inf: the token is not among them."""
+    own = logp.gather(-1, ids[:, None])[:, 0]
+    width = min(LIKELIEST, logp.shape[-1])
+    top = logp.topk(width).values
+    enough = (top.exp().sum(-1) > max(TOP_P) + 1e-4) & (top[:, -1] < top[:, 0] + np.log(min(MIN_P)))
+    enough |= width == logp.shape[-1]
+    made: dict[Name, Tensor] = {}
+
+    def put(name: Name, rows: Tensor, smallest: Tensor, mass: Tensor) -> None:
+        inside = own[rows] >= smallest
+        values = torch.where(inside, own[rows].double() - mass.double().log(), -torch.inf)
+        made.setdefault(name, torch.empty(len(own), dtype=torch.float64, device=own.device))[rows] = values
+
+    for rows in (enough, ~enough):
+        if not rows.any():
+            continue
+        values = top[rows] if rows is enough else logp[rows].sort(-1, descending=True).values
+        p = values.exp()
+        held = p.cumsum(-1)
+        for share in TOP_P:
+            last = ((held - p) < share).sum(-1, keepdim=True) - 1
+            put(("top_p", f"top_p {share:g}"), rows, values.gather(-1, last)[:, 0], held.gather(-1, last)[:, 0])
+        for count in (count for count in TOP_K if count < logp.shape[-1]):
+            put(("top_k", f"top_k {count}"), rows, values[:, count - 1], held[:, count - 1])
+        for least in MIN_P:
+            smallest = values[:, 0] + float(np.log(least))
+            mass = (p * (values >= smallest[:, None])).sum(-1)
+            put(("min_p", f"min_p {least:g}"), rows, smallest, mass)
+    return {name: np.asarray(values.cpu().numpy()) for name, values in made.items()}

@@ -1,0 +1,105 @@
+"""``informed``: a diagnosis from logs, corrected by what a model at hand says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from offcorr.diagnose.causes import CAUSES, Finding
+from offcorr.diagnose.diagnosis import Report, without_cause
+from offcorr.diagnose.questions import open_questions
+from offcorr.diagnose.rescore import TRANSFORMS, Rescored
+
+EXPLAINS = 0.6
+"""A hypothesis is named as the cause if it explains more than this share of the gap."""
+
+FALSE_ALARMS = 1e-3
+"""Share of the dumps, at most, whose tokens were drawn as they were logged and would be said not to be."""
+
+SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised"), "stale_weights": ("adapter_not_synced",)}
+"""Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
+
+SILENT = {
+    "temperature": "temperature_silent",
+    "top_p": "top_p_silent",
+    "top_k": "top_p_silent",
+    "min_p": "top_p_silent",
+    "repetition_penalty": "penalty_silent",
+}
+"""The cause of a hypothesis, and its name where neither side logged it."""
+
+
+def informed(report: Report, rescored: Rescored) -> Report:
+    """The report with what the hypotheses add: the cause of the gap, and a transform that neither side logged.
+
+    A hypothesis that explains enough of the gap takes the place of the causes that cannot be told from it.  The tokens
+    themselves say what they were drawn from: where a transform of the model's distributions makes all of them together
+    likelier than the log-probs that the sampler logged do, and than the model as it is, it is named.
+    """
+    silent, gap = _of_the_draws(rescored), _of_the_gap(report, rescored)
+    found = [one for one in (gap, silent) if one is not None]
+    stages = {CAUSES[one.cause].stage for one in found} & {"unlogged", "policies"}  # of which one cause is named
+    replaced = {one.cause for one in found} | {id for id, cause in CAUSES.items() if cause.stage in stages}
+    if rescored.best_drawn[1] <= math.log(len(rescored.hypotheses) + 1):  # no more than the best of so many by chance
+        replaced |= set(SILENT.values())
+    others = [_older(one, rescored) for one in report.causes if one.cause not in replaced]
+    cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
+    causes = [*found, *others]
+    verdict, sure = report.verdict, report.confidence
+    if causes:
+        verdict, sure = causes[0].cause, causes[0].confidence
+    elif report.causes:
+        verdict, sure = without_cause(report.evidence)
+    return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=causes, cannot_tell=cannot_tell)
+
+
+def _older(finding: Finding, rescored: Rescored) -> Finding:
+    """An adapter that does not explain the gap, or that the model has not, is not what the sampler lacks."""
+    if finding.cause != "adapter_not_synced":
+        return finding
+    cause = CAUSES["stale_weights"]
+    tried = any(one.cause == finding.cause for one in rescored.hypotheses)
+    why = "without its adapter the model is no nearer to the sampler" if tried else "the model has no adapter apart"
+    return dataclasses.replace(
+        finding, cause=cause.id, title=cause.title, advice=cause.advice, evidence=f"{finding.evidence}; {why}"
+    )
+
+
+def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
+    """The hypothesis that explains most of the gap, if it explains enough."""
+    best = rescored.hypotheses[0] if rescored.hypotheses else None
+    if best is None or best.share <= EXPLAINS:
+        return None
+    named = {one.cause for one in report.causes}
+    id = next((one for one in SAME_HYPOTHESIS.get(best.cause, ()) if one in named), best.cause)
+    said = (
+        f"scored again under the hypothesis '{best.words}', the sampled tokens are {best.gap:.2g} nats from the "
+        f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
+    )
+    return _finding(id, best.share, best.share, EXPLAINS, best.share, said)
+
+
+def _of_the_draws(rescored: Rescored) -> Finding | None:
+    """The transform that the tokens were drawn under, if neither side logged it."""
+    best, ahead = rescored.best_drawn
+    fits = [one for one in rescored.hypotheses if one.cause in TRANSFORMS]
+    threshold = math.log((len(fits) + 1) / FALSE_ALARMS)
+    if best is None or ahead <= threshold:
+        return None
+    id = SILENT[best.cause]
+    second = max((one.drawn for one in fits if SILENT[one.cause] != id), default=-math.inf)
+    said = (
+        f"the model's distributions under '{best.words}' fit the sampled tokens better than its own, and than the "
+        f"log-probs that the sampler logged: the tokens are e^{ahead:.0f} times likelier to be drawn so"
+    )
+    return _finding(id, _odds(best.drawn - second), ahead, threshold, 1.0, said)
+
+
+def _finding(id: str, sure: float, statistic: float, threshold: float, share: float, said: str) -> Finding:
+    cause = CAUSES[id]
+    return Finding(id, sure, statistic, 0.0, threshold, share, cause.title, said, cause.advice)
+
+
+def _odds(ahead: float) -> float:
+    """Probability of the better of two hypotheses from the log of their likelihood ratio."""
+    return 1 / (1 + math.exp(-ahead)) if ahead < 30 else 1.0
