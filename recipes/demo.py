@@ -31,6 +31,7 @@ from rich.table import Table
 
 from offcorr import toy
 from offcorr.folders import check_writable
+from offcorr.lab.text import listed
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where installed, warns that it found nothing else
@@ -288,12 +289,6 @@ def change(run: str, entries: list[dict[str, Any]]) -> str:
         f"{RUNS[run].title}'s was {size:.2f} times as large ({dropped:.0%} of the tokens dropped, {damped:.0%} damped, "
         f"{amplified:.0%} amplified)"
     )
-
-
-def listed(parts: Iterable[str]) -> str:
-    """Text as "a", "a and b" or "a, b and c"."""
-    *first, last = parts
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def next_commands() -> str:
