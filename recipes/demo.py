@@ -8,7 +8,6 @@ between the policies, and how each correction's update differs from that with th
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from offcorr import toy
+from offcorr.flags import Parser
 from offcorr.folders import check_writable
 from offcorr.lab.text import listed
 
@@ -89,7 +89,7 @@ def sampler(steps: int) -> str:
 
 def main() -> int:
     command = os.environ.get("OFFCORR_COMMAND")  # "offcorr demo", where it runs this file
-    parser = argparse.ArgumentParser(prog=command, description=__doc__.splitlines()[0])
+    parser = Parser(prog=command, description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="a few updates: too few to compare the methods")
     parser.add_argument("--output", type=Path, help="where the runs go (default: runs/demo, or runs/demo-short)")
     parser.add_argument("--seed", type=int, default=0)

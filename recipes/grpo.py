@@ -32,9 +32,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback
 from trl import TrlParser
 
 from offcorr import toy
+from offcorr.flags import unknown_flag
 from offcorr.folders import check_writable
 from offcorr.optional import configuration_keys
 from offcorr.rollout import OffPolicy, VLLMServer
+from offcorr.training.generations import check_generation
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 from offcorr.trl.config import choose_correction
 
@@ -134,18 +136,16 @@ class Arguments(GRPOConfig):
                 )
 
     def _check_by_trl(self) -> None:
-        """TRL's own checks; where they refuse a batch size that was computed, with the flags that make it."""
-        computed = self.generation_batch_size is None
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            if not computed or not str(error).startswith("generation_batch_size ("):
-                raise
-            raise ValueError(
-                f"{str(error).rstrip('.')}; the {self.generation_batch_size} are {self.per_device_train_batch_size} x "
-                f"{self.world_size} x {self.steps_per_generation}: --per_device_train_batch_size x --num_processes x "
-                "--steps_per_generation"
-            ) from None
+        """TRL's own checks; before them that of a batch size that is computed, with the flags that make it."""
+        if self.generation_batch_size is None:
+            processes, steps = int(os.environ.get("WORLD_SIZE", 1)), self.steps_per_generation
+            check_generation(
+                self.per_device_train_batch_size,
+                processes,
+                steps or self.gradient_accumulation_steps,
+                self.num_generations,
+            )
+        super().__post_init__()
 
     def make_sampler(self) -> OffPolicy | VLLMServer | None:
         """Real off-policy data, old or of another precision, with a record of both; None: TRL's own vLLM path."""
@@ -202,7 +202,8 @@ class Parser(TrlParser):
 def parse(arguments: type[Any]) -> Any:
     """The flags and the YAML file of ``--config``; a mistake ends the program with one line that names the flag."""
     command = os.environ.get("OFFCORR_COMMAND")  # "offcorr train", where it runs this file
-    parser = Parser(arguments, prog=command, usage="%(prog)s [--config FILE.yaml] [flags]")
+    usage = "%(prog)s [--config FILE.yaml] [flags]"
+    parser = Parser(arguments, prog=command, usage=usage, allow_abbrev=False)
     parser.separate(arguments)
     try:
         if "--config" in sys.argv[1:-1]:
@@ -214,7 +215,7 @@ def parse(arguments: type[Any]) -> Any:
     if unknown:
         name = unknown[0].partition("=")[0].removeprefix("--")
         known = [action.dest for action in parser._actions]
-        parser.error(f"unknown flag, or key of the YAML file, {name!r}{nearest(name, known)}")
+        parser.error(unknown_flag(name, known))
     return args
 
 

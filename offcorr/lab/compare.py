@@ -328,7 +328,7 @@ def _about(world: World) -> list[tuple[str, str]]:
 
 
 def _scope(rows: Sequence[Row]) -> str:
-    """What the numbers of these rows can say and what they cannot; where reinforce is among them, beside it."""
+    """The scope of the numbers, and where reinforce is among the rows, the methods that it beats and how it trains."""
     plain = next((row for row in rows if row.name == "reinforce"), None)
     if plain is None:
         return SCOPE

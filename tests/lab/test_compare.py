@@ -96,7 +96,12 @@ def test_what_must_not_be_concluded_stands_below_the_table_and_names_only_its_me
     world, found = rows
     shown = compare.table(world, found, 100)
     _, scope, body, caution, _ = (" ".join(part.split()) for part in shown.split("\n\n"))
-    assert scope == compare.SCOPE and body.startswith("bias") and caution.startswith(compare.NOT_A_RANKING) and "reinforce" not in shown
+    assert (
+        scope == compare.SCOPE
+        and body.startswith("bias")
+        and caution.startswith(compare.NOT_A_RANKING)
+        and "reinforce" not in shown
+    )
     assert compare.REACHED in caution and compare.REACHED not in compare.table(world, found[-2:-1], 100)
 
 
