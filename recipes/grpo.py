@@ -16,6 +16,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import sys
 import time
 import warnings
@@ -325,7 +326,7 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
 
     history = History(Path(args.output_dir))
     if history.file.exists() and not args.resume_from_checkpoint and int(os.environ.get("RANK", 0)) == 0:
-        print(f"{history.file} is of an earlier run, and is replaced; --output_dir keeps both", flush=True)
+        print(f"{history.file} and .png are of an earlier run and are replaced; --output_dir keeps both", flush=True)
     trainer = trainer_class(
         model=path,
         args=args,
@@ -355,6 +356,8 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         print(f"history: {history.file}")
         if args.picture:
             print(f"picture: {plot(history.logs, history.file.with_suffix('.png'))}")
+        if args.dump_rollouts:
+            print(f"why trainer and sampler disagree:\n  {diagnose(args.dump_rollouts, path, history.checkpoint)}")
     # A process that ends while gloo still holds its tensors aborts (pytorch/pytorch#190489).
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
@@ -369,6 +372,13 @@ def what_is_left(trainer: GRPOTrainer, history: History) -> str:
         return f"{stopped}: {numbers}, and no model was saved (--save_strategy steps --save_steps {often} saves it)"
     again = f"the same command with --resume_from_checkpoint {history.checkpoint} goes on from there"
     return f"{stopped}: {numbers}; {again}"
+
+
+def diagnose(dump: str | Path, tokenizer: str, checkpoint: Path | None = None, offcorr: str = "offcorr") -> str:
+    """The command that reads a dump, with the folder or hub name of the tokenizer, and of the model if it was saved."""
+    words = [offcorr, "diagnose", dump, "--html", Path(dump).parent / "report.html", "--overwrite"]
+    words += ["--tokenizer", tokenizer, *(["--model", checkpoint] if checkpoint else [])]
+    return shlex.join(map(str, words))
 
 
 def sampled_by(args: Arguments) -> str:
@@ -463,11 +473,8 @@ EFFECT = {
 """What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
 
 CAPTION = (
-    "Rows below the accuracies: means over the run. ESS: effective sample size. ESS, share of sequences: how many "
-    "sequences are left if each is weighted by the product of its ratios; it falls with their length. ESS of the "
-    "tokens: how evenly the tokens share the update, each weighted by its own ratio or by the correction's factor. "
-    "Prompts without advantage: their samples all got one reward. Tokens: those with an advantage; damped and "
-    "amplified by more than 1 % against the plain ratio."
+    "Below the accuracies: means over the run. ESS: effective sample size, 1 where all count alike. Tokens: those with "
+    "an advantage; damped, amplified: by more than 1 %. docs/metrics.md explains each."
 )
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 
@@ -480,17 +487,29 @@ def summarise(logs: list[dict[str, float]], title: str) -> None:
         table.add_row(f"held-out sampled accuracy, {moment}", f"{value:.3f}", end_section=moment == "end")
     for part in (MISMATCH, EFFECT | {"lr_scale": "factor on the learning rate"}):
         for name, value in means(logs, tuple(part)).items():
-            table.add_row(part[name], f"{value:.4f}")
+            table.add_row(part[name], shortened(value))
         table.add_section()
     if not means(logs, tuple(EFFECT)):
         table.add_row("correction", NO_CORRECTION if series(logs, "loss")[0] else NOT_LOGGED)
     Console().print(table)
 
 
+def shortened(value: float) -> str:
+    """Two decimals, or two digits of what is smaller than they show."""
+    return f"{value:.2f}" if value == 0 or abs(value) >= 0.1 else f"{value:.2g}"
+
+
 def lines(logs: list[dict[str, float]], names: Iterable[str]) -> dict[str, tuple[list[float], list[float]]]:
     """The series among these that were logged and are not 0 all the time, to rounding."""
     found = {name: series(logs, name) for name in names}
     return {name: pair for name, pair in found.items() if any(abs(value) > 1e-5 for value in pair[1])}
+
+
+def to_scale(axis: Any, name: str = "") -> None:
+    """Limits that begin at 0 and, but for a distance in nats, reach 1, so that noise does not fill the panel."""
+    low, high = axis.get_ylim()
+    least = 0.0 if "abs_mean" in name else 1.05
+    axis.set_ylim(min(0.0, low), max(least, high))
 
 
 def plot(logs: list[dict[str, float]], file: Path) -> Path:
@@ -522,6 +541,7 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
             axis.plot(steps, values, label=label, marker="o" if name == "eval_reward" else "")
         axis.set(title=title, xlabel="optimizer update", ylabel=unit)
         if drawn:
+            to_scale(axis, names[0])
             axis.legend()
         else:
             axis.text(0.5, 0.5, otherwise, ha="center", transform=axis.transAxes)
