@@ -600,6 +600,8 @@ class Log:
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.history = History(folder)
+        if accelerator.is_main_process:
+            self.history.say_replaced()
         self.state = TrainerState(is_world_process_zero=accelerator.is_main_process)
 
     def __call__(self, step: int, **values: float) -> None:

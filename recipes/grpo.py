@@ -325,8 +325,8 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
     task = load_task(args, tokenizer)
 
     history = History(Path(args.output_dir))
-    if history.file.exists() and not args.resume_from_checkpoint and int(os.environ.get("RANK", 0)) == 0:
-        print(f"{history.file} and .png are of an earlier run and are replaced; --output_dir keeps both", flush=True)
+    if not args.resume_from_checkpoint and int(os.environ.get("RANK", 0)) == 0:
+        history.say_replaced()
     trainer = trainer_class(
         model=path,
         args=args,
@@ -418,6 +418,11 @@ class History(TrainerCallback):
         self.file = folder / "history.json"
         self.logs: list[dict[str, float]] = []
         self.checkpoint: Path | None = None
+
+    def say_replaced(self) -> None:
+        """Says that the file of an earlier run is replaced, if there is one."""
+        if self.file.exists():
+            print(f"{self.file} is of an earlier run, and is replaced; --output_dir keeps both", flush=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
