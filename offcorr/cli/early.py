@@ -21,13 +21,13 @@ __all__ = ["check", "options_of"]
 NUMBERS = {"int": int, "float": float}
 
 
-def check(recipe: Path, flags: Sequence[str], config: Path | None = None, processes: int = 1) -> None:
+def check(recipe: Path, flags: Sequence[str], config: Path | None = None, processes: int | None = 1) -> None:
     """Refuses what the flags and the file show to be a mistake; all else is left to the recipe's own parser.
 
     Args:
         recipe: recipes/grpo.py.
         config: the YAML file of ``--config``.
-        processes: as many as will be started.
+        processes: as many as will be started; None: an accelerate configuration says it.
 
     Raises:
         Refusal: an unknown or abbreviated flag or key, a number that is none, an unknown method or option of it, a
@@ -101,7 +101,7 @@ def _file(config: Path) -> dict[str, Any]:
     return dict(yaml.safe_load(config.read_text()) or {})
 
 
-def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], processes: int) -> None:
+def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], processes: int | None) -> None:
     loss_type = values.get("loss_type")
     if isinstance(loss_type, str) and loss_type not in TRL_LOSSES:
         named_loss(loss_type, _mapping(values.get("loss_kwargs")))
@@ -111,7 +111,9 @@ def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], proc
     batch = ("per_device_train_batch_size", "steps_per_generation", "gradient_accumulation_steps", "num_generations")
     size, steps, accumulation, generations = (values.get(name, options[name].default) for name in batch)
     numbers = (size, steps or accumulation, generations)
-    if values.get("generation_batch_size") is None and all(isinstance(one, int) for one in numbers):
+    if processes is None or values.get("generation_batch_size") is not None:
+        return
+    if all(isinstance(one, int) for one in numbers):
         check_generation(size, processes, steps or accumulation, generations)
 
 

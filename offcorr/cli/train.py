@@ -98,7 +98,8 @@ def run_train(options: argparse.Namespace) -> int:
     recipe = recipes() / "grpo.py"
     if "--help-all" not in flags:
         own, file = (flags, None) if config is None else (flags[2:], Path(flags[1]))
-        check(recipe, own, file, processes=1 if accelerate is not None else int(count or 1))
+        known = count or (os.environ.get("WORLD_SIZE", "1") if accelerate is None else None)
+        check(recipe, own, file, processes=None if known is None else int(known))
     flags = ["--help" if flag == "--help-all" else flag for flag in flags]
     os.environ["OFFCORR_COMMAND"] = "offcorr train"  # as which the recipe names itself, in every process
     if not launcher:

@@ -225,7 +225,9 @@ def test_batches_of_two_processes_are_looked_at_before_they_are_launched(started
     flags = ("--per_device_train_batch_size", "3", "--steps_per_generation", "1")
     said = refused("train", "--num_processes", "2", *flags)
     assert "the 6 are 3 x 2 x 1: --per_device_train_batch_size" in said and not started
-    assert cli.main(["train", "--num_processes", "8", *flags]) == 0 and started
+    assert cli.main(["train", "--num_processes", "8", *flags]) == 0 and len(started) == 1
+    assert cli.main(["train", "--config_file", "fsdp2", *flags]) == 0 and len(started) == 2  # it says how many
+    assert cli.main(["train", *flags, "--generation_batch_size", "24"]) == 0 and len(started) == 3
 
 
 def test_a_mistake_takes_less_time_than_trl(tmp_path):
