@@ -64,7 +64,7 @@ def _cubin(cubin: bytes) -> dict[str, int]:
 def arguments(description: str) -> argparse.ArgumentParser:
     """The flags of every such script."""
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter compiles nothing"
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=description.split("\n")[0])
     parser.add_argument("--output", type=flags.output, help="without a suffix; writes .md and .json")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     return parser

@@ -60,7 +60,7 @@ def record(baseline: str, seed: int, logs: list[dict[str, Any]]) -> dict[str, An
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--baselines", nargs="+", default=BASELINES, choices=BASELINES)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--generations", type=int, default=40)

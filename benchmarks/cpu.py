@@ -181,7 +181,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=flags.output, help="path without a suffix; .json and .md are written")
     parser.add_argument("--size", nargs=3, type=int, default=(2048, 256, 32000), metavar=("N", "H", "V"))
     parser.add_argument("--threads", type=int, default=1)

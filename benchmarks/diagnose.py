@@ -177,7 +177,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Runs what is missing and writes the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/diagnose"), help="of the dumps (default: %(default)s)"

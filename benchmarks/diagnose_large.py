@@ -83,7 +83,9 @@ def measured(millions: int, file: Path, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measures dumps of growing size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=flags.output, metavar="FILE.json")
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 4, 10, 100], help="tokens of the dumps")
     parser.add_argument("--overwrite", action="store_true", help="replace the file of --output")

@@ -294,7 +294,7 @@ def filled(page: str) -> str:
 
 def main() -> int:
     """Writes the tables, or checks them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
     options = parser.parse_args()
     page = PAGE.read_text()

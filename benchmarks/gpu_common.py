@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 def arguments(description: str, name: str, sections: list[str]) -> argparse.ArgumentParser:
     """The flags of every such script; ``name`` is the report's."""
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=description.split("\n")[0])
     parser.add_argument("--output", type=flags.output, default=Path(os.environ.get("OUT", ".")) / f"{name}.json")
     parser.add_argument("--budget", type=float, default=270, help="seconds after which nothing further is begun")
     parser.add_argument("--sections", nargs="+", default=sections, choices=sections)

@@ -41,7 +41,7 @@ def microseconds(method: str, calls: int, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", type=flags.method, default=["ppo", "tis", "minpro", "gspo"])
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=20)

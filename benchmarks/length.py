@@ -44,7 +44,7 @@ def multiplier(method: str, log_ratio: torch.Tensor, advantage: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", type=flags.method, default=list(METHODS))
     parser.add_argument("--output", type=flags.output, help="write the result as JSON")
     options = parser.parse_args()

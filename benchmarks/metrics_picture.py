@@ -48,7 +48,7 @@ COLOURS, STYLES = {"minpro": "C0", "trl": "C3"}, ("-", "--", ":")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, help="the folder of the demo's runs; without it the kept series are drawn")
     parser.add_argument("--kept", type=Path, default=ROOT / "benchmarks" / "results" / "metrics.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "metrics.md")

@@ -38,7 +38,7 @@ BINS = 24
 
 def main() -> int:
     """Makes the dumps and draws them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "mismatch.png", metavar="FILE.png")
     options = parser.parse_args()
     dumps = []

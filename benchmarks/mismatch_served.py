@@ -215,7 +215,9 @@ class Server:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", type=Path, required=True, help="of the environment that vLLM is installed in")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--architectures", nargs="+", default=["llama", "qwen3", "gpt2"], choices=ARCHITECTURES)

@@ -179,7 +179,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time")
     parser.add_argument("--folder", type=Path, default=Path("runs/mixed_data"), help="of the runs")

@@ -381,7 +381,7 @@ def on_page(page: str, tables: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=flags.output, help="write the result as JSON")
     parser.add_argument("--page", type=Path, help="write the tables into this page, between its marks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])

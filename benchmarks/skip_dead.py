@@ -184,7 +184,7 @@ def table(checkpoints: dict[int, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoints", type=int, nargs="+", default=[0, 120, 360], help="optimizer updates")
     parser.add_argument("--num-generations", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="learning rate of the run that trains")

@@ -191,7 +191,7 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0].replace("``", ""))
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0].replace("``", ""))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default %(default)s)")
     parser.add_argument(
         "--rounds", type=flags.rounds, default=12, help="short runs of each trainer, 2 or more (default %(default)s)"

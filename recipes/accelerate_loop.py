@@ -47,6 +47,7 @@ import offcorr
 from offcorr import Batch, Output, toy
 from offcorr.diagnose import records_of
 from offcorr.diagnose.writer import StepDumps
+from offcorr.flags import unknown_flag
 from offcorr.kernels.logprob import linear_logprob
 from offcorr.rollout import Sampling, decode, score
 from offcorr.training import (
@@ -161,7 +162,11 @@ class Arguments:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    parser = HfArgumentParser(Arguments, allow_abbrev=False)
+    args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        known = [action.dest for action in parser._actions]
+        parser.error(unknown_flag(unknown[0].partition("=")[0].removeprefix("--"), known))
     accelerator = start_accelerator(args)
     set_seed(args.seed)
     path = toy.model_path(seed=args.seed) if args.model == "toy" else args.model
@@ -595,6 +600,8 @@ class Log:
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.history = History(folder)
+        if accelerator.is_main_process:
+            self.history.say_replaced()
         self.state = TrainerState(is_world_process_zero=accelerator.is_main_process)
 
     def __call__(self, step: int, **values: float) -> None:

@@ -8,7 +8,6 @@ between the policies, and how each correction's update differs from that with th
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,14 +29,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from offcorr import toy
+from offcorr.flags import Parser
 from offcorr.folders import check_writable
+from offcorr.lab.text import listed
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where installed, warns that it found nothing else
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from grpo import CAPTION, EFFECT, MISMATCH, accuracy, lines, means, series  # noqa: E402
+from grpo import CAPTION, EFFECT, MISMATCH, accuracy, diagnose, lines, means, series, shortened, to_scale  # noqa: E402
 
 LAG, PRECISION = 16, "int8"
 SHORT = 12  # updates of a run of --short
@@ -88,7 +89,7 @@ def sampler(steps: int) -> str:
 
 def main() -> int:
     command = os.environ.get("OFFCORR_COMMAND")  # "offcorr demo", where it runs this file
-    parser = argparse.ArgumentParser(prog=command, description=__doc__.splitlines()[0])
+    parser = Parser(prog=command, description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="a few updates: too few to compare the methods")
     parser.add_argument("--output", type=Path, help="where the runs go (default: runs/demo, or runs/demo-short)")
     parser.add_argument("--seed", type=int, default=0)
@@ -101,7 +102,9 @@ def main() -> int:
         parser.error(str(error))
 
     print(f"{opening(steps)}\n{COST['short' if args.short else 'full']}\n", flush=True)
-    toy.model_path(seed=args.seed)  # the warm start, once, with its progress bar
+    if (args.output / "demo.json").exists():
+        print(f"{args.output} has an earlier demo, which is replaced; another --output keeps both\n", flush=True)
+    model = toy.model_path(seed=args.seed)  # the warm start, once, with its progress bar
     print(f"Three runs of recipes/grpo.py, {steps} updates each:", flush=True)
     logs = train_all(RUNS, args.output, steps, args.seed)
     Console().print(comparison(logs, sampler(steps)))
@@ -109,7 +112,7 @@ def main() -> int:
     print(f"picture: {plot(logs, args.output / 'demo.png', sampler(steps))}")
     print(f"sequences, with the log-probs of sampler and trainer: {args.output}/*/rollouts")
     print(f"numbers: {record(logs, args.output / 'demo.json', vars(args) | {'updates': steps})}")
-    print(f"\n{next_commands()}")
+    print(f"\n{next_commands(args.output / 'trl' / 'rollouts', model)}")
     return 0
 
 
@@ -223,8 +226,7 @@ def progress_of(folder: Path) -> State:
 def comparison(logs: dict[str, list[dict[str, Any]]], title: str) -> Table:
     table = Table(
         title=title,
-        caption=f"{CAPTION} TRL's own loss has no correction to measure. Staleness is measured against the weights "
-        "that sampled; TRL's own loss ignores them, so that its own ratios are all 1.",
+        caption=f"{CAPTION} Staleness: against the weights that sampled, which TRL's own loss ignores.",
     )
     table.add_column("", no_wrap=True)
     for name in logs:
@@ -247,7 +249,7 @@ def cell(run: str, entries: list[dict[str, Any]], name: str) -> str:
     """A metric's mean over a run; a loss without a correction has no effect of one."""
     if name in EFFECT and not RUNS[run].corrects:
         return "not measured"
-    return f"{means(entries, (name,))[name]:.4f}"
+    return shortened(means(entries, (name,))[name])
 
 
 def largest_fall(entries: list[dict[str, Any]]) -> float:
@@ -290,14 +292,12 @@ def change(run: str, entries: list[dict[str, Any]]) -> str:
     )
 
 
-def listed(parts: Iterable[str]) -> str:
-    """Text as "a", "a and b" or "a, b and c"."""
-    *first, last = parts
-    return f"{', '.join(first)} and {last}" if first else last
+def next_commands(dump: Path, tokenizer: str) -> str:
+    """Commands to type next, as they work in this environment.
 
-
-def next_commands() -> str:
-    """Commands to type next, as they work in this environment."""
+    Args:
+        dump: the folder of a run's sequences; tokenizer: that of its start model.
+    """
     # `make` has the environment on its PATH, where the user's shell need not have it.
     on_path = sys.prefix == sys.base_prefix or {"VIRTUAL_ENV", "CONDA_PREFIX"} & os.environ.keys()
     python = min(sys.executable, os.path.relpath(sys.executable), key=len)
@@ -310,6 +310,8 @@ def next_commands() -> str:
         "This was one seed at one learning rate, and is no ranking; docs/which.md compares more. Next:\n"
         "A run of your own:\n"
         f"  {offcorr} train --loss_type minpro --lag {LAG} --precision {PRECISION}\n"
+        "Why trainer and sampler disagree in a run:\n"
+        f"  {diagnose(dump, tokenizer, offcorr='OFFCORR').replace('OFFCORR', offcorr, 1)}\n"
         "What a method is:\n"
         f"  {offcorr} methods minpro\n"
         "Bias and variance of several, in seconds:\n"
@@ -368,6 +370,7 @@ def plot(logs: dict[str, list[dict[str, Any]]], file: Path, title: str) -> Path:
                 axis.plot(steps, values, label=RUNS[run].title, **style)
         axis.set(xlabel="optimizer update", title=label)
         if axis.get_lines():
+            to_scale(axis, name)
             axis.legend()
         else:
             axis.text(0.5, 0.5, "0 throughout", ha="center", transform=axis.transAxes)

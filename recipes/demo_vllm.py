@@ -9,7 +9,6 @@ here; vLLM lives in an environment of its own, whose Python is passed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import os
@@ -26,6 +25,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offcorr import toy
+from offcorr.flags import Parser
 from offcorr.folders import check_writable
 from offcorr.rollout import Engine, EngineError, save_for_engine
 
@@ -50,7 +50,7 @@ COST = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", type=Path, required=True, help="of the environment that vLLM is installed in")
     parser.add_argument("--dtype", default="bfloat16", help="of the server's weights")
     parser.add_argument("--sync_every", type=int, default=SYNC_EVERY, help="updates between two weights of the server")

@@ -16,6 +16,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import sys
 import time
 import warnings
@@ -32,9 +33,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback
 from trl import TrlParser
 
 from offcorr import toy
+from offcorr.flags import unknown_flag
 from offcorr.folders import check_writable
 from offcorr.optional import configuration_keys
 from offcorr.rollout import OffPolicy, VLLMServer
+from offcorr.training.generations import check_generation
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 from offcorr.trl.config import choose_correction
 
@@ -134,18 +137,16 @@ class Arguments(GRPOConfig):
                 )
 
     def _check_by_trl(self) -> None:
-        """TRL's own checks; where they refuse a batch size that was computed, with the flags that make it."""
-        computed = self.generation_batch_size is None
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            if not computed or not str(error).startswith("generation_batch_size ("):
-                raise
-            raise ValueError(
-                f"{str(error).rstrip('.')}; the {self.generation_batch_size} are {self.per_device_train_batch_size} x "
-                f"{self.world_size} x {self.steps_per_generation}: --per_device_train_batch_size x --num_processes x "
-                "--steps_per_generation"
-            ) from None
+        """TRL's own checks; before them that of a batch size that is computed, with the flags that make it."""
+        if self.generation_batch_size is None:
+            processes, steps = int(os.environ.get("WORLD_SIZE", 1)), self.steps_per_generation
+            check_generation(
+                self.per_device_train_batch_size,
+                processes,
+                steps or self.gradient_accumulation_steps,
+                self.num_generations,
+            )
+        super().__post_init__()
 
     def make_sampler(self) -> OffPolicy | VLLMServer | None:
         """Real off-policy data, old or of another precision, with a record of both; None: TRL's own vLLM path."""
@@ -202,7 +203,8 @@ class Parser(TrlParser):
 def parse(arguments: type[Any]) -> Any:
     """The flags and the YAML file of ``--config``; a mistake ends the program with one line that names the flag."""
     command = os.environ.get("OFFCORR_COMMAND")  # "offcorr train", where it runs this file
-    parser = Parser(arguments, prog=command, usage="%(prog)s [--config FILE.yaml] [flags]")
+    usage = "%(prog)s [--config FILE.yaml] [flags]"
+    parser = Parser(arguments, prog=command, usage=usage, allow_abbrev=False)
     parser.separate(arguments)
     try:
         if "--config" in sys.argv[1:-1]:
@@ -214,7 +216,7 @@ def parse(arguments: type[Any]) -> Any:
     if unknown:
         name = unknown[0].partition("=")[0].removeprefix("--")
         known = [action.dest for action in parser._actions]
-        parser.error(f"unknown flag, or key of the YAML file, {name!r}{nearest(name, known)}")
+        parser.error(unknown_flag(name, known))
     return args
 
 
@@ -323,8 +325,8 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
     task = load_task(args, tokenizer)
 
     history = History(Path(args.output_dir))
-    if history.file.exists() and not args.resume_from_checkpoint and int(os.environ.get("RANK", 0)) == 0:
-        print(f"{history.file} is of an earlier run, and is replaced; --output_dir keeps both", flush=True)
+    if not args.resume_from_checkpoint and int(os.environ.get("RANK", 0)) == 0:
+        history.say_replaced()
     trainer = trainer_class(
         model=path,
         args=args,
@@ -354,6 +356,8 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         print(f"history: {history.file}")
         if args.picture:
             print(f"picture: {plot(history.logs, history.file.with_suffix('.png'))}")
+        if args.dump_rollouts:
+            print(f"why trainer and sampler disagree:\n  {diagnose(args.dump_rollouts, path, history.checkpoint)}")
     # A process that ends while gloo still holds its tensors aborts (pytorch/pytorch#190489).
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
@@ -368,6 +372,13 @@ def what_is_left(trainer: GRPOTrainer, history: History) -> str:
         return f"{stopped}: {numbers}, and no model was saved (--save_strategy steps --save_steps {often} saves it)"
     again = f"the same command with --resume_from_checkpoint {history.checkpoint} goes on from there"
     return f"{stopped}: {numbers}; {again}"
+
+
+def diagnose(dump: str | Path, tokenizer: str, checkpoint: Path | None = None, offcorr: str = "offcorr") -> str:
+    """The command that reads a dump, with the folder or hub name of the tokenizer, and of the model if it was saved."""
+    words = [offcorr, "diagnose", dump, "--html", Path(dump).parent / "report.html", "--overwrite"]
+    words += ["--tokenizer", tokenizer, *(["--model", checkpoint] if checkpoint else [])]
+    return shlex.join(map(str, words))
 
 
 def sampled_by(args: Arguments) -> str:
@@ -407,6 +418,11 @@ class History(TrainerCallback):
         self.file = folder / "history.json"
         self.logs: list[dict[str, float]] = []
         self.checkpoint: Path | None = None
+
+    def say_replaced(self) -> None:
+        """Says that the file of an earlier run is replaced, if there is one."""
+        if self.file.exists():
+            print(f"{self.file} is of an earlier run, and is replaced; --output_dir keeps both", flush=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -462,11 +478,8 @@ EFFECT = {
 """What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
 
 CAPTION = (
-    "Rows below the accuracies: means over the run. ESS: effective sample size. ESS, share of sequences: how many "
-    "sequences are left if each is weighted by the product of its ratios; it falls with their length. ESS of the "
-    "tokens: how evenly the tokens share the update, each weighted by its own ratio or by the correction's factor. "
-    "Prompts without advantage: their samples all got one reward. Tokens: those with an advantage; damped and "
-    "amplified by more than 1 % against the plain ratio."
+    "Below the accuracies: means over the run. ESS: effective sample size, 1 where all count alike. Tokens: those with "
+    "an advantage; damped, amplified: by more than 1 %. docs/metrics.md explains each."
 )
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 
@@ -479,17 +492,29 @@ def summarise(logs: list[dict[str, float]], title: str) -> None:
         table.add_row(f"held-out sampled accuracy, {moment}", f"{value:.3f}", end_section=moment == "end")
     for part in (MISMATCH, EFFECT | {"lr_scale": "factor on the learning rate"}):
         for name, value in means(logs, tuple(part)).items():
-            table.add_row(part[name], f"{value:.4f}")
+            table.add_row(part[name], shortened(value))
         table.add_section()
     if not means(logs, tuple(EFFECT)):
         table.add_row("correction", NO_CORRECTION if series(logs, "loss")[0] else NOT_LOGGED)
     Console().print(table)
 
 
+def shortened(value: float) -> str:
+    """Two decimals, or two digits of what is smaller than they show."""
+    return f"{value:.2f}" if value == 0 or abs(value) >= 0.1 else f"{value:.2g}"
+
+
 def lines(logs: list[dict[str, float]], names: Iterable[str]) -> dict[str, tuple[list[float], list[float]]]:
     """The series among these that were logged and are not 0 all the time, to rounding."""
     found = {name: series(logs, name) for name in names}
     return {name: pair for name, pair in found.items() if any(abs(value) > 1e-5 for value in pair[1])}
+
+
+def to_scale(axis: Any, name: str = "") -> None:
+    """Limits that begin at 0 and, but for a distance in nats, reach 1, so that noise does not fill the panel."""
+    low, high = axis.get_ylim()
+    least = 0.0 if "abs_mean" in name else 1.05
+    axis.set_ylim(min(0.0, low), max(least, high))
 
 
 def plot(logs: list[dict[str, float]], file: Path) -> Path:
@@ -521,6 +546,7 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
             axis.plot(steps, values, label=label, marker="o" if name == "eval_reward" else "")
         axis.set(title=title, xlabel="optimizer update", ylabel=unit)
         if drawn:
+            to_scale(axis, names[0])
             axis.legend()
         else:
             axis.text(0.5, 0.5, otherwise, ha="center", transform=axis.transAxes)

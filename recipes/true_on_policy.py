@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import offcorr
 from offcorr import exact, toy
+from offcorr.flags import Parser
 from offcorr.rollout import Sampling, decode
 
 # -- the stages ----------------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=8, help="per update")

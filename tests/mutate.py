@@ -1720,7 +1720,7 @@ def _test(copy: Path, mutation: Mutation) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument(
         "words", nargs="*", metavar="WORD", help="only mutations whose description contains one of these"
     )

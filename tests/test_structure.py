@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = [
     ("offcorr.shapes", "offcorr.optional", "offcorr.quiet", "offcorr.folders"),
-    ("offcorr.stages.ops", "offcorr.stages.checks", "offcorr.stages.pointwise"),
+    ("offcorr.stages.ops", "offcorr.stages.checks", "offcorr.stages.pointwise", "offcorr.flags"),
     ("offcorr.batch",),
     ("offcorr.stages",),
     ("offcorr.accumulators",),
@@ -49,6 +49,7 @@ LAYERS = [
     ("offcorr.trl", "offcorr.toy", "offcorr.extras", "offcorr.integrations"),
     ("offcorr.cli.tables", "offcorr.cli.guide"),
     ("offcorr.cli.output", "offcorr.cli.launch"),
+    ("offcorr.cli.early",),
     ("offcorr.cli.train", "offcorr.cli.check", "offcorr.cli.methods", "offcorr.cli.metrics", "offcorr.cli.docs"),
     ("offcorr.cli", "offcorr.__main__"),
 ]

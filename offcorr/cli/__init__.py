@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 import offcorr
 from offcorr.cli import check, docs, methods, metrics, train
 from offcorr.cli.output import PAGES, Refusal
 from offcorr.diagnose import command as diagnose
+from offcorr.flags import Parser
 from offcorr.lab import bench, compare
 from offcorr.lab.text import HelpFormatter, for_a_shell
-from offcorr.stages.checks import nearest
 
 __all__ = ["main"]
 
@@ -27,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = _parser()
     given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    if given[0] in train.RECIPES and not {"-h", "--help"} & set(given[1:]):
-        options = argparse.Namespace(run=train.RECIPES[given[0]], flags=given[1:])
+    if given[0] == "train" and not {"-h", "--help"} & set(given[1:]):  # its flags are those of the recipe
+        options = argparse.Namespace(run=train.run_train, flags=given[1:])
     else:
         options = parser.parse_args(given)
     try:
@@ -44,25 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"offcorr {given[0]}: {for_a_shell(str(refusal))}", file=sys.stderr)
         return 2
     return code
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors name the nearest command, choice or flag, with the usage of the command that was meant."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; a flag that a subcommand does not have is its own error, not one of `offcorr`."""
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            flag = unknown[0].partition("=")[0]
-            close = nearest(flag, flags) if flag.startswith("--") else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
-        return found, unknown
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the program with the message, and the nearest of the choices where one is not among them."""
-        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
-        super().error(message + (nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""))
 
 
 def _parser() -> Parser:

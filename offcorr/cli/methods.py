@@ -15,14 +15,13 @@ from offcorr.cli.tables import markdown, methods_table, stages
 from offcorr.correction import Correction
 from offcorr.lab.text import HelpFormatter, entries, examples
 from offcorr.methods.registry import Method, catalogue, find, split_spec
+from offcorr.training.named_loss import TRL_LOSSES
 
 NEXT = (
     "In brackets: the paper's arXiv number, or the framework whose code defines the method. `offcorr methods NAME` "
     "shows one method: formula, stages, options, notes, examples; `offcorr methods --markdown` is a table of all "
     "formulas. docs/which.md helps to choose; `offcorr compare NAME NAME` measures them side by side."
 )
-TRL_LOSSES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
-"""Names that are TRL's own losses, and this library's with a prefix; as in ``offcorr.trl.config``, which needs TRL."""
 
 
 def add_parser(commands: Any) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from offcorr.cli.early import check
 from offcorr.cli.launch import launch
 from offcorr.cli.output import Refusal
+from offcorr.folders import check_writable
 from offcorr.lab.text import HelpFormatter, examples
 from offcorr.optional import RECIPE_NEEDS, configuration, configuration_keys, configurations, recipes, require
 
@@ -46,7 +48,7 @@ LOADING = "loading TRL and transformers, which takes some seconds ..."
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the subcommands ``train`` and ``demo``; every flag of theirs but --help goes to a recipe."""
+    """Adds the subcommands ``train``, whose flags but --help go to the recipe, and ``demo``."""
     train = commands.add_parser(
         "train",
         help="train with GRPO and a correction",
@@ -93,8 +95,12 @@ def run_train(options: argparse.Namespace) -> int:
     _need("offcorr train")
     if config is not None:
         _check_keys(Path(flags[1]))
-    flags = ["--help" if flag == "--help-all" else flag for flag in flags]
     recipe = recipes() / "grpo.py"
+    if "--help-all" not in flags:
+        own, file = (flags, None) if config is None else (flags[2:], Path(flags[1]))
+        known = count or (os.environ.get("WORLD_SIZE", "1") if accelerate is None else None)
+        check(recipe, own, file, processes=None if known is None else int(known))
+    flags = ["--help" if flag == "--help-all" else flag for flag in flags]
     os.environ["OFFCORR_COMMAND"] = "offcorr train"  # as which the recipe names itself, in every process
     if not launcher:
         return _run(recipe, flags)
@@ -107,12 +113,21 @@ def run_train(options: argparse.Namespace) -> int:
 def run_demo(options: argparse.Namespace) -> int:
     """Runs recipes/demo.py in this process."""
     _need("offcorr demo")
+    flags = ["--short"] if options.short else []
+    for name in ("output", "seed"):
+        value = getattr(options, name)
+        flags += [] if value is None else [f"--{name}", str(value)]
+    if options.output is not None:
+        _check_folder("--output", options.output)
     os.environ["OFFCORR_COMMAND"] = "offcorr demo"
-    return _run(recipes() / "demo.py", options.flags)
+    return _run(recipes() / "demo.py", flags)
 
 
-RECIPES = {"train": run_train, "demo": run_demo}
-"""The commands whose flags a recipe reads."""
+def _check_folder(flag: str, folder: str) -> None:
+    try:
+        check_writable(flag, folder)
+    except ValueError as error:
+        raise Refusal(str(error)) from None
 
 
 def _need(command: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from offcorr.diagnose.captions import how_to_read
 from offcorr.diagnose.diagnosis import Report
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.plots import bounded, figure, gaps, plots
@@ -58,7 +59,8 @@ def page(
     ):
         if listed := [f"<li>{_said(one)}</li>" for one in sentences]:
             parts += [f"<h2>{title}</h2>", "<ul>", *listed, "</ul>"]
-    parts += ["<h2>Plots</h2>", '<div class="plots">', *(figure(*plot) for plot in plots(evidence)), "</div>"]
+    parts += ["<h2>Plots</h2>", f'<p class="note">{_said(how_to_read(report))}</p>']
+    parts += ['<div class="plots">', *(figure(*plot) for plot in plots(report)), "</div>"]
     parts += ["<h2>Sequences that are furthest off</h2>", _worst(evidence, decode)]
     body = "\n".join(parts)
     return (

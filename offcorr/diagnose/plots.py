@@ -1,4 +1,4 @@
-"""The plots of the report, each one picture with a caption that says how to read it."""
+"""The plots of the report, each one picture with its caption."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from offcorr.diagnose.captions import caption
+from offcorr.diagnose.diagnosis import Report
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.record import Record
 
@@ -24,86 +26,43 @@ LAGS = range(-4, 5)
 
 
 class Plot(NamedTuple):
-    """A plot: how it is read, the function that draws it, and one that says what these data show."""
+    """A plot: its name in ``captions``, the function that draws it, and one that says what these data show."""
 
-    caption: str
+    name: str
     draw: Draw
     here: Callable[[Evidence], str] = lambda evidence: ""
 
 
-def plots(evidence: Evidence) -> list[tuple[str, Any]]:
+def plots(report: Report) -> list[tuple[str, Any]]:
     """Caption and finished picture (a matplotlib figure) of every plot that the data allow.
 
     Args:
-        evidence: of N > 0 tokens; those with the largest values are drawn at 50 nats.
+        report: its evidence is drawn; values beyond 50 nats are drawn at 50.
     """
+    evidence = report.evidence
     made = [
-        Plot(
-            "Histogram of d: how many tokens have which d, on a logarithmic scale. Everything on one side of 0 is a "
-            "truncated distribution.",
-            _histogram,
-            _sides,
-        ),
-        Plot(
-            "QQ plot: the sorted values of d (its quantiles) against those of as many draws from a normal "
-            "distribution. A straight line is rounding noise; long ends are a few tokens that differ much.",
-            _quantiles,
-        ),
-        Plot(
-            "d against the trainer's log-prob, the logarithm of the probability that it gives a token. A slope or a "
-            "curve is a temperature.",
-            _against_logp,
-        ),
-        Plot(
-            "Mean |d|, the size of d without its sign, over the position in the completion. A spike at the start is "
-            "another prompt, a step is a change of weights.",
-            _positions,
-            _first_token,
-        ),
-        Plot(
-            "Lag correlation: how closely the trainer's log-probs follow the sampler's of the token so many places "
-            "before or after (1: exactly; 0: not at all). The highest bar belongs at a lag of 0; at 1 or -1 it means "
-            "that log-probs are shifted by one token.",
-            _lags,
-            _highest_lag,
-        ),
+        Plot("histogram", _histogram, _sides),
+        Plot("quantiles", _quantiles),
+        Plot("against_logp", _against_logp),
+        Plot("positions", _positions, _first_token),
+        Plot("lags", _lags, _highest_lag),
     ]
     if np.abs(_updates(evidence)).max(initial=0.0) > SAME:
-        made.append(
-            Plot(
-                "Histogram of logp - old_logp, on a logarithmic scale: how far the trainer's own updates have moved "
-                "its log-probs since the tokens were sampled. This gap is staleness, which comes in addition to d.",
-                _update_histogram,
-                _update_size,
-            )
-        )
+        made.append(Plot("updates", _update_histogram, _update_size))
     if len(_halves(evidence)[0]):
-        made.append(
-            Plot(
-                "Mean d of each token id, one dot per id, in two halves of the sequences. Along the diagonal the two "
-                "policies differ in the same way everywhere, as with older weights; a round cloud is noise.",
-                _token_ids,
-                _agreement,
-            )
-        )
+        made.append(Plot("token_ids", _token_ids, _agreement))
     if len(_turns(evidence)[0]) > 1:
-        made.append(
-            Plot(
-                "Mean |d| of each turn of the conversation. A rise from turn to turn is a rewritten history.",
-                _by_turn,
-                _first_and_last_turn,
-            )
-        )
+        made.append(Plot("turns", _by_turn, _first_and_last_turn))
     if len(set(_ages(evidence)[0])) > 1:
-        made.append(Plot("Mean |d| of each sequence against the age of the sampler's weights.", _by_age))
-    return [(f"{plot.caption} {plot.here(evidence)}".rstrip(), _drawn(evidence, plot.draw)) for plot in made]
+        made.append(Plot("ages", _by_age))
+    return [(caption(plot.name, report, plot.here(evidence)), _drawn(evidence, plot.draw)) for plot in made]
 
 
-def figure(caption: str, picture: Any) -> str:
+def figure(words: str, picture: Any) -> str:
     """A picture and its caption as HTML, with the picture's bytes inside."""
     written = io.BytesIO()
     picture.savefig(written, format="png")
-    data, said = base64.b64encode(written.getvalue()).decode(), html.escape(caption)
+    data, said = base64.b64encode(written.getvalue()).decode(), html.escape(words)
     return f'<figure><img alt="{said}" src="data:image/png;base64,{data}"><figcaption>{said}</figcaption></figure>'
 
 

@@ -15,8 +15,14 @@ from offcorr.diagnose.record import LOGPS, NAMES, Record, RecordError
 
 __all__ = ["DumpError", "read"]
 
+A_DUMP = (
+    "A dump has the token ids of sampled sequences, each token with its log-prob by the sampler and by the trainer. "
+    "`offcorr train --dump_rollouts FOLDER` writes one, and GRPOConfig(dump_rollouts='FOLDER') in your own script; "
+    "docs/mismatch.md lists the dumps of other trainers"
+)
 EXPECTED = (
-    f"expected {', '.join(c.name for c in CONTAINERS)}, which hold {', or '.join(layout.name for layout in LAYOUTS)}"
+    f"expected {', '.join(c.name for c in CONTAINERS)}, which hold {', or '.join(layout.name for layout in LAYOUTS)}. "
+    f"{A_DUMP}"
 )
 UNASKED = ("prompt_ids", "completion_ids", "rollout_logp", "old_logp", "origin")
 OPTIONAL = tuple(name for name in NAMES if name not in UNASKED)
@@ -323,6 +329,8 @@ def _of_file(file: File, problems: Problems) -> Iterator[tuple[Record, int]]:
     if not found:
         first = next(iter(own.kinds.values()), None)
         reason = "it has no row" if first is None else f"none of its {rows} rows is one. {first.sentence()}"
+        if first is None or own.kinds.keys() <= {"json"}:  # what may be another kind of file, such as a summary
+            reason += f". {A_DUMP}"
         raise DumpError(f"{path} has no usable record: {reason}")
 
 

@@ -33,7 +33,7 @@ from offcorr.lab.exact import (
     measure,
 )
 from offcorr.lab.processes import one_thread
-from offcorr.lab.text import HelpFormatter, Progress, entries, examples, folded, for_a_shell
+from offcorr.lab.text import HelpFormatter, Progress, entries, examples, folded, for_a_shell, listed
 from offcorr.methods.registry import catalogue, resolve
 
 __all__ = ["Column", "Row", "add_parser", "compare", "picture", "run", "table"]
@@ -143,10 +143,13 @@ NOT_A_RANKING = (
     "One setting is not a ranking: the order changes with the regime, the gap, the length and the seed, and how "
     "accurate one gradient is does not predict how training goes (docs/which.md)."
 )
-NO_CORRECTION = (
-    "reinforce, which corrects nothing, looks good here, and with old samples it is among the first to collapse in "
-    "training."
+SCOPE = (
+    "The numbers say how close a single gradient comes to the true one in this world; they do not say how stable "
+    "training with a method is."
 )
+TIE = 0.005
+"""Directions that differ by less are printed as one."""
+COLLAPSES = "in training with old samples it is among the first to collapse (docs/which.md)."
 REACHED = (
     "A clip is a trust region, not an estimator: a small kept or a direction of 0 or below says that the trainer has "
     "moved as far as the clip allows, so that it lets little through, or a part that points away from the true "
@@ -223,7 +226,7 @@ def as_data(world: World, rows: Sequence[Row], elapsed: float) -> dict[str, Any]
         "distances": world.distances(),
         "success": {"sampler": world.success(world.old), "trainer": world.success(world.trainer)},
         "columns": {column.key: column.formula for column in COLUMNS},
-        "note": NOT_A_RANKING,
+        "note": f"{SCOPE} {NOT_A_RANKING}",
         "elapsed": round(elapsed, 2),
         "methods": [
             {
@@ -269,7 +272,11 @@ def same_updates(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def table(world: World, rows: Sequence[Row], width: int) -> str:
-    """The setting, the table, what must not be concluded, and the caption, in lines of at most ``width`` characters."""
+    """The setting, what the numbers can say, the table, what must not be concluded, and the caption.
+
+    Args:
+        width: characters of a line, at most.
+    """
     width = max(width, 40)
     cells = {column: [column.text(column.value(row)) for row in rows] for column in COLUMNS}
     wide = {column: 2 + max(len(column.head), *map(len, texts)) for column, texts in cells.items()}
@@ -286,7 +293,7 @@ def table(world: World, rows: Sequence[Row], width: int) -> str:
             blocks.append([])
         blocks[-1].append(column)
 
-    lines = entries(_about(world), width)
+    lines = [*entries(_about(world), width), "", *entries([("", _scope(rows))], width)]
     for block in blocks:
         lines += ["", " " * label + "".join(column.head.rjust(wide[column]) for column in block)]
         for number, row in enumerate(rows):
@@ -320,11 +327,25 @@ def _about(world: World) -> list[tuple[str, str]]:
     ]
 
 
+def _scope(rows: Sequence[Row]) -> str:
+    """The scope of the numbers, and where reinforce is among the rows, the methods that it beats and how it trains."""
+    plain = next((row for row in rows if row.name == "reinforce"), None)
+    if plain is None:
+        return SCOPE
+    own = plain.measured.accuracy[LARGE].direction
+    worse = [row.name for row in rows if row.measured.accuracy[LARGE].direction < own - TIE]
+    if not worse:
+        return f"{SCOPE} reinforce corrects nothing, and {COLLAPSES}"
+    some = listed(worse) if len(worse) <= 3 else f"{len(worse)} of the {len(rows) - 1} other methods"
+    return (
+        f"{SCOPE} reinforce corrects nothing, and its direction (dir {LARGE}) is nearer to the true one here than that "
+        f"of {some}; yet {COLLAPSES}"
+    )
+
+
 def _caution(rows: Sequence[Row]) -> str:
     """The conclusions that these rows do not allow."""
     said = [NOT_A_RANKING]
-    if any(row.name == "reinforce" for row in rows):
-        said.append(NO_CORRECTION)
     if any(row.measured.limit <= 0 or row.measured.kept < FEW for row in rows):
         said.append(REACHED)
     return " ".join(said)

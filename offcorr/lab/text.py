@@ -7,9 +7,9 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["HelpFormatter", "Progress", "aligned", "duration", "entries", "examples", "folded", "for_a_shell"]
+__all__ = ["HelpFormatter", "Progress", "aligned", "duration", "entries", "examples", "folded", "for_a_shell", "listed"]
 
 
 def folded(name: str, width: int) -> list[str]:
@@ -52,6 +52,16 @@ def entries(given: Sequence[tuple[str, str]], width: int) -> list[str]:
             text, min(width, 110), initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
         )
     return lines
+
+
+def listed(parts: Iterable[str]) -> str:
+    """Text as "a", "a and b" or "a, b and c".
+
+    >>> listed(["ppo", "gspo", "ctpo"])
+    'ppo, gspo and ctpo'
+    """
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def aligned(lines: Sequence[Mapping[str, str]]) -> str:

@@ -29,10 +29,11 @@ from offcorr.optional import require
 from offcorr.rollout.sampler import in_mixed_precision
 from offcorr.stages.checks import outside
 from offcorr.training.anchors import Anchor
+from offcorr.training.named_loss import PREFIX, TRL_LOSSES
 from offcorr.training.origins import origin_ids
 from offcorr.training.replica import base_of
 from offcorr.training.schedules import Annealed
-from offcorr.trl.config import CORRECTIONS_HELP, PREFIX, TRL_LOSSES, CorrectionOptions, given, named
+from offcorr.trl.config import CORRECTIONS_HELP, CorrectionOptions, given, named
 from offcorr.trl.dump import check_dump, dump_row, make_dumps, row_ids
 from offcorr.trl.idle import compares_staleness, idle_warning
 from offcorr.trl.inputs import check_data, check_reward_funcs

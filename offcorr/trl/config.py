@@ -13,28 +13,19 @@ from typing import Any
 import trl
 
 import offcorr
-from offcorr.methods.registry import Method, find, split_spec
 from offcorr.stages.checks import nearest, one_of, outside
 from offcorr.training.alarms import ACTIONS
 from offcorr.training.anchors import ANCHORS
 from offcorr.training.ess_lr import AUTO, RULES
 from offcorr.training.logged import CHOICES
 from offcorr.training.monitor import Monitor
+from offcorr.training.named_loss import PREFIX, TRL_LOSSES, named_loss
 from offcorr.training.schedules import Annealed
 from offcorr.trl.convex_kl import EXAMPLE, ConvexKL
 from offcorr.trl.described import in_short
 from offcorr.trl.lm_head import HEADS, SUPPORTED
 from offcorr.trl.numeric import check_counts, check_numbers
 from offcorr.trl.trial import try_out
-
-TRL_LOSSES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
-"""The loss types of TRL, in every supported version (1.9.2 to 1.16.0): as bare names these run TRL's own loss.
-
-Any other bare name is this library's; a loss that a later TRL adds is then an unknown method until it is listed here.
-"""
-
-PREFIX = "offcorr:"
-"""``"offcorr:dapo"`` is this library's dapo; a bare ``"dapo"`` is TRL's."""
 
 MAPPINGS = {"loss_kwargs": '{"eps_high": 0.28}', "anchor_kwargs": '{"window": 16}', "convex_kl": EXAMPLE}
 """The options that are mappings, each with an example."""
@@ -385,9 +376,6 @@ def given(loss: Any, args: Any) -> Annealed:
 def named(name: str, args: Any) -> Annealed:
     """The correction of this name with the ``loss_kwargs`` of ``args``, and its schedules.
 
-    An option that ``loss_kwargs`` or the name itself gives, as in "holderpo?power=1.0", takes the place of the method's
-    own schedule.
-
     Raises:
         TypeError: a stage of the user's own cannot run on an example batch.
         ValueError: the name is unknown, or an option is unknown or out of range.
@@ -397,27 +385,10 @@ def named(name: str, args: Any) -> Annealed:
             f"loss_type is {name!r}, expected the name of a loss: one of TRL's, {list(TRL_LOSSES)}, or of "
             "offcorr.available(), such as 'minpro' or 'offcorr:dapo'"
         )
-    try:
-        found, (_, in_name) = find(name), split_spec(name)
-    except (TypeError, ValueError) as error:
-        raise _of_option("loss_type", error) from error
-    schedules = found.schedules if isinstance(found, Method) else {}
-    own = {option: schedule for option, schedule in schedules.items() if option not in in_name}
-
     options = getattr(args, "loss_kwargs", None) or {}
-    try:
-        annealed = Annealed(
-            lambda **in_force: _with_length(offcorr.resolve(name, **in_force), args), {**own, **options}
-        )
-    except (TypeError, ValueError) as error:
-        raise _of_option("loss_kwargs" if options else "loss_type", error) from error
+    annealed = named_loss(name, options, lambda correction: _with_length(correction, args))
     try_out(annealed.at(0.0), f"loss_type={name!r}")
     return annealed
-
-
-def _of_option(name: str, error: Exception) -> Exception:
-    """The error of a correction, with the option that asked for it."""
-    return (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}")
 
 
 def _with_length(correction: offcorr.Correction, args: Any) -> offcorr.Correction:

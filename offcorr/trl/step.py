@@ -24,10 +24,11 @@ from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import STALENESS
 from offcorr.training.monitor import Monitor
+from offcorr.training.named_loss import PREFIX
 from offcorr.training.origins import origin_lag
 from offcorr.training.schedules import Annealed
 from offcorr.training.step import MONITORED, Step
-from offcorr.trl.config import PREFIX, monitor_options
+from offcorr.trl.config import monitor_options
 from offcorr.trl.resume import asked_for, cut_generation, differences, save_asked
 
 logger = logging.getLogger("offcorr")

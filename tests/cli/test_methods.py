@@ -106,8 +106,6 @@ def test_the_prefix_is_for_the_names_that_trl_has_too(capsys):
     page = capsys.readouterr().out
     for called in ("minpro", "offcorr:cispo", "ppo"):
         assert f"loss_type='{called}'" in page and f"train --loss_type {called} " in page
-    config = pytest.importorskip("offcorr.trl.config", exc_type=ImportError)
-    assert methods.TRL_LOSSES == config.TRL_LOSSES
 
 
 def test_a_misspelt_method(refused):

@@ -1,6 +1,8 @@
 """Tests of ``offcorr train`` and ``offcorr demo``: what is refused at the door, and what is started."""
 
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from offcorr import cli
+from offcorr.cli import early as early_flags
 from offcorr.cli import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,14 +136,20 @@ def test_a_mistaken_flag_is_one_of_the_command(command, monkeypatch, capsys):
     """Not one of the recipe that the command runs."""
     for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
         pytest.importorskip(package)
-    assert cli.main([command, "--no-such-flag", "1"]) == 2
+    monkeypatch.setattr(train, "_run", None)  # not reached
+    try:
+        assert cli.main([command, "--no-such-flag", "1"]) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"usage: offcorr {command} ") and f"\noffcorr {command}: error: " in said
+    assert f"offcorr {command}: " in said and "no-such-flag" in said
     assert ".py" not in said
 
 
 MISTAKES = {
-    "--lagg 16": "'lagg' (did you mean 'lag'?)",
+    "--lagg 16": "'lagg', did you mean 'lag'?",
+    "--los_type minpro": "'los_type', did you mean 'loss_type'?",
+    "--loss_typ minpro": "'loss_typ', did you mean 'loss_type'?",
     "--lag two": "--lag: invalid int value: 'two'",
     "--lag -3": "lag is -3",
     "--precision int9": "precision is 'int9'",
@@ -152,7 +161,7 @@ MISTAKES = {
     "--task no.jsonl": "task is 'no.jsonl', which is not a file",
     "--model ./no": "model is './no', which is not a folder",
     "--resume_from_checkpoint no": "resume_from_checkpoint is 'no', which is not a folder",
-    "learning_rat: 1e-4": "'learning_rat' (did you mean 'learning_rate'?)",
+    "learning_rat: 1e-4": "'learning_rat', did you mean 'learning_rate'",
     "lag: sixteen": "run.yaml: lag: invalid int value: 'sixteen'",
     "max_steps: three": "run.yaml: max_steps: invalid int value: 'three'",
     "use_cpu: perhaps": "run.yaml: use_cpu: Truthy value expected",
@@ -161,8 +170,11 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize("command", (["offcorr", "train"], [GRPO]), ids=("offcorr train", "recipes/grpo.py"))
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(mistake, tmp_path, monkeypatch, capsys):
+def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(
+    mistake, command, tmp_path, monkeypatch, capsys
+):
     """Flags, or the text of a YAML file; one line says it, without a traceback."""
     for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
         pytest.importorskip(package)
@@ -180,9 +192,76 @@ def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(mist
     if not mistake.startswith("--"):
         (tmp_path / "run.yaml").write_text(mistake)
         words = ["--config", "run.yaml"]
-    assert cli.main(["train", *words, "--output_dir", "out"]) == 2
+    words += ["--output_dir", "out"]
+    assert (train._run(Path(GRPO), words) if command == [GRPO] else cli.main(["train", *words])) == 2
     said = capsys.readouterr().err.removeprefix(f"{train.LOADING}\n")
-    assert MISTAKES[mistake] in said and said.startswith("usage:") and len(said) < 600
+    assert MISTAKES[mistake] in said and said.startswith(("usage:", "offcorr train: ")) and len(said) < 700
+
+
+EARLY = [
+    "--lagg 16",
+    "--loss_typ minpro",
+    "--lag two",
+    "--loss_type minprop",
+    '--loss_type minpro --loss_kwargs {"eps_hihg":1}',
+    "learning_rat: 1e-4",
+    "--per_device_train_batch_size 3 --steps_per_generation 1",
+]
+
+
+@pytest.mark.parametrize("mistake", EARLY)
+def test_a_mistake_in_the_flags_is_named_before_trl_is_loaded(mistake, started, tmp_path, monkeypatch, refused):
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    words = mistake.split(" ")
+    if not mistake.startswith("--"):
+        (tmp_path / "run.yaml").write_text(mistake)
+        words = ["--config", "run.yaml"]
+    assert MISTAKES[mistake] in refused("train", *words) and not started
+
+
+def test_batches_of_two_processes_are_looked_at_before_they_are_launched(started, refused):
+    pytest.importorskip("trl")
+    flags = ("--per_device_train_batch_size", "3", "--steps_per_generation", "1")
+    said = refused("train", "--num_processes", "2", *flags)
+    assert "the 6 are 3 x 2 x 1: --per_device_train_batch_size" in said and not started
+    assert cli.main(["train", "--num_processes", "8", *flags]) == 0 and len(started) == 1
+    assert cli.main(["train", "--config_file", "fsdp2", *flags]) == 0 and len(started) == 2  # it says how many
+    assert cli.main(["train", *flags, "--generation_batch_size", "24"]) == 0 and len(started) == 3
+
+
+def test_a_mistake_takes_less_time_than_trl(tmp_path):
+    """What it loads is neither TRL nor transformers."""
+    pytest.importorskip("trl")
+    code = (
+        "import sys; from offcorr import cli; cli.main(sys.argv[1:]); print({'trl', 'transformers'} & {*sys.modules})"
+    )
+    words = [sys.executable, "-c", code, "train", "--loss_type", "minprop"]
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert "unknown method 'minprop'" in done.stderr and done.stdout == "set()\n"
+
+
+def test_every_option_of_the_recipe_is_known_before_trl_is_loaded(monkeypatch):
+    """And its type, where that is a number."""
+    for package in ("trl", "rich", "matplotlib", "reasoning_gym"):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    recipe = runpy.run_path(GRPO)
+    real = {action.dest: action for action in recipe["Parser"](recipe["Arguments"])._actions if action.dest != "help"}
+    flags = {flag for action in real.values() for flag in action.option_strings}
+    early = early_flags._parser(early_flags.options_of(Path(GRPO)))
+    assert real.keys() - {"config"} <= {action.dest for action in early._actions}
+    assert flags - {"--config"} <= {flag for action in early._actions for flag in action.option_strings}
+    for action in early._actions:
+        if action.type in (int, float):
+            assert real[action.dest].type is action.type, action.dest
+
+
+def test_a_trl_that_has_its_options_elsewhere_leaves_the_flags_to_the_recipe(started, monkeypatch):
+    monkeypatch.setattr(early_flags, "_package", lambda name: Path("/no/such/folder"))
+    assert cli.main(["train", "--lagg", "16"]) == 0 and started == [[GRPO, "--lagg", "16"]]
 
 
 def test_the_help_begins_with_the_library_s_and_the_recipe_s_flags(capsys):
@@ -302,7 +381,7 @@ def test_a_flag_s_mistake_is_not_one_of_the_file(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--lagg 16", "offcorr train: error: unknown flag, or key of the YAML file, 'lagg' (did you mean 'lag'?)"),
+        ("--lagg 16", "offcorr train: error: unknown flag, or key of the YAML file, 'lagg', did you mean 'lag'?"),
         ("--loss_type minprop", "unknown method 'minprop', did you mean 'minpro'? `offcorr methods` lists them"),
         ("--model no/such-model", "model is 'no/such-model', which is no folder here"),
         (
@@ -357,6 +436,6 @@ def test_only_the_first_process_says_a_mistake_at_once(monkeypatch, capsys):
     monkeypatch.setattr("time.sleep", waited.append)
     for rank, waits in (("0", []), ("1", [60])):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert cli.main(["train", "--lag", "two"]) == 2  # found before the processes look for each other
+        assert train._run(Path(GRPO), ["--lag", "two"]) == 2  # found before the processes look for each other
         assert waited == waits
     assert "--lag: invalid int value: 'two'" in capsys.readouterr().err

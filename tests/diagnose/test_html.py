@@ -16,6 +16,8 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from offcorr.diagnose import Record, diagnose
+from offcorr.diagnose.captions import DRAWN, SEEN
+from offcorr.diagnose.causes import CAUSES
 from offcorr.diagnose.html import LONGEST_SHOWN, WORST, page
 from offcorr.diagnose.plots import plots
 from tests.diagnose.simulated import world
@@ -124,7 +126,7 @@ def test_odd_data_have_their_plots(records):
 
 def drawn(records):
     """The axes of each plot by the beginning of its caption."""
-    return {caption: picture.axes[0] for caption, picture in plots(diagnose(records).evidence)}
+    return {caption: picture.axes[0] for caption, picture in plots(diagnose(records))}
 
 
 def axes_of(records, words):
@@ -183,6 +185,61 @@ def test_a_caption_says_what_these_data_show():
     assert "Here the highest bar is at a lag of 0." in " ".join(drawn(world("temperature").records()))
 
 
+SAID_OF_A_CAUSE = {
+    "temperature": {"temperature", "raw_logprobs", "unnormalised"},
+    "truncated distribution": set(),
+    "leaves tokens out": {"top_p", "top_k", "min_p", "logit_mask"},
+    "two sets of weights": {"stale_weights", "adapter_not_synced"},
+    "older weights": {"stale_weights"},
+    "another prompt": {"chat_template"},
+    "new weights": {"weights_swapped"},
+    "neighbouring token": {"shift"},
+    "history": {"truncated_prompt"},
+    "rounding": {"precision", "kv_cache"},
+}
+"""Words of a caption that point at a cause, and the causes that they may stand beside."""
+
+
+DIFFERENT = "clean precision stale_weights top_p temperature chat_template shift moe_routing policy_updates".split()
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_no_caption_points_at_a_cause_that_the_report_does_not_name(name):
+    """Whatever the plots look like: by itself no shape is a proof."""
+    report = diagnose(world(name).records())
+    named = {finding.cause for finding in report.causes}
+    for caption, _ in plots(report):
+        for words, causes in SAID_OF_A_CAUSE.items():
+            assert words not in caption or causes & named, (words, caption)
+
+
+def test_precision_on_short_similar_completions_is_not_said_to_be_older_weights():
+    """Rounded weights move a token id in the same way everywhere, so that the dots lie on the diagonal."""
+    shift = np.random.default_rng(1).normal(0, 0.004, 12)
+
+    def rollout(row):
+        return -1.5 - shift[ids(row)]
+
+    def ids(row):
+        return np.random.default_rng(row).integers(3, 12, 24)
+
+    report = diagnose(made(400, 24, completion_ids=ids, old_logp=[-1.5] * 24, rollout_logp=rollout))
+    (told,) = [caption for caption, _ in plots(report) if "two halves" in caption]
+    correlation = float(re.search(r"correlation of the two halves is (\d\.\d+)", told)[1])
+    assert report.verdict == "precision" and correlation > 0.9
+    assert "Verdict precision: " in told and "no sign of another cause" in told and "older weights" not in told
+
+
+def test_every_plot_and_every_cause_of_a_caption_is_known():
+    assert set(SEEN) <= set(DRAWN)
+    assert {cause for causes in SEEN.values() for cause in causes} <= set(CAUSES)
+
+
+def test_the_sentence_above_the_plots_is_that_of_the_verdict():
+    assert "The verdict is clean: what is drawn of d is rounding" in page(diagnose(world("clean").records()))
+    assert "The verdict comes from the tests above" in page(diagnose(world("top_p").records()))
+
+
 def test_the_gap_of_the_updates_has_a_histogram_where_there_is_one():
     moved = made(6, 4, old_logp=[-1.0] * 4, rollout_logp=[-1.1] * 4, logp=[-1.0, -1.5, -1.5, np.nan])
     axes = axes_of(moved, "Histogram of logp - old_logp")
@@ -195,7 +252,7 @@ def test_the_gap_of_the_updates_has_a_histogram_where_there_is_one():
 def test_the_labels_of_an_axis_do_not_overlap():
     """Of means that are small, each label has seven characters."""
     records = made(40, 30, rollout_logp=lambda row: -1 - 1e-4 * np.arange(30), old_logp=[-1.0] * 30)
-    for caption, picture in plots(diagnose(records).evidence):
+    for caption, picture in plots(diagnose(records)):
         picture.canvas.draw()
         (axes,) = picture.axes
         boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]

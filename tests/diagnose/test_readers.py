@@ -501,6 +501,15 @@ def test_a_file_that_is_no_dump(tmp_path, name, content, message):
         read_all(tmp_path / name)
 
 
+@pytest.mark.parametrize("content", [b'{\n "a": 1\n}\n', b"\x89PNG\r\n", b"# notes\n", b"", b'{"accuracy": 0.5}\n'])
+def test_a_file_that_is_no_dump_is_told_what_one_is_and_how_to_get_it(tmp_path, content):
+    (tmp_path / "summary").write_bytes(content)
+    with pytest.raises(DumpError) as told:
+        read_all(tmp_path / "summary")
+    assert str(told.value).count("A dump has the token ids of sampled sequences") == 1
+    assert "`offcorr train --dump_rollouts FOLDER` writes one" in str(told.value)
+
+
 def test_paths_that_hold_nothing(tmp_path):
     with pytest.raises(DumpError, match="missing.jsonl does not exist; expected a file or a folder"):
         read([tmp_path / "missing.jsonl"], warn=print)

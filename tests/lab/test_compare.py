@@ -95,11 +95,31 @@ def test_the_table_folds_to_the_width(rows, width):
 def test_what_must_not_be_concluded_stands_below_the_table_and_names_only_its_methods(rows):
     world, found = rows
     shown = compare.table(world, found, 100)
-    _, body, caution, _ = (" ".join(part.split()) for part in shown.split("\n\n"))
-    assert body.startswith("bias") and caution.startswith(compare.NOT_A_RANKING) and "reinforce" not in shown
+    _, scope, body, caution, _ = (" ".join(part.split()) for part in shown.split("\n\n"))
+    assert (
+        scope == compare.SCOPE
+        and body.startswith("bias")
+        and caution.startswith(compare.NOT_A_RANKING)
+        and "reinforce" not in shown
+    )
     assert compare.REACHED in caution and compare.REACHED not in compare.table(world, found[-2:-1], 100)
-    plain = compare.compare(world, [("reinforce", offcorr.get("reinforce"))], timed=False)
-    assert compare.NO_CORRECTION in " ".join(compare.table(world, plain, 100).split())
+
+
+def test_above_the_table_reinforce_is_set_against_what_it_beats():
+    world = World.of(Setting())
+
+    def above(*names: str) -> str:
+        found = compare.compare(world, [(name, offcorr.get(name)) for name in names], timed=False)
+        setting, scope, table, *_ = compare.table(world, found, 100).split("\n\n")
+        assert "bias" in table and "staleness" in setting
+        return " ".join(scope.split())
+
+    assert above("ppo", "ctpo") == compare.SCOPE
+    assert "nearer to the true one here than that of ppo and ctpo; yet in training" in above("reinforce", "ppo", "ctpo")
+    assert "than that of 4 of the 4 other methods; yet" in above("ppo", "ctpo", "gspo", "dapo", "reinforce")
+    assert above("reinforce") == f"{compare.SCOPE} reinforce corrects nothing, and {compare.COLLAPSES}"
+    on_policy = compare.compare(World.of(Setting(gap=0.0)), [(n, offcorr.get(n)) for n in ("reinforce", "ppo")])
+    assert "than that of" not in compare.table(World.of(Setting(gap=0.0)), on_policy, 100)  # equal but for rounding
 
 
 def test_the_gaps_and_the_reward_are_said_in_the_library_s_words(rows):
@@ -176,7 +196,7 @@ def test_json_holds_every_column_and_repeats_by_seed(command):
     )
     assert list(first["columns"]) == [column.key for column in compare.COLUMNS]
     assert first["setting"] == {**vars(Setting(vocabulary=2, length=4, seed=3))}
-    assert first["note"] == compare.NOT_A_RANKING and first["distances"]["staleness"]["ess"] < 0.51
+    assert first["note"] == f"{compare.SCOPE} {compare.NOT_A_RANKING}" and first["distances"]["staleness"]["ess"] < 0.51
     for data in (first, again, other):
         for row in data["methods"]:
             assert row.keys() >= data["columns"].keys()
@@ -340,10 +360,10 @@ def test_the_page_shows_what_the_command_prints():
     fresh = compare.table(world, found, 80).replace("2 batches of each size", "200 batches of each size")
 
     def parts(text: str) -> tuple[list[str], list[str], dict[str, list[str]]]:
-        setting, body, *caption = text.strip().split("\n\n")
+        setting, scope, body, *caption = text.strip().split("\n\n")
         head, *lines = body.splitlines()
         numbers = {line.split()[0]: line.replace(" *", "").split()[1:-1] for line in lines if " * " not in line}
-        return " ".join((setting, *caption)).split(), head.split(), numbers
+        return " ".join((setting, scope, *caption)).split(), head.split(), numbers
 
     assert parts(shown)[:2] == parts(fresh)[:2]
     old, new = parts(shown)[2], parts(fresh)[2]

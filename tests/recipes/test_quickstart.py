@@ -32,7 +32,22 @@ def test_the_page_has_commands_and_code():
 @pytest.mark.parametrize("script", SCRIPTS, ids=["trl", "loop"])
 def test_a_script_runs_and_prints_its_metrics(script, tmp_path):
     (tmp_path / "mine.py").write_text(script)
-    assert "offcorr/staleness/" in run([sys.executable, "mine.py"], tmp_path)
+    shown = run([sys.executable, "mine.py"], tmp_path)
+    assert "offcorr/staleness/" in shown
+    if script == SCRIPTS[0]:
+        told = re.search(r"`staleness/abs_mean` is about (\.\d+) and `staleness/ess_seq` (\.\d+)", PAGE)
+        size, ess = (re.findall(rf"staleness/{name}': ([\d.]+)", shown)[-1] for name in ("abs_mean", "ess_seq"))
+        assert float(size) == pytest.approx(float(told[1]), abs=0.02)
+        assert float(ess) == pytest.approx(float(told[2]), abs=0.15)
+
+
+def test_the_loop_prints_about_the_numbers_of_the_page(tmp_path):
+    (tmp_path / "loop.py").write_text(SCRIPTS[1])
+    printed = re.findall(r": ([\d.]+)$", run([sys.executable, "loop.py"], tmp_path), flags=re.M)
+    told = re.search(r"The five numbers are about ([^:]+):", PAGE)[1]
+    assert [float(one) for one in printed] == pytest.approx(
+        [float(one) for one in re.findall(r"\.\d+", told)], abs=0.01
+    )
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -60,21 +61,43 @@ def drawn(monkeypatch, plot, *args):
 def test_the_summary_says_what_the_correction_did():
     said = shown(history())
     for row in (
-        "size of the update, plain ratio = 1 0.9000",
-        "tokens dropped 0.1000",
-        "tokens damped 0.2500",
-        "tokens amplified 0.0500",
-        "ESS of the tokens, plain ratio 0.9700",
-        "ESS of the tokens, corrected 0.8800",
-        "prompts without advantage 0.1250",
+        "size of the update, plain ratio = 1 0.90",
+        "tokens dropped 0.10",
+        "tokens damped 0.25",
+        "tokens amplified 0.05",
+        "ESS of the tokens, plain ratio 0.97",
+        "ESS of the tokens, corrected 0.88",
+        "prompts without advantage 0.12",
     ):
         assert row in said
-    assert (
-        "share of sequences: how many sequences are left if each is weighted by the product of its ratios; it" in said
-    )
-    assert "falls with their length. ESS of the tokens: how evenly the tokens share the update, each weighted" in said
+    assert "ESS: effective sample size, 1 where all count alike." in said and len(grpo.CAPTION) < 200
     assert "correction none" not in said and "factor on the learning rate" not in said
-    assert "factor on the learning rate 0.5000" in shown(history(lr_scale=0.5))
+    assert "factor on the learning rate 0.50" in shown(history(lr_scale=0.5))
+
+
+def test_a_number_is_short_to_read():
+    numbers = {5.5: "5.50", 0.88654: "0.89", 0.0444: "0.044", 0.00064: "0.00064", 0: "0.00"}
+    assert {number: grpo.shortened(number) for number in numbers} == numbers
+
+
+def test_noise_does_not_fill_a_panel(monkeypatch, tmp_path, logs):
+    """Values that are nearly equal: shares and factors from 0 to 1, and a distance from 0."""
+    flat = [entry | {"eval_reward": 0.40 + 0.001 * step} for step, entry in enumerate(history(end=0.4))]
+    for draw, args in ((grpo.plot, (flat,)), (demo.plot, ({"minpro": flat, "ctpo": flat},))):
+        extra = ("a demo",) if draw is demo.plot else ()
+        panels = drawn(monkeypatch, draw, *args, tmp_path / "run.png", *extra)
+        for title, (_, curves, _) in panels.items():
+            low, high = curves[0].axes.get_ylim() if curves else (0, 1.05)
+            assert low <= 0 and (high >= 1 or "log-ratio" in title or title == "mismatch"), title
+
+
+def test_the_command_that_reads_a_dump_names_tokenizer_and_model():
+    words = grpo.diagnose("runs/a/dump", "/cache/toy model", Path("runs/a/checkpoint-4"))
+    assert words == (
+        "offcorr diagnose runs/a/dump --html runs/a/report.html --overwrite --tokenizer '/cache/toy model' "
+        "--model runs/a/checkpoint-4"
+    )
+    assert "--model" not in grpo.diagnose("runs/a/dump", "toy")
 
 
 def test_the_summary_of_trls_own_loss_says_so():
@@ -124,9 +147,9 @@ def test_the_table_has_a_word_or_a_number_in_every_cell(logs):
     table = demo.comparison(logs, "a demo")
     columns = [list(column.cells) for column in table.columns]
     rows = {label: cells for label, *cells in zip(*columns, strict=True)}
-    assert rows["size of the update, plain ratio = 1"] == ["not measured", "0.9000", "0.7000"]
-    assert rows["tokens damped"] == ["not measured", "0.2500", "0.2500"]
-    assert rows["prompts without advantage"] == ["0.1250"] * 3
+    assert rows["size of the update, plain ratio = 1"] == ["not measured", "0.90", "0.70"]
+    assert rows["tokens damped"] == ["not measured", "0.25", "0.25"]
+    assert rows["prompts without advantage"] == ["0.12"] * 3
     assert set(grpo.EFFECT.values()) | set(grpo.MISMATCH.values()) <= rows.keys()
     assert all(cell.strip("- ") for cells in rows.values() for cell in cells)
     assert table.__rich_measure__(demo.Console(width=200), demo.Console(width=200).options).maximum <= 80
@@ -155,16 +178,20 @@ def test_the_demo_ends_with_sentences_from_the_numbers(logs):
     assert "compare nothing" in demo.verdict(logs, full=False)
 
 
+def next_commands():
+    return demo.next_commands(Path("runs/demo/trl/rollouts"), "/cache/toy model")
+
+
 def test_the_next_commands_are_commands():
     from offcorr import cli
 
-    commands = [line for line in demo.next_commands().splitlines() if line.startswith("  ")]
-    words = [command.partition("offcorr ")[2].split() for command in commands]
-    assert [word[0] for word in words] == ["train", "methods", "compare"]
+    commands = [line for line in next_commands().splitlines() if line.startswith("  ")]
+    words = [shlex.split(command.partition("offcorr ")[2]) for command in commands]
+    assert [word[0] for word in words] == ["train", "diagnose", "methods", "compare"]
     grpo.TrlParser(grpo.Arguments).parse_args_and_config([*words[0][1:], "--use_cpu", "true"])
     for rest in words[1:]:
         cli._parser().parse_args(rest)
-    version = commands[1].split(" methods ")[0].split() + ["--version"]  # the command as it is printed
+    version = commands[2].split(" methods ")[0].split() + ["--version"]  # the command as it is printed
     assert subprocess.run(version, capture_output=True, text=True, check=True).stdout.startswith("offcorr ")
 
 
@@ -177,12 +204,12 @@ def test_the_next_commands_where_the_environment_is_not_active(monkeypatch, tmp_
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     monkeypatch.setattr(demo.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / ".venv"))
-    assert "\n  offcorr methods" in demo.next_commands()
+    assert "\n  offcorr methods" in next_commands()
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         monkeypatch.delenv(name, raising=False)
-    assert "\n  .venv/bin/offcorr methods" in demo.next_commands()
+    assert "\n  .venv/bin/offcorr methods" in next_commands()
     (tmp_path / ".venv" / "bin" / "offcorr").unlink()
-    assert "\n  .venv/bin/python -m offcorr methods" in demo.next_commands()
+    assert "\n  .venv/bin/python -m offcorr methods" in next_commands()
 
 
 def test_the_picture_of_the_demo_has_a_line_for_every_legend_entry(monkeypatch, tmp_path, logs):

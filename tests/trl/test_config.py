@@ -15,8 +15,9 @@ from trl import TrlParser
 
 import offcorr
 from offcorr.methods.registry import find
+from offcorr.training.named_loss import TRL_LOSSES
 from offcorr.trl import GRPOConfig, GRPOTrainer
-from offcorr.trl.config import TRL_LOSSES, CorrectionOptions, choose_correction
+from offcorr.trl.config import CorrectionOptions, choose_correction
 from offcorr.trl.described import in_short
 
 CONFIGS = [GRPOConfig]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from offcorr.diagnose.writer import DumpWriter
+from offcorr.flags import Parser
 from offcorr.folders import check_writable
 from offcorr.lab.mismatch import ARCHITECTURES, CAUSES, STRENGTHS, Dump, check, make
 from offcorr.lab.text import Progress
@@ -54,7 +54,7 @@ def counted(dumps: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m offcorr.lab.mismatch", description=__doc__)
+    parser = Parser(prog="python -m offcorr.lab.mismatch", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder of the files")
     parser.add_argument(
         "--causes",

@@ -102,7 +102,9 @@ def compare(results: dict[str, dict[str, list[str]]]) -> list[Difference]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run, compare, print; 1 where there is a difference that is not expected."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path, help="a folder with TRL's source, at the tag of the installed version")
     parser.add_argument("--offline", action="store_true", help="with stand-ins for the models and data sets of the hub")
     parser.add_argument("--output", type=Path, help="a JSON file for the outcomes")

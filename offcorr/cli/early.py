@@ -1,0 +1,126 @@
+"""``check``: mistakes in the flags of a recipe, found before TRL and transformers are imported, which takes seconds."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from offcorr.cli.output import Refusal
+from offcorr.flags import Option, declared, unknown_flag
+from offcorr.folders import check_writable
+from offcorr.training.generations import check_generation
+from offcorr.training.named_loss import TRL_LOSSES, named_loss
+
+__all__ = ["check", "options_of"]
+
+NUMBERS = {"int": int, "float": float}
+
+
+def check(recipe: Path, flags: Sequence[str], config: Path | None = None, processes: int | None = 1) -> None:
+    """Refuses what the flags and the file show to be a mistake; all else is left to the recipe's own parser.
+
+    Args:
+        recipe: recipes/grpo.py.
+        config: the YAML file of ``--config``.
+        processes: as many as will be started; None: an accelerate configuration says it.
+
+    Raises:
+        Refusal: an unknown or abbreviated flag or key, a number that is none, an unknown method or option of it, a
+            folder that cannot be written to, or batches that do not divide.
+    """
+    try:
+        options = options_of(recipe)
+    except (OSError, KeyError):  # another version of TRL has its options elsewhere, and its parser knows them
+        return
+    found, unknown = _parser(options).parse_known_args(list(flags))
+    values = ({} if config is None else _file(config)) | vars(found)
+    unknown = [*(word.partition("=")[0].removeprefix("--") for word in unknown), *(values.keys() - options.keys())]
+    if unknown := [name for name in unknown if name != "env"]:  # the key of TRL's parser for environment variables
+        raise Refusal(unknown_flag(unknown[0], options))
+    try:
+        _check_values(values, options, processes)
+    except (TypeError, ValueError) as error:
+        raise Refusal(str(error)) from None
+
+
+def options_of(recipe: Path) -> dict[str, Option]:
+    """Every option of the recipe: its own, this library's, TRL's and those of transformers.
+
+    Raises:
+        OSError, KeyError: TRL or transformers keep theirs in another place.
+    """
+    library = Path(__file__).parent.parent
+    trl, transformers = (_package(name) for name in ("trl", "transformers"))
+    common = trl / "trainer" / "base_config.py"
+    return {
+        **declared(transformers / "training_args.py", "TrainingArguments"),
+        **(declared(common, "_BaseConfig") if common.is_file() else {}),
+        **declared(trl / "trainer" / "grpo_config.py", "GRPOConfig"),
+        **declared(library / "trl" / "config.py", "CorrectionOptions"),
+        **declared(library / "trl" / "config.py", "GRPOConfig"),
+        **declared(recipe, "Arguments"),
+    }
+
+
+def _package(name: str) -> Path:
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        raise KeyError(name)
+    return Path(found.origin).parent
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise Refusal(message)
+
+
+def _parser(options: Mapping[str, Option]) -> _Parser:
+    """With the type of a number; every other value is text here, and read by the recipe's parser."""
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name, option in options.items():
+        words = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        kind = re.sub(r"\s*\|\s*None$|^(?:typing\.)?Optional\[(.*)\]$", r"\1", option.annotation)
+        if kind in ("int", "float", "str"):  # an optional number may be none, in words
+            parser.add_argument(*words, dest=name, type=NUMBERS.get(option.annotation, str))
+        else:
+            parser.add_argument(*words, dest=name, nargs="*")
+        if kind == "bool":
+            negated = dict.fromkeys((f"--no_{name}", f"--no-{name.replace('_', '-')}"))
+            parser.add_argument(*negated, dest=name, action="store_false")
+    return parser
+
+
+def _file(config: Path) -> dict[str, Any]:
+    import yaml  # type: ignore[import-untyped]
+
+    return dict(yaml.safe_load(config.read_text()) or {})
+
+
+def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], processes: int | None) -> None:
+    loss_type = values.get("loss_type")
+    if isinstance(loss_type, str) and loss_type not in TRL_LOSSES:
+        named_loss(loss_type, _mapping(values.get("loss_kwargs")))
+    for name in ("output_dir", "dump_rollouts"):
+        if isinstance(values.get(name), str):
+            check_writable(f"--{name}", values[name])
+    batch = ("per_device_train_batch_size", "steps_per_generation", "gradient_accumulation_steps", "num_generations")
+    size, steps, accumulation, generations = (values.get(name, options[name].default) for name in batch)
+    numbers = (size, steps or accumulation, generations)
+    if processes is None or values.get("generation_batch_size") is not None:
+        return
+    if all(isinstance(one, int) for one in numbers):
+        check_generation(size, processes, steps or accumulation, generations)
+
+
+def _mapping(given: Any) -> Mapping[str, Any]:
+    """The options of a method; none where they are no JSON, which the recipe says."""
+    try:
+        read = json.loads(" ".join(given)) if isinstance(given, list) else given
+    except ValueError:
+        return {}
+    return read if isinstance(read, dict) else {}

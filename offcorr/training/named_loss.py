@@ -1,0 +1,61 @@
+"""``named_loss``: the correction that a trainer's ``loss_type`` and ``loss_kwargs`` name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from offcorr.correction import Correction
+from offcorr.methods.registry import Method, find, resolve, split_spec
+from offcorr.training.schedules import Annealed
+
+__all__ = ["PREFIX", "TRL_LOSSES", "named_loss"]
+
+TRL_LOSSES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
+"""The loss types of TRL, in every supported version (1.9.2 to 1.16.0): as bare names these run TRL's own loss.
+
+Any other bare name is this library's; a loss that a later TRL adds is then an unknown method until it is listed here.
+"""
+
+PREFIX = "offcorr:"
+"""``"offcorr:dapo"`` is this library's dapo; a bare ``"dapo"`` is TRL's."""
+
+
+def named_loss(
+    name: str,
+    options: Mapping[str, Any],
+    finish: Callable[[Correction], Correction] = lambda correction: correction,
+) -> Annealed:
+    """The correction of this name with these options, and its schedules.
+
+    An option that ``options`` or the name itself gives, as in "holderpo?power=1.0", takes the place of the method's
+    own schedule.
+
+    Args:
+        finish: makes the last change to the correction, whatever the numbers in force.
+
+    Raises:
+        TypeError, ValueError: the name is unknown, or an option is unknown or out of range; the message begins with
+            ``loss_type`` or ``loss_kwargs``.
+
+    >>> named_loss("minpro", {"eps_high": 0.3}).at(0.0).method
+    'minpro'
+    >>> named_loss("minprop", {})
+    Traceback (most recent call last):
+    ValueError: loss_type: unknown method 'minprop', did you mean 'minpro'? offcorr.available() lists them
+    """
+    try:
+        found, (_, in_name) = find(name), split_spec(name)
+    except (TypeError, ValueError) as error:
+        raise _of_option("loss_type", error) from error
+    schedules = found.schedules if isinstance(found, Method) else {}
+    own = {option: schedule for option, schedule in schedules.items() if option not in in_name}
+    try:
+        return Annealed(lambda **in_force: finish(resolve(name, **in_force)), {**own, **options})
+    except (TypeError, ValueError) as error:
+        raise _of_option("loss_kwargs" if options else "loss_type", error) from error
+
+
+def _of_option(name: str, error: Exception) -> Exception:
+    """The error of a correction, with the option that asked for it."""
+    return (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}")
