@@ -238,7 +238,7 @@ class StaleWeights(Cause):
     not_told_from = (
         Alternative(
             "an adapter that never reached the sampler",
-            "give --model and, as --checkpoint, the base model",
+            "give --model, with the adapter apart",
             fields=VERSIONS,
             settled=versioned,
         ),
@@ -328,7 +328,7 @@ class PrecisionOf(Cause):
     not_told_from = (
         Alternative(
             "keys and values that are cached in a lower precision",
-            "compare with a run whose cache has the model's precision (vLLM: kv_cache_dtype='auto')",
+            "give --model, or compare with a run whose cache has the model's precision (vLLM: kv_cache_dtype='auto')",
         ),
         Alternative("weights that are a little older", "give --model", fields=VERSIONS, settled=same_version),
     )

@@ -33,7 +33,9 @@ class TemperatureSilent(Cause):
     stage = "unlogged"
     title = "the sampler applies a temperature, and both sides log log-probs without it"
     advice = f"set the sampler's temperature= for the trainer, too, and {PROCESSED}"
-    not_told_from = (Alternative("a penalty on repeated tokens, or min_p", "read the engine's sampling options"),)
+    not_told_from = (
+        Alternative("a penalty on repeated tokens, or min_p", "give --model, or read the engine's sampling options"),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         for sign in (-1, 1):
