@@ -19,9 +19,13 @@ GENERATION = ("steps_per_generation", "num_iterations", "gradient_accumulation_s
 """The options that decide at which optimizer steps a generation ends; the asynchronous trainer has no generations."""
 
 
+KEPT = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2")
+"""Options that a resumed run takes from the checkpoint, whose optimizer and schedule hold them."""
+
+
 def asked_for(trainer: Any) -> dict[str, str]:
-    """A trainer's loss, schedules, those of the learning rate, anchor, sampler, temperature and length of a generation
-    in words, by option; to be called before it trains.
+    """A trainer's loss, schedules, learning rate, anchor, sampler, temperature and length of a generation in words, by
+    option; to be called before it trains.
 
     ``loss`` is the correction at the start of its schedules; a sampler that has no repr of its own is named by its
     class or function.
@@ -39,7 +43,7 @@ def asked_for(trainer: Any) -> dict[str, str]:
         "temperature": repr(getattr(args, "temperature", None)),
         "schedules": _schedules(args),
         "lr_scheduler_type": _learning_rate(args),
-        **{name: repr(getattr(args, name)) for name in GENERATION if hasattr(args, name)},
+        **{name: repr(getattr(args, name)) for name in (*KEPT, *GENERATION) if hasattr(args, name)},
     }
 
 
@@ -86,10 +90,14 @@ def differences(asked: dict[str, str], checkpoint: Path) -> str:
     changed = [name for name, now in asked.items() if name not in short and saved.get(name, now) != now]
     if not changed:
         return ""
-    each = "; ".join(
-        f"{name} was {before}, and is {now}" for name in changed for before, now in [_said(name, saved, asked)]
-    )
+    each = "; ".join(_change(name, *_said(name, saved, asked)) for name in changed)
     return f"the run that goes on from {checkpoint} is not the one that saved it: {each}"
+
+
+def _change(name: str, before: str, now: str) -> str:
+    if name in KEPT:
+        return f"{name} is {now} and stays {before}, which the checkpoint's optimizer holds"
+    return f"{name} was {before}, and is {now}"
 
 
 def _said(name: str, saved: dict[str, str], asked: dict[str, str]) -> tuple[str, str]:

@@ -151,3 +151,13 @@ def test_the_length_of_a_constant_learning_rate_is_not_named(tmp_path):
         assert asked(lr_scheduler_type=name, max_steps=3, warmup_steps=2) == repr(name)
     assert asked(lr_scheduler_type="constant_with_warmup", max_steps=3, warmup_steps=0.5).endswith("' over 3 updates")
     assert asked(lr_scheduler_type="cosine", num_train_epochs=2) == "'cosine' over 2 epochs"
+
+
+def test_another_learning_rate_is_not_taken_and_that_is_said(make_trainer, uninterrupted, tmp_path):
+    """The checkpoint's schedule and optimizer hold theirs."""
+    sampler = OffPolicy(lag=3, precision="int8")
+    changed = SETTINGS | {"learning_rate": 0.5, "max_steps": 5}
+    resumed = make_trainer(rollout_func=sampler, output_dir=str(tmp_path / "again"), **changed)
+    with pytest.warns(UserWarning, match="learning_rate is 0.5 and stays [0-9e.-]+, which the checkpoint's optimizer"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert max(entry.get("learning_rate", 0) for entry in resumed.state.log_history) < 0.1
