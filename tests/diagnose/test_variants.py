@@ -115,7 +115,8 @@ def test_a_transform_that_the_sampler_logged_is_not_called_silent(model, words):
     best = rescored.hypotheses[0]
     assert (best.words, best.share > 0.99) == (words, True)
     assert best.drawn == pytest.approx(rescored.drawn_as_logged, abs=0.002 * LENGTH * len(records))
-    assert informed(diagnose(records), rescored).verdict == best.cause
+    found = informed(diagnose(records), rescored)
+    assert found.verdict == best.cause and not [one for one in found.causes if one.cause.endswith("_silent")]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -240,9 +241,10 @@ def test_an_adapter_that_is_not_synced(wrapped):
         trained.add_adapter(config)
         trained.eval()
     records = dump(trained, base, sequences=6)
+    ids = torch.arange(2, 12)[None]
+    before = trained(input_ids=ids).logits
     rescored = rescore(records, trained)
     assert rescored.gap > 0.05 and rescored.trainer < 1e-5
     assert rescored.hypotheses[0].words == "the weights without the adapter" and rescored.hypotheses[0].share > 0.99
     assert informed(diagnose(records), rescored).verdict == "adapter_not_synced"
-    again = rescore(dump(trained, sequences=2), trained)
-    assert again.gap < 1e-5  # the adapter is on again
+    assert torch.equal(trained(input_ids=ids).logits, before)  # the adapter is on again
