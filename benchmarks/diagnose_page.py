@@ -191,17 +191,31 @@ def setup() -> str:
 
 
 def served() -> str:
-    """The sentence about dumps with a real engine."""
+    """Dumps with a real engine."""
     found = json.loads(SERVED.read_text())
     rows: list[Row] = found["dumps"]
-    counts = [f"{sum(right(row, size) for row in rows)} at {size}" for size in (32, 16, 8)]
-    wrong = Counter(row["causes"][0] for row in rows if not right(row, 32))
-    missed = listed([f"`{name}` {count}" for name, count in sorted(wrong.items())])
+    table = [
+        {
+            "sequences": size,
+            "from the logs": f"{count(rows, size)} of {len(rows)}",
+            "as families": count(rows, size, family),
+            "with `--model`": count(rows, size, by="informed"),
+        }
+        for size in found["sizes"]
+    ]
+    seeds = listed(sorted({str(row["seed"]) for row in rows}))
     return (
-        "With a vLLM server on a CPU as the sampler (`python benchmarks/mismatch_served.py`, then "
-        f"`{found['about']['command']}`), the verdict is right for {listed(counts)} of {len(rows)} dumps of "
-        f"{_architectures(rows)}; one rule was changed after a first look at them. Wrong at 32: {missed}."
+        "A vLLM server on a CPU as the sampler (`python benchmarks/mismatch_served.py`, then "
+        f"`{found['about']['command']}`); {len(rows)} dumps with one cause or none, of {_architectures(rows)} and the "
+        f"{'seed' if len(seeds) == 1 else 'seeds'} {seeds}, which no rule was written on:\n\n{markdown(table)}\n\n"
+        f"Wrong at 32 from the logs: {_missed(rows, 'named')}; with `--model`: {_missed(rows, 'informed')}."
     )
+
+
+def _missed(rows: Sequence[Row], by: str) -> str:
+    """What was made and not named, and how often."""
+    wrong = Counter(row["causes"][0] for row in rows if not right(row, 32, by=by))
+    return listed([f"`{name}` {times}" for name, times in sorted(wrong.items())]) or "none"
 
 
 def _architectures(rows: Sequence[Row]) -> str:
