@@ -415,7 +415,7 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, ImportError) as error:
         print(f"offcorr bench arena: error: {for_a_shell(str(error))}", file=sys.stderr)
         return 2
-    warn_of_failures(grid.methods)
+    failing = warn_of_failures(grid.methods)
     processes = options.processes or (1 if grid.model != "toy" else os.cpu_count() or 1)
     try:
         records = train(grid.runs, options.folder, processes)
@@ -426,7 +426,7 @@ def run(options: argparse.Namespace) -> int:
     setting = dataclasses.asdict(grid)
     if grid.ess_lr == (None,):
         del setting["ess_lr"]
-    results.save(results.about(_command(options), setting) | report, output)
+    results.save(results.about(_command(options), setting) | report | {"fails_check": failing}, output)
     print(arena_report.text(report))
     print(f"numbers: {output}")
     for picture in arena_report.pictures(report, output):

@@ -23,7 +23,7 @@ import torch
 from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.lab import results
-from offcorr.lab.contract import warn_of_failures
+from offcorr.lab.contract import marked, notes_of, warn_of_failures
 from offcorr.lab.exact import (
     SIZES,
     Measured,
@@ -53,6 +53,7 @@ class Row(NamedTuple):
     loss_fn: Correction
     measured: Measured
     seconds: float  # per token
+    fails: str = ""  # what it fails of offcorr.testing.check
 
 
 class Column(NamedTuple):
@@ -230,7 +231,7 @@ def as_data(world: World, rows: Sequence[Row], elapsed: float) -> dict[str, Any]
         "elapsed": round(elapsed, 2),
         "methods": [
             {
-                "method": row.name,
+                **_checked(row),
                 "aliases": list(row.aliases),
                 "config": row.loss_fn.to_config(),
                 "drawn": row.measured.drawn,
@@ -363,7 +364,7 @@ def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: 
         notes.append(
             f"* couples the sequences of a batch: {draws} batches of each size were drawn (--draws); all else is exact."
         )
-    notes += illustrated(row.name for row in rows)
+    notes += [*notes_of(map(_checked, rows)), *illustrated(row.name for row in rows)]
     if renamed := [" = ".join((row.name, *row.aliases)) for row in rows if row.aliases]:
         notes.append(f"Two names of one method: {'; '.join(renamed)}.")
     for group in same_updates(rows):
@@ -378,7 +379,11 @@ def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: 
 
 
 def _label(row: Row) -> str:
-    return row.name + (" *" if row.measured.drawn else "")
+    return marked(_checked(row)) + (" *" if row.measured.drawn else "")
+
+
+def _checked(row: Row) -> dict[str, str | None]:
+    return {"method": row.name, "fails_check": row.fails or None}
 
 
 # -- the picture ---------------------------------------------------------------------------------------------
@@ -553,10 +558,11 @@ def run(options: argparse.Namespace) -> int:
         if options.draws < 2:
             raise ValueError(f"--draws is {options.draws}, expected at least 2 batches")
         methods = named_methods(options.methods)
-        warn_of_failures(options.methods)
+        failing = warn_of_failures(options.methods)
         with one_thread(), Progress(len(methods), _plan(setting, methods, options.draws)) as progress:
             world = _as_option(lambda: World.of(setting))
             rows = compare(world, methods, options.draws, progress)
+        rows = [row._replace(fails=failing.get(row.name, "")) for row in rows]
     except ValueError as error:
         print(f"offcorr compare: error: {error}", file=sys.stderr)
         return 2

@@ -14,15 +14,16 @@ import math
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 from offcorr.correction import Correction
 from offcorr.lab import compare, results
-from offcorr.lab.contract import warn_of_failures
+from offcorr.lab.contract import marked, notes_of, warn_of_failures
 from offcorr.lab.exact import SIZES, Advantages, EngineRegime, Policy, Regime, Setting, World, couples
 from offcorr.lab.processes import Clock, add_processes, shared_out
 from offcorr.lab.text import HelpFormatter, Progress, duration, entries, examples, folded
@@ -325,7 +326,9 @@ def _in_cell(world: World, methods: Sequence[tuple[str, Correction]], draws: int
     return Found({key: [columns[key](row) for row in rows] for key in KEYS}, same)
 
 
-def as_data(grid: Grid, head: dict[str, Any], every_cell: bool = False) -> dict[str, Any]:
+def as_data(
+    grid: Grid, head: dict[str, Any], every_cell: bool = False, failing: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """The result file: summaries over all cells and along every axis, as lists in the order of ``columns``."""
     along = {
         axis: {str(at): at for at in dict.fromkeys(cell.at(axis) for cell in grid.cells)} for axis in AXES
@@ -342,6 +345,7 @@ def as_data(grid: Grid, head: dict[str, Any], every_cell: bool = False) -> dict[
             for axis, places in along.items()
         }
         row = {"method": name, "drawn": grid.draws if couples(loss_fn) else 0, "config": loss_fn.to_config()}
+        row |= {"fails_check": failing.get(name)}
         row |= {"all": results.rounded(grid.summary(number)), "by": by}
         if every_cell:
             row["cells"] = [results.rounded([found.values[key][number] for key in KEYS]) for found in grid.found]
@@ -382,7 +386,7 @@ def table(data: dict[str, Any], width: int = 80) -> str:
 
 
 def _label(row: dict[str, Any]) -> str:
-    return row["method"] + (" *" if row["drawn"] else "")
+    return marked(row) + (" *" if row["drawn"] else "")
 
 
 def _short(value: float | None) -> str:
@@ -407,7 +411,7 @@ def _caption(data: dict[str, Any], width: int) -> list[str]:
     ]
     if drawn := max(row["drawn"] for row in data["methods"]):
         notes.append(f"* couples the sequences of a batch: {drawn} batches of each size were drawn; all else is exact.")
-    notes += data["illustrated"]
+    notes += [*notes_of(data["methods"]), *data["illustrated"]]
     for group in data["same_update"]:
         if len(group) > 1:
             notes.append(f"The same update in every cell: {', '.join(group)}.")
@@ -541,7 +545,7 @@ def run(options: argparse.Namespace) -> int:
         for option, path in (("--output", options.output), ("--picture", options.picture)):
             if path is not None:
                 results.free(path, options.overwrite, option)
-        warn_of_failures(options.methods)
+        failing = warn_of_failures(options.methods)
         plan = _plan(chosen, methods, options.draws, options.processes)
         with Progress(len(chosen), plan) as progress:
             grid = measured(chosen, options.methods, options.draws, options.processes, progress)
@@ -553,7 +557,7 @@ def run(options: argparse.Namespace) -> int:
     sides["draws"] = [options.draws]
     flags = [word for name, values in sides.items() for word in (f"--{name}", *map(str, values))]
     command = shlex.join(["offcorr", "bench", "exact", *options.methods, *flags])
-    data = as_data(grid, results.about(command, sides), options.every_cell)
+    data = as_data(grid, results.about(command, sides), options.every_cell, failing)
     if options.output is not None:
         results.save(data, options.output)
         print(f"wrote {options.output}", file=sys.stderr)

@@ -17,12 +17,13 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from offcorr.correction import Correction
 from offcorr.lab import compare, results
 from offcorr.lab.closed_loop import DEVELOPMENT, HELD_OUT, RATES, Setting, alone, evaluations, train
-from offcorr.lab.contract import warn_of_failures
+from offcorr.lab.contract import marked, notes_of, warn_of_failures
 from offcorr.lab.processes import Clock, add_processes, shared_out
 from offcorr.lab.text import HelpFormatter, Progress, duration, entries, examples, folded
 from offcorr.stages.checks import nearest
@@ -183,7 +184,9 @@ def _train(cell: Cell) -> Found:
 # -- summed up -----------------------------------------------------------------------------------------------
 
 
-def as_data(plan: Plan, found: Mapping[Cell, Found], head: Mapping[str, Any]) -> dict[str, Any]:
+def as_data(
+    plan: Plan, found: Mapping[Cell, Found], head: Mapping[str, Any], failing: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """The result file; the lists of a method are in the order of the settings."""
     names = list(dict.fromkeys(method for method, _ in found))
     order = [setting.name for setting in plan.settings]
@@ -199,6 +202,7 @@ def as_data(plan: Plan, found: Mapping[Cell, Found], head: Mapping[str, Any]) ->
         away = [results.difference(seeds[cell], seeds[best[cell[1]], cell[1]]) for cell in cells]
         row = {
             "method": method,
+            "fails_check": failing.get(method),
             "summary": {},
             "relative": [auc[cell] / tops[cell[1]] for cell in cells],
             "error": [difference.error / tops[setting] for difference, setting in zip(away, order, strict=True)],
@@ -274,7 +278,7 @@ def table(data: Mapping[str, Any], width: int = 110) -> str:
     """Per part: the summary, then every setting; methods in the order of the first part's mean."""
     first = next(iter(data["parts"]))
     rows = sorted(data["methods"], key=lambda row: -row["summary"][first]["mean"])
-    label = min(30, max(len(row["method"]) for row in rows))
+    label = min(30, max(len(marked(row)) for row in rows))
     order = [setting["name"] for setting in data["settings"]]
     edges = {setting["name"]: (setting["rates"][0], setting["rates"][-1]) for setting in data["settings"]}
     lines: list[str] = []
@@ -296,7 +300,7 @@ def table(data: Mapping[str, Any], width: int = 110) -> str:
                 low, high = edges[order[place]]
                 edge = "" if low == high else {low: "<", high: ">"}.get(row["rate"][place], "")
                 numbers += f"{relative:>5.2f}{edge or ' '}{level}"
-            *above, last = folded(row["method"], label)
+            *above, last = folded(marked(row), label)
             lines += [*above, f"{last:<{label}}{numbers}".rstrip()]
         lines += [
             "",
@@ -316,7 +320,7 @@ def table(data: Mapping[str, Any], width: int = 110) -> str:
         [
             *lines,
             *entries(notes, width),
-            *entries([("", note) for note in [*data["illustrated"], data["note"]]], width),
+            *entries([("", note) for note in [*notes_of(rows), *data["illustrated"], data["note"]]], width),
         ]
     )
 
@@ -450,7 +454,7 @@ def run(options: argparse.Namespace) -> int:
         for option, path in (("--output", options.output), ("--picture", options.picture)):
             if path is not None:
                 results.free(path, options.overwrite, option)
-        warn_of_failures(plan.specs)
+        failing = warn_of_failures(plan.specs)
         folder = None if options.output is None else options.output.with_suffix(".cells")
         known, total = kept(plan, folder), len(methods) * len(plan.settings)
         with Progress(total, _first_line(plan, methods, known, options)) as progress:
@@ -466,7 +470,7 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"offcorr bench loop: error: {error}", file=sys.stderr)
         return 2
-    data = as_data(plan, found, results.about(_command(options), _given(options)))
+    data = as_data(plan, found, results.about(_command(options), _given(options)), failing)
     if options.output is not None and folder is not None:
         results.save(data, options.output)
         print(f"wrote {options.output}", file=sys.stderr)
