@@ -39,6 +39,7 @@ LAYERS = [
         "offcorr.diagnose.variants",
         "offcorr.diagnose.rescore",
         "offcorr.diagnose.informed",
+        "offcorr.diagnose.scorable",
         "offcorr.diagnose.command",
         "offcorr.diagnose.html",
     ),

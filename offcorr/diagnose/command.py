@@ -22,6 +22,7 @@ from offcorr.diagnose.progress import Reading
 from offcorr.diagnose.readers import read
 from offcorr.diagnose.record import Record
 from offcorr.diagnose.rescore import Rescored, described, rescore
+from offcorr.diagnose.scorable import of_the_model, scorable, spread
 from offcorr.diagnose.text import text
 from offcorr.folders import check_file
 from offcorr.optional import require
@@ -191,6 +192,13 @@ def finite(value: Any) -> Any:
 
 def _unloadable(flag: str, name: str, error: Exception) -> ValueError:
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    adapter = Path(name) / "adapter_config.json"
+    if adapter.is_file() and not (Path(name) / "config.json").is_file():
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path") or "not named there"
+        reason = (
+            f"it is an adapter, whose base model (adapter_config.json) is {base}. Save the base model in a folder, set "
+            f"base_model_name_or_path to it, and give {flag} again ({reason})"
+        )
     return ValueError(f"{flag} {name} cannot be loaded: {reason}")
 
 
@@ -218,9 +226,10 @@ def _loaded(flag: str, name: str) -> Any:
 
 def _rescored(options: argparse.Namespace, model: Any, records: Sequence[Record]) -> Rescored:
     """Scores some sequences again with ``--model`` and every ``--checkpoint``."""
-    chosen = for_rescoring(records, SEQUENCES if options.rescored is None else options.rescored)
-    if not chosen:
+    usable = scorable(records)
+    if not usable:
         raise ValueError("--model has nothing to score: no sequence of the dump has a prompt and a scored token")
+    chosen = spread(of_the_model(usable, model), SEQUENCES if options.rescored is None else options.rescored)
     with redirect_stdout(sys.stderr), Reading() as progress:
         return rescore(
             chosen,
@@ -229,21 +238,3 @@ def _rescored(options: argparse.Namespace, model: Any, records: Sequence[Record]
             temperature=options.temperature,
             report=progress.scored,
         )
-
-
-def for_rescoring(records: Sequence[Record], count: int) -> list[Record]:
-    """Some sequences with a prompt and a scored token, evenly spaced, of the last step where steps are known.
-
-    A model has the weights of one step only.
-    """
-    usable = [
-        record
-        for record in records
-        if len(record.prompt_ids) and (np.isfinite(record.rollout_logp) & np.isfinite(record.old_logp)).any()
-    ]
-    steps = [record.step for record in usable if record.step is not None]
-    if steps and len(steps) == len(usable):
-        usable = [record for record in usable if record.step == max(steps)]
-    if not usable:
-        return []
-    return [usable[int(place)] for place in np.linspace(0, len(usable) - 1, min(count, len(usable)))]

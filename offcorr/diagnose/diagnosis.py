@@ -83,7 +83,10 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         differing, of_steps = differing_steps(evidence)
         findings, left = _explain(differing, of_steps)
         cannot = open_questions(evidence, [finding.cause for finding in findings])
-    findings.sort(key=lambda finding: -finding.share)
+    # The trainer's updates are a gap of their own, between logp and old_logp, while other shares are of mean |d|.  Of
+    # two policies that differ and these updates the larger gap comes first; what is logged or drawn wrongly precedes.
+    of_d = evidence.gap / max(evidence.gap + evidence.moved, 1e-12)
+    findings.sort(key=lambda one: -one.share * (of_d if CAUSES[one.cause].stage == "policies" else 1))
     if findings:
         return Report(findings[0].cause, findings[0].confidence, findings, cannot, numbers, evidence)
     return Report(*without_cause(left), (), cannot, numbers, evidence)

@@ -13,9 +13,6 @@ from offcorr.diagnose.rescore import TRANSFORMS, Rescored
 EXPLAINS = 0.6
 """A hypothesis is named as the cause if it explains more than this share of the gap."""
 
-FALSE_ALARMS = 1e-3
-"""Share of the dumps, at most, whose tokens were drawn as they were logged and would be said not to be."""
-
 SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised"), "stale_weights": ("adapter_not_synced",)}
 """Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
 
@@ -36,8 +33,12 @@ def informed(report: Report, rescored: Rescored) -> Report:
     themselves say what they were drawn from: where a transform of the model's distributions makes all of them together
     likelier than the log-probs that the sampler logged do, and than the model as it is, it is named.
     """
+    if rescored.other_model:
+        return report
     silent, gap = _of_the_draws(rescored), _of_the_gap(report, rescored)
-    found = [one for one in (gap, silent) if one is not None]
+    # What is drawn wrongly precedes two policies that differ.
+    first, second = (silent, gap) if gap is not None and CAUSES[gap.cause].stage == "policies" else (gap, silent)
+    found = [one for one in (first, second) if one is not None]
     stages = {CAUSES[one.cause].stage for one in found} & {"unlogged", "policies"}  # of which one cause is named
     replaced = {one.cause for one in found} | {id for id, cause in CAUSES.items() if cause.stage in stages}
     if rescored.best_drawn[1] <= math.log(len(rescored.hypotheses) + 1):  # no more than the best of so many by chance
@@ -50,6 +51,8 @@ def informed(report: Report, rescored: Rescored) -> Report:
         verdict, sure = causes[0].cause, causes[0].confidence
     elif report.causes:
         verdict, sure = without_cause(report.evidence)
+    if verdict == "clean":  # a transform that is nearly found makes it less so
+        sure = min(sure, _odds(rescored.threshold - rescored.best_drawn[1]))
     return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=causes, cannot_tell=cannot_tell)
 
 
@@ -83,8 +86,7 @@ def _of_the_draws(rescored: Rescored) -> Finding | None:
     """The transform that the tokens were drawn under, if neither side logged it."""
     best, ahead = rescored.best_drawn
     fits = [one for one in rescored.hypotheses if one.cause in TRANSFORMS]
-    threshold = math.log((len(fits) + 1) / FALSE_ALARMS)
-    if best is None or ahead <= threshold:
+    if best is None or ahead <= rescored.threshold:
         return None
     id = SILENT[best.cause]
     second = max((one.drawn for one in fits if SILENT[one.cause] != id), default=-math.inf)
@@ -92,7 +94,7 @@ def _of_the_draws(rescored: Rescored) -> Finding | None:
         f"the model's distributions under '{best.words}' fit the sampled tokens better than its own, and than the "
         f"log-probs that the sampler logged: the tokens are e^{ahead:.0f} times likelier to be drawn so"
     )
-    return _finding(id, _odds(best.drawn - second), ahead, threshold, 1.0, said)
+    return _finding(id, _odds(best.drawn - second), ahead, rescored.threshold, 1.0, said)
 
 
 def _finding(id: str, sure: float, statistic: float, threshold: float, share: float, said: str) -> Finding:

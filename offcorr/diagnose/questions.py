@@ -10,6 +10,12 @@ from offcorr.diagnose.causes import CAUSES
 from offcorr.diagnose.causes.policies import VERSIONS, repeatable
 from offcorr.diagnose.evidence import Evidence
 
+OFF = 5.0
+"""Standard errors by which the surprisal balance has to be off."""
+
+MOVE_THE_BALANCE = ("values", "sampling", "unlogged", "policies")
+"""Stages whose causes move it."""
+
 
 def lacking(evidence: Evidence, fields: Iterable[str]) -> list[str]:
     """Those of the fields that some sequence has not."""
@@ -35,6 +41,11 @@ trainer_version, or give --model'
             "whether the tokens were drawn at another temperature, or from fewer tokens (top_p, top_k), than both "
             "sides' log-probs say. To find out, log entropy: the trainer's, of each token's distribution"
         )
+    if not draws_known and (off := _unexplained(evidence, named)):
+        said.append(
+            f"why the tokens are {off} surprising than draws from the trainer's distributions would be. To find out, "
+            "give --model, or read the engine's sampling options: temperature, top_p, top_k, min_p, penalties"
+        )
     if "dropout" not in named and not repeatable(evidence):
         said.append(f"whether the trainer's dropout is on. To find out, {_repeated_contexts(evidence)}")
     for cause in CAUSES.values():
@@ -44,6 +55,14 @@ trainer_version, or give --model'
                 how = f"log {' and '.join(fields)}, or {other.how}" if fields else other.how
                 said.append(f"whether the cause is {cause.id} or {other.words}. To find out, {how}")
     return said
+
+
+def _unexplained(evidence: Evidence, named: Sequence[str]) -> str:
+    """ "less" or "more" where the surprisal balance is off, and no cause was found that moves it; else ""."""
+    balance = evidence.balance
+    if balance is None or abs(balance.z) < OFF or any(CAUSES[id].stage in MOVE_THE_BALANCE for id in named):
+        return ""
+    return "less" if balance.value < 0 else "more"
 
 
 def _repeated_contexts(evidence: Evidence) -> str:

@@ -26,6 +26,9 @@ SLIPS = 1e-3
 TRANSFORMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Causes by which a sampler changes a model's distributions before it draws."""
 
+FALSE_ALARMS = 1e-3
+"""Share of the dumps, at most, whose tokens were drawn as they were logged and would be said not to be."""
+
 FEW = 8
 """Sequences that the trainer's temperature is found from."""
 
@@ -84,6 +87,20 @@ class Rescored:
     temperature: float = 1.0
 
     @property
+    def threshold(self) -> float:
+        """Nats by which some transform fits the tokens better than what was logged by chance, once in 1000 dumps."""
+        return float(np.log((1 + sum(one.cause in TRANSFORMS for one in self.hypotheses)) / FALSE_ALARMS))
+
+    @property
+    def other_model(self) -> bool:
+        """Whether the model is not the one that scored: it fits the trainer's log-probs no better than the sampler's.
+
+        Where it fits the sampler's, or does under a hypothesis, the trainer's log-probs are what is wrong.
+        """
+        explained = self.hypotheses[0].gap if self.hypotheses else self.gap
+        return self.trainer > max(0.02, 0.5 * self.logged) and min(self.gap, explained) > 0.1 * self.trainer
+
+    @property
     def best_drawn(self) -> tuple[Hypothesis | None, float]:
         """The transform that fits the tokens best, and by how much better (nats) than the log and the model do."""
         fits = [one for one in self.hypotheses if one.cause in TRANSFORMS]
@@ -119,7 +136,7 @@ def rescore(
     if not records:
         raise ValueError("there is no sequence to score again")
     if temperature is None:
-        temperature = trainer_temperature(records[:FEW], model)
+        temperature, _ = fit(records[:FEW], model)
     elif not (np.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature is {temperature}, expected a number > 0")
 
@@ -181,12 +198,12 @@ def rescore(
 
 
 @torch.no_grad()
-def trainer_temperature(records: Sequence[Record], model: nn.Module) -> float:
-    """The temperature at which the model's log-probs are nearest to the trainer's logged ones; 1 if none is near."""
-    chosen_tokens = [
-        np.isfinite(record.old_logp) & (True if record.mask is None else record.mask) for record in records
-    ]
-    valid = np.concatenate(chosen_tokens)
+def fit(records: Sequence[Record], model: nn.Module) -> tuple[float, float]:
+    """The temperature at which the model's log-probs are nearest to the trainer's, and mean |difference| there (nats).
+
+    The temperature is 1 where none is near.
+    """
+    valid = np.concatenate([_valid(record) for record in records])
     trainer = np.concatenate([record.old_logp for record in records])[valid]
 
     def gaps(grid: Sequence[float]) -> dict[float, float]:
@@ -197,14 +214,16 @@ def trainer_temperature(records: Sequence[Record], model: nn.Module) -> float:
         return {one: _gap(np.concatenate(logps["temperature", f"{one:g}"])[valid], trainer) for one in grid}
 
     if not valid.any():
-        return 1.0
+        return 1.0, np.inf
     found = gaps(TEMPERATURES)
     for step in (0.05, 0.01):
         near = min(found, key=lambda one: found[one])
         grid = [round(near + count * step, 2) for count in range(-5, 6)]
         found |= gaps([one for one in grid if one > 0 and one not in found])
     best = min(found, key=lambda one: found[one])
-    return best if found[best] < 0.5 * found[1.0] else 1.0
+    if found[best] >= min(0.5 * found[1.0], max(0.1, 0.2 * found[1.0])):
+        best = 1.0
+    return best, found[best]
 
 
 def described(rescored: Rescored, most: int = 6) -> list[str]:
@@ -220,11 +239,14 @@ def described(rescored: Rescored, most: int = 6) -> list[str]:
     ]
     if rescored.temperature != 1:
         said.append(f"the trainer's temperature is {rescored.temperature:g}")
-    if rescored.trainer > max(0.02, 0.5 * rescored.logged):
+    if rescored.other_model:
         said.append(
-            f"they differ from the trainer's logged ones by {rescored.trainer:.2g} nats: the model has other weights "
-            "than the trainer had, or --temperature is not the trainer's, or the trainer's log-probs are wrong"
+            f"they differ from the trainer's logged ones (old_logp) by {rescored.trainer:.2g} nats, so this is not the "
+            "model that computed them, and the hypotheses say nothing: give the checkpoint of the step at which these "
+            "samples were drawn, where their generation began (with steps_per_generation or num_iterations above 1 it "
+            "is earlier than the last step), or the trainer's --temperature"
         )
+        return said
     if rescored.gap < 0.1 * rescored.logged:
         said.append(
             f"the trainer's logged ones differ from the sampler's by {rescored.logged:.2g} nats, so the sampler did "
@@ -239,6 +261,12 @@ def described(rescored: Rescored, most: int = 6) -> list[str]:
     best, ahead = rescored.best_drawn
     if best is not None and ahead <= 0:
         said.append("no temperature, truncation or penalty fits the sampled tokens better than what was logged")
+    elif best is not None and ahead <= rescored.threshold:
+        said.append(
+            f"of all temperatures, truncations and penalties '{best.words}' fits the sampled tokens best: they are "
+            f"e^{ahead:.1f} times likelier so than as logged. By chance the best of so many reaches "
+            f"e^{rescored.threshold:.0f} in one of 1000 dumps, so it may be there or not: score more (--rescored)"
+        )
     said += [f"not tried: {one}" for one in rescored.left_out]
     return said
 

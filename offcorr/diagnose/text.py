@@ -59,9 +59,6 @@ def headline(report: Report) -> str:
     if report.causes:
         count = len(report.causes) - 1
         more = f"; {count} more cause{'s' * (count > 1)} below" if count else ""
-        if (larger := _larger_updates(report)) is not None:
-            place, updates = larger
-            more = f"; the larger gap is staleness, {updates.statistic:.2g} nats: cause {place} below"
         return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}){more}"
     said = {
         "clean": "trainer and sampler agree",
@@ -71,7 +68,7 @@ def headline(report: Report) -> str:
 
 
 def to_do(report: Report) -> list[str]:
-    """Sentences about what was checked and what to do next, where no cause was found, or another gap is larger.
+    """Sentences about what was checked and what to do next, where no cause was found.
 
     >>> from offcorr.diagnose import Record, diagnose
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
@@ -79,8 +76,7 @@ def to_do(report: Report) -> list[str]:
     'To do: nothing. A correction for the engine is not needed for data like these.'
     """
     if report.causes:
-        larger = _larger_updates(report)
-        return [] if larger is None else [_staleness(*larger, report.numbers["abs_mean"])]
+        return []
     checked = f"Checked: {len(CAUSES)} causes."
     if report.verdict == "clean":
         floor = (
@@ -93,23 +89,6 @@ def to_do(report: Report) -> list[str]:
         f"To do: dump more sequences (a few hundred){_with(wanted(report.evidence))}; or give --model, the trainer's "
         "model, which scores some sequences again under one hypothesis after the other.",
     ]
-
-
-def _larger_updates(report: Report) -> tuple[int, Finding] | None:
-    """Place and finding of the trainer's updates, where they are the larger gap and another cause is the verdict."""
-    for place, finding in enumerate(report.causes[1:], 2):
-        if CAUSES[finding.cause].stage == "updates" and finding.share > 0.5:
-            return place, finding
-    return None
-
-
-def _staleness(place: int, updates: Finding, gap: float) -> str:
-    """That the trainer's updates since then are the larger gap."""
-    return (
-        f"The larger gap is staleness, cause {place}: {updates.statistic:.2g} nats by the trainer's own updates, "
-        f"beside {gap:.2g} nats between trainer and sampler, which the verdict is about. Staleness has to be corrected "
-        "in the loss, by a method that compares logp with old_logp of the weights that sampled."
-    )
 
 
 def _with(parts: list[str]) -> str:

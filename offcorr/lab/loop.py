@@ -200,7 +200,7 @@ def as_data(
     for method in names:
         cells = [(method, setting) for setting in order]
         away = [results.difference(seeds[cell], seeds[best[cell[1]], cell[1]]) for cell in cells]
-        row = {
+        row: dict[str, Any] = {
             "method": method,
             "fails_check": failing.get(method),
             "summary": {},

@@ -17,7 +17,6 @@ import torch
 
 from offcorr.diagnose import Record, hypotheses, passes
 from offcorr.diagnose import rescore as module
-from offcorr.diagnose.command import for_rescoring
 from offcorr.diagnose.diagnosis import diagnose
 from offcorr.diagnose.informed import EXPLAINS, informed
 from offcorr.diagnose.rescore import Hypothesis, Rescored, described, rescore
@@ -332,23 +331,3 @@ def test_a_temperature_keeps_the_name_that_the_log_gave_it():
     report = diagnose(world("raw_logprobs").records())
     found = informed(report, outcome(0.95, "temperature"))
     assert [one.cause for one in found.causes] == ["raw_logprobs"]
-
-
-def test_the_sequences_that_are_scored():
-    records = [
-        Record.of(
-            {
-                "prompt_ids": [1] * (row % 5),
-                "completion_ids": [2],
-                "rollout_logp": [-1],
-                "logp": [-1],
-                "step": row // 50,
-            },
-            f"{row}",
-        )
-        for row in range(100)
-    ]
-    chosen = for_rescoring(records, 7)
-    assert len(chosen) == 7 and all(len(one.prompt_ids) and one.step == 1 for one in chosen)
-    assert chosen[0].where == "51" and chosen[-1].where == "99"
-    assert len(for_rescoring(records, 1000)) == 40 and for_rescoring(records[:1], 3) == []

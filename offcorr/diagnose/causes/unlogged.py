@@ -22,8 +22,13 @@ def _unlogged(evidence: Evidence, sign: int) -> Estimate | None:
     balance = evidence.balance
     if balance is None or not evidence.balanced or balance.z * sign < (4 if sign < 0 else 3.5):
         return None
-    # The entropy may be of the weights after the updates on this batch.
-    return balance if abs(balance.value) > 2 * (evidence.gap + evidence.moved) else None
+    return balance if abs(balance.value) > _other_policies(evidence) else None
+
+
+def _other_policies(evidence: Evidence) -> float:
+    """Surprise per token (nats) that two policies which differ can add, and updates on the batch before the entropy."""
+    known = evidence.with_entropy or evidence
+    return 2 * (known.gap + known.moved)
 
 
 class TemperatureSilent(Cause):
@@ -34,7 +39,10 @@ class TemperatureSilent(Cause):
     title = "the sampler applies a temperature, and both sides log log-probs without it"
     advice = f"set the sampler's temperature= for the trainer, too, and {PROCESSED}"
     not_told_from = (
-        Alternative("a penalty on repeated tokens, or min_p", "give --model, or read the engine's sampling options"),
+        Alternative(
+            "a truncation (top_p, top_k, min_p) or a penalty on repeated tokens",
+            "give --model, or read the engine's sampling options",
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -127,5 +135,4 @@ def _penalised(evidence: Evidence) -> Repeats | None:
         return None
     if found.overall.z < RAISES:  # a penalty makes the tokens more surprising as a whole, too
         return None
-    # Two policies that differ can move the balance by about 2 |d|.
-    return found if 0.5 * found.seen.value > 2 * (evidence.gap + evidence.moved) else None
+    return found if 0.5 * found.seen.value > _other_policies(evidence) else None

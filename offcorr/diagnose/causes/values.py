@@ -260,8 +260,11 @@ def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
     mean = np.bincount(inverse, evidence.trainer) / times
     spread = np.sqrt(np.bincount(inverse, np.square(evidence.trainer - mean[inverse])) / times)
     ends = np.bincount(inverse, evidence.last) / times
-    # Samples of one prompt share contexts, and log-probs with them; then the trainer's repeat, too.
+    tokens = np.bincount(np.unique(np.stack([inverse, evidence.ids]), axis=1)[0], minlength=len(values))
+    # Samples of one prompt share contexts, and log-probs with them; then the trainer's repeat, too, unless its weights
+    # moved while the sampler's did not.  Either way the token is the same.
     repeated = (times >= max(FEWEST, 0.002 * len(sampler))) & (far > 0.7) & (spread > 0.3) & (ends < 0.9)
+    repeated &= tokens > 1
     repeated &= values < -1e-6
     odd |= repeated[inverse]
     chosen = sampler[odd]
