@@ -1669,11 +1669,11 @@ MUTATIONS = [
         "tests/diagnose/test_variants.py taken_back",
     ),
     Mutation(
-        "diagnose --model: a temperature is taken from another model",
+        "diagnose --model: noise hides the trainer's temperature",
         "offcorr/diagnose/rescore.py",
-        "return best if found[best] < 0.5 * found[1.0] else 1.0",
-        "return best",
-        "tests/diagnose/test_variants.py another_model",
+        "if found[best] > 0.9 * found[1.0]:",
+        "if found[best] > 0.2 * found[1.0]:",
+        "tests/diagnose/test_variants.py beside_dropout",
     ),
     Mutation(
         "diagnose --model: the adapter stays switched off",

@@ -70,7 +70,8 @@ def _older(finding: Finding, rescored: Rescored) -> Finding:
 
 def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
     """The hypothesis that explains most of the gap, if it explains enough."""
-    best = rescored.hypotheses[0] if rescored.hypotheses else None
+    fits = [one for one in rescored.hypotheses if one.cause == "dropout" or not rescored.as_the_model]
+    best = fits[0] if fits else None
     if best is None or best.share <= EXPLAINS:
         return None
     named = {one.cause for one in report.causes}

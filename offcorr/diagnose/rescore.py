@@ -92,6 +92,11 @@ class Rescored:
         return float(np.log((1 + sum(one.cause in TRANSFORMS for one in self.hypotheses)) / FALSE_ALARMS))
 
     @property
+    def as_the_model(self) -> bool:
+        """Whether the sampler did what the model does, so that the trainer's log-probs are what differs."""
+        return self.gap < 0.1 * self.logged
+
+    @property
     def other_model(self) -> bool:
         """Whether the model is not the one that scored: it fits the trainer's log-probs no better than the sampler's.
 
@@ -201,7 +206,7 @@ def rescore(
 def fit(records: Sequence[Record], model: nn.Module) -> tuple[float, float]:
     """The temperature at which the model's log-probs are nearest to the trainer's, and mean |difference| there (nats).
 
-    The temperature is 1 where none is near.
+    The temperature is 1 where no other is clearly nearer.
     """
     valid = np.concatenate([_valid(record) for record in records])
     trainer = np.concatenate([record.old_logp for record in records])[valid]
@@ -221,7 +226,7 @@ def fit(records: Sequence[Record], model: nn.Module) -> tuple[float, float]:
         grid = [round(near + count * step, 2) for count in range(-5, 6)]
         found |= gaps([one for one in grid if one > 0 and one not in found])
     best = min(found, key=lambda one: found[one])
-    if found[best] >= min(0.5 * found[1.0], max(0.1, 0.2 * found[1.0])):
+    if found[best] > 0.9 * found[1.0]:
         best = 1.0
     return best, found[best]
 
@@ -237,7 +242,7 @@ def described(rescored: Rescored, most: int = 6) -> list[str]:
         f"the model's log-probs of {rescored.sequences} sequences differ from the sampler's by {rescored.gap:.2g} nats "
         "per token on average"
     ]
-    if rescored.temperature != 1:
+    if rescored.temperature != 1 and not rescored.other_model:
         said.append(f"the trainer's temperature is {rescored.temperature:g}")
     if rescored.other_model:
         said.append(
@@ -247,7 +252,7 @@ def described(rescored: Rescored, most: int = 6) -> list[str]:
             "is earlier than the last step), or the trainer's --temperature"
         )
         return said
-    if rescored.gap < 0.1 * rescored.logged:
+    if rescored.as_the_model:
         said.append(
             f"the trainer's logged ones differ from the sampler's by {rescored.logged:.2g} nats, so the sampler did "
             "what the model does: look for the cause in how the trainer computes log-probs"

@@ -12,10 +12,10 @@ pytest.importorskip("tokenizers")
 
 import torch
 
-from offcorr.diagnose import Record, hypotheses
+from offcorr.diagnose import Record, hypotheses, variants
 from offcorr.diagnose.diagnosis import diagnose
 from offcorr.diagnose.informed import informed
-from offcorr.diagnose.rescore import rescore
+from offcorr.diagnose.rescore import described, rescore
 from offcorr.lab.mismatch.decode import decode, score
 from tests.rollout.rollout_models import fresh_model
 
@@ -171,8 +171,21 @@ def test_the_trainers_temperature_is_found(model, temperature):
     assert rescore(records, model, temperature=1.1).temperature == 1.1
 
 
-def test_no_temperature_is_found_for_another_model(model):
-    assert rescore(dump(fresh_model(1).eval(), sequences=3), model).temperature == 1
+def test_the_trainers_temperature_is_found_beside_dropout(model):
+    """The trainer's log-probs are noisy; the model agrees with the sampler at the trainer's temperature."""
+    noise = np.random.default_rng(0)
+    records = [
+        dataclasses.replace(one, old_logp=one.old_logp + 0.15 * noise.standard_normal(len(one)))
+        for one in dump(model, transforms=[heat(0.8)], temperature=0.8)
+    ]
+    rescored = rescore(records, model)
+    assert abs(rescored.temperature - 0.8) < 0.03 and not rescored.other_model
+    assert informed(diagnose(records), rescored).verdict != "temperature"
+
+
+def test_no_temperature_is_said_for_another_model(model):
+    rescored = rescore(dump(fresh_model(1).eval(), sequences=3), model)
+    assert rescored.other_model and not any("temperature is" in said for said in described(rescored))
 
 
 def test_penalties_by_hand():
@@ -199,11 +212,27 @@ def test_penalties_by_hand():
         np.testing.assert_allclose(np.r_[first[name], rest[name]], wanted, rtol=1e-6, err_msg=kind)
 
 
+def cut(values, digits):
+    """Without the last digits of the mantissa."""
+    return (values.float().view(torch.int32) & -(1 << (23 - digits))).view(torch.float32)
+
+
+def test_cutting_digits_off():
+    """As integer arithmetic cuts them, for numbers that are no subnormal ones; never away from zero."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 30
+    for storage, digits in (("float8_e4m3fn", 3), ("float8_e5m2", 2)):
+        rounded = variants._cut(values, storage)
+        normal = values.abs() > 0.02
+        assert torch.equal(rounded[normal], cut(values, digits)[normal])
+        assert (rounded.abs() <= values.abs()).all()
+
+
 @pytest.mark.parametrize(
     "words, rounded",
     [
         ("fp8_e4m3", lambda x: x.to(torch.float8_e4m3fn).to(x.dtype)),
         ("fp8_e5m2", lambda x: x.to(torch.float8_e5m2).to(x.dtype)),
+        ("fp8_e4m3 by cutting digits off", lambda x: cut(x, 3)),
     ],
 )
 def test_a_rounded_cache(model, words, rounded):
