@@ -137,13 +137,13 @@ def train_all(
     """
     at_once = at_once or (os.cpu_count() or 1) + 1
     waiting, running = list(runs), {}
-    reward = TextColumn("{task.fields[reward]}")
-    columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), reward)
+    accuracy = TextColumn("{task.fields[accuracy]}")
+    columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), accuracy)
     console, began = Console(), time.monotonic()
     said = dict.fromkeys(runs, began)  # when each run's last line was printed, where there is no bar
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
     with bar as progress, contextlib.ExitStack() as at_the_end:
-        bars = {name: progress.add_task(run.title, total=steps, start=False, reward="") for name, run in runs.items()}
+        bars = {name: progress.add_task(run.title, total=steps, start=False, accuracy="") for name, run in runs.items()}
         while waiting or running:
             while waiting and len(running) < at_once:
                 name = waiting.pop(0)
@@ -154,7 +154,7 @@ def train_all(
             for name, process in list(running.items()):
                 ended = process.poll() is not None
                 state = progress_of(folder / name)
-                progress.update(bars[name], completed=state.update, reward=state.shown)
+                progress.update(bars[name], completed=state.update, accuracy=state.shown)
                 if not console.is_terminal and (ended or time.monotonic() - said[name] >= EVERY):
                     said[name] = time.monotonic()
                     print(f"  {time.monotonic() - began:4.0f} s  {runs[name].title}: {state.line(steps)}", flush=True)
@@ -193,24 +193,21 @@ def launch(run: Run, folder: Path, steps: int, seed: int, sampler: Mapping[str, 
 
 
 class State(NamedTuple):
-    """Where a run is: its last logged update, the mean reward of that update's samples, the accuracy at the start."""
+    """Where a run is: its last logged update and held-out accuracy; the samples' reward is that of older weights."""
 
     update: int = 0
-    reward: float | None = None
-    start: float | None = None
+    accuracy: float | None = None
 
     @property
     def shown(self) -> str:
         """The words beside the run's bar."""
-        if self.reward is not None:
-            return f"reward {self.reward:.2f}"
-        return "measuring accuracy" if self.start is None else f"accuracy {self.start:.2f}"
+        return "measuring accuracy" if self.accuracy is None else f"accuracy {self.accuracy:.2f}"
 
     def line(self, steps: int) -> str:
         """The line where there is no bar."""
-        if self.reward is not None:
+        if self.update:
             return f"update {self.update} of {steps}, {self.shown}"
-        if self.start is not None:
+        if self.accuracy is not None:
             return f"{self.shown} before training; working on the first update"
         return "loading, then measuring the accuracy before training"
 
@@ -218,9 +215,7 @@ class State(NamedTuple):
 def progress_of(folder: Path) -> State:
     file = folder / "history.json"
     logs = json.loads(file.read_text()) if file.exists() else []
-    _, rewards = series(logs, "reward")
-    update = max((int(entry["step"]) for entry in logs), default=0)
-    return State(update, rewards[-1] if rewards else None, accuracy(logs).get("start"))
+    return State(max((int(entry["step"]) for entry in logs), default=0), accuracy(logs).get("end"))
 
 
 def comparison(logs: dict[str, list[dict[str, Any]]], title: str) -> Table:

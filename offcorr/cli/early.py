@@ -102,6 +102,10 @@ def _file(config: Path) -> dict[str, Any]:
 
 
 def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], processes: int | None) -> None:
+    for name, value in values.items():
+        kind = options[name].annotation if name in options else ""
+        if kind in NUMBERS and isinstance(value, str) and not _is_number(value, NUMBERS[kind]):
+            raise ValueError(f"{name} is {value!r}, expected a number")
     loss_type = values.get("loss_type")
     if isinstance(loss_type, str) and loss_type not in TRL_LOSSES:
         named_loss(loss_type, _mapping(values.get("loss_kwargs")))
@@ -117,10 +121,22 @@ def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], proc
         check_generation(size, processes, steps or accumulation, generations)
 
 
-def _mapping(given: Any) -> Mapping[str, Any]:
-    """The options of a method; none where they are no JSON, which the recipe says."""
+def _is_number(text: str, kind: type) -> bool:
     try:
-        read = json.loads(" ".join(given)) if isinstance(given, list) else given
+        kind(text)
     except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
+        return False
+    return True
+
+
+def _mapping(given: Any) -> Mapping[str, Any]:
+    """The options of a method."""
+    wanted = """expected a mapping or a JSON object, for instance '{"eps_high": 0.28}'"""
+    text = " ".join(given) if isinstance(given, list) else given
+    try:
+        read = json.loads(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise ValueError(f"loss_kwargs is {text!r}, {wanted} ({error})") from None
+    if not isinstance(read or {}, dict):
+        raise ValueError(f"loss_kwargs is {text!r}, {wanted}")
+    return read or {}

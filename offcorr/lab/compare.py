@@ -301,7 +301,7 @@ def table(world: World, rows: Sequence[Row], width: int) -> str:
             *above, last = folded(_label(row), label)
             numbers = "".join(cells[column][number].rjust(wide[column]) for column in block)
             lines += [*above, last.ljust(label) + numbers]
-    return "\n".join([*lines, "", *entries([("", _caution(rows))], width), "", *_caption(world, rows, shown, width)])
+    return "\n".join([*lines, "", *entries([("", NOT_A_RANKING)], width), "", *_caption(world, rows, shown, width)])
 
 
 def _about(world: World) -> list[tuple[str, str]]:
@@ -329,27 +329,25 @@ def _about(world: World) -> list[tuple[str, str]]:
 
 
 def _scope(rows: Sequence[Row]) -> str:
-    """The scope of the numbers, and where reinforce is among the rows, the methods that it beats and how it trains."""
+    """The scope of the numbers; what a small or backward update means; and what reinforce's rank does not say."""
+    reached = any(row.measured.limit <= 0 or row.measured.kept < FEW for row in rows)
+    return " ".join(filter(None, [SCOPE, REACHED if reached else "", _uncorrected(rows)]))
+
+
+def _uncorrected(rows: Sequence[Row]) -> str:
+    """Where reinforce is among the rows: the methods that it beats, and how it trains."""
     plain = next((row for row in rows if row.name == "reinforce"), None)
     if plain is None:
-        return SCOPE
+        return ""
     own = plain.measured.accuracy[LARGE].direction
     worse = [row.name for row in rows if row.measured.accuracy[LARGE].direction < own - TIE]
     if not worse:
-        return f"{SCOPE} reinforce corrects nothing, and {COLLAPSES}"
+        return f"reinforce corrects nothing, and {COLLAPSES}"
     some = listed(worse) if len(worse) <= 3 else f"{len(worse)} of the {len(rows) - 1} other methods"
     return (
-        f"{SCOPE} reinforce corrects nothing, and its direction (dir {LARGE}) is nearer to the true one here than that "
+        f"reinforce corrects nothing, and its direction (dir {LARGE}) is nearer to the true one here than that "
         f"of {some}; yet {COLLAPSES}"
     )
-
-
-def _caution(rows: Sequence[Row]) -> str:
-    """The conclusions that these rows do not allow."""
-    said = [NOT_A_RANKING]
-    if any(row.measured.limit <= 0 or row.measured.kept < FEW for row in rows):
-        said.append(REACHED)
-    return " ".join(said)
 
 
 def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: int) -> list[str]:

@@ -227,7 +227,7 @@ def test_progress_without_a_terminal(monkeypatch, tmp_path, capsys):
         "file, logs = pathlib.Path(sys.argv[1], 'history.json'), []\n"
         "for step in range(1, 9):\n"
         "    time.sleep(0.1)\n"
-        "    logs.append({'step': step, 'reward': step / 10})\n"
+        "    logs.append({'step': step, 'reward': 0.1, 'eval_reward': step / 10})\n"
         "    file.with_suffix('.tmp').write_text(json.dumps(logs))\n"
         "    file.with_suffix('.tmp').replace(file)\n"
     )
@@ -244,7 +244,7 @@ def test_progress_without_a_terminal(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr().out.splitlines()
     for title in ("MinPRO", "CTPO"):
         own = [line for line in said if f"{title}: " in line]
-        assert len(own) >= 2 and own[-1].endswith("update 8 of 8, reward 0.80")
+        assert len(own) >= 2 and own[-1].endswith("update 8 of 8, accuracy 0.80")
 
 
 def test_a_run_says_what_it_does_before_its_first_update(tmp_path):
@@ -254,7 +254,7 @@ def test_a_run_says_what_it_does_before_its_first_update(tmp_path):
     state = demo.progress_of(tmp_path)
     assert state.line(12) == "accuracy 0.40 before training; working on the first update" and state.shown
     (tmp_path / "history.json").write_text(json.dumps(logs[:2]))
-    assert demo.progress_of(tmp_path).line(12) == "update 1 of 12, reward 0.40"
+    assert demo.progress_of(tmp_path).line(12) == "update 1 of 12, accuracy 0.40"
 
 
 def test_the_bar_says_what_is_measured_before_the_first_update(capsys):
