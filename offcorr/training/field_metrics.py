@@ -20,6 +20,7 @@ from offcorr.shapes import TokenMask
 ENGINE, STALENESS, FIELD = "offcorr/engine/", "offcorr/staleness/", "field/"
 
 DEMONSTRATION = ORIGINS.index("demonstration")
+"""The number in ``Batch.origin`` of a sequence that another model or a person wrote."""
 
 
 class Alias(NamedTuple):
