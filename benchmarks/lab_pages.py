@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from offcorr.cli.tables import markdown
 from offcorr.lab import results
+from offcorr.methods.registry import catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("docs/lab.md", "docs/which.md")
@@ -429,7 +430,13 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
 
 def filled(page: str) -> str:
     """The page with every table made anew."""
-    return BLOCK.sub(lambda match: f"{match[1]}{markdown(TABLES[match[2]]())}\n{match[3]}", page)
+    return BLOCK.sub(lambda match: f"{match[1]}{marked(markdown(TABLES[match[2]]()))}\n{match[3]}", page)
+
+
+def marked(table: str) -> str:
+    """A table with † behind each method that ran with the values of an illustration, as it lacks a default."""
+    names = "|".join(method.name for method in catalogue() if method.example)
+    return re.sub(rf"`({names})`", r"`\1` †", table)
 
 
 def main() -> int:

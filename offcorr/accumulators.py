@@ -24,6 +24,13 @@ def _finite_exp(x: float) -> float:
     return math.exp(min(x, 700.0))
 
 
+def _share_of(total: float, squares: float, n: float) -> float | None:
+    """Effective sample size of n values over n, by their sum and sum of squares; None of one value, always 1."""
+    if n < 2:
+        return None
+    return total * total / (n * squares) if squares else 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class Accumulator:
     """Base class: ``vector`` is float64 [size] (or [..., size] while several series are measured together).
@@ -47,8 +54,11 @@ class Accumulator:
         return a + b
 
     @staticmethod
-    def values(numbers: list[float]) -> tuple[float, ...] | None:
-        """The numbers that a vector on the host stands for; None where nothing was measured."""
+    def values(numbers: list[float]) -> tuple[float | None, ...] | None:
+        """The numbers that a vector on the host stands for; None where nothing was measured.
+
+        One of several is None where it says nothing, as an effective sample size of fewer than two values does.
+        """
         return (numbers[0],)
 
     @classmethod
@@ -60,7 +70,7 @@ class Accumulator:
         """Both together."""
         return dataclasses.replace(self, vector=self.merged(self.vector, other.vector))
 
-    def read(self) -> tuple[float, ...] | None:
+    def read(self) -> tuple[float | None, ...] | None:
         """Its numbers, by one transfer to the host; None where nothing was measured."""
         return self.values(self.vector.tolist())
 
@@ -109,12 +119,12 @@ class Moments(Accumulator):
     size = 3
 
     @staticmethod
-    def values(numbers: list[float]) -> tuple[float, ...] | None:
-        """(their mean, their effective sample size over n, which is 0 where they are all 0)."""
+    def values(numbers: list[float]) -> tuple[float | None, ...] | None:
+        """(their mean, their effective sample size over n, which is 0 where they are all 0 and None of one value)."""
         total, squares, n = numbers
         if not n:
             return None
-        return total / n, total / n * total / squares if squares else 0.0
+        return total / n, _share_of(total, squares, n)
 
     @classmethod
     def mean(cls, numbers: list[float]) -> tuple[float, float] | None:
@@ -204,22 +214,22 @@ class LogSumExp(Accumulator):
         )
 
     @staticmethod
-    def values(numbers: list[float]) -> tuple[float, ...] | None:
-        """(mean of e^x, mean square - 1 but at least 0, effective sample size over n)."""
+    def values(numbers: list[float]) -> tuple[float | None, ...] | None:
+        """(mean of e^x, mean square - 1 but at least 0, effective sample size over n, which is None of one value)."""
         largest, first, second, n = numbers
         if not n:
             return None
         return (
             _finite_exp(largest + math.log(first / n)),
             max(_finite_exp(2 * largest + math.log(second / n)) - 1, 0.0),  # a sample's may be below
-            first * first / (n * second),
+            _share_of(first, second, n),
         )
 
     @classmethod
     def mean(cls, numbers: list[float]) -> tuple[float, float] | None:
         """(mean of e^x, number of x)."""
-        values = cls.values(numbers)
-        return (values[0], numbers[3]) if values else None
+        largest, first, _, n = numbers
+        return (_finite_exp(largest + math.log(first / n)), n) if n else None
 
 
 class Histogram(Accumulator):

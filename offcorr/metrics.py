@@ -81,7 +81,7 @@ MISMATCH = (
     Metric("first_token", "mean |d| at each sequence's first valid token", Mean),
 )
 """d is the unclamped log-ratio (nats) of the first policy to the second, over tokens where both log-probs are
-finite, before any weight, gate or rejection."""
+finite, before any weight, gate or rejection.  ESS / n is left out of one value, of which it is always 1."""
 
 LOSS = (
     Metric("clipped", "mean share of the gradient ratio * A that the gate removed", Mean),
@@ -171,7 +171,8 @@ class Metrics:
     def compute(self, *, none_scored: Literal["warn", "pass"] = "warn") -> dict[str, float]:
         """Plain floats, by one transfer to the host; a metric that measured nothing is left out.
 
-        Warns of tokens that gave no finite number to train on.
+        So is the effective sample size of a single value, which is 1 whatever the value.  Warns of tokens that gave no
+        finite number to train on.
 
         Args:
             none_scored: "warn" where the engine's log-probs are not one of them a finite number; "pass" says nothing.
@@ -187,7 +188,8 @@ class Metrics:
             if values is not None:
                 prefix = name[: name.rfind("/") + 1]
                 names = [prefix + output for output in accumulator.outputs] or [name]
-                result.update(zip(names, values, strict=True))
+                known = zip(names, values, strict=True)
+                result.update({name: value for name, value in known if value is not None})
         for name in [name for name in result if name.endswith("abs_p99")]:
             # A histogram knows a quantile to the upper edge of its bin, which may lie above the largest value.
             largest = result.get(name.removesuffix("p99") + "max", math.inf)

@@ -12,7 +12,7 @@ import torch
 
 import offcorr
 from offcorr import Batch, Correction, Metrics, gates, ratios, rejections, testing, weights
-from offcorr.metrics import LOSS, MISMATCH, Count, Extremes, Histogram, LogSumExp, Max, Mean
+from offcorr.metrics import LOSS, MISMATCH, Count, Extremes, Histogram, LogSumExp, Max, Mean, Moments
 from tests.fresh import python
 
 
@@ -173,6 +173,16 @@ def test_merging_with_nothing_seen_changes_nothing():
     for merged in (some.merge(none), none.merge(some)):
         assert merged.read() == pytest.approx(some.read())
     assert none.merge(none).read() is None
+
+
+def test_one_value_has_no_effective_sample_size():
+    seen = torch.tensor([True])
+    ratio = [LogSumExp(LogSumExp.of(d, seen), ("mean", "chi2", "ess")) for d in torch.tensor([[0.5], [2.0]])]
+    size = [Moments(torch.tensor([c, c * c, 1.0]), ("mean", "ess")) for c in (0.5, 2.0)]
+    for one, other in (ratio, size):
+        alone = Metrics({"x": one}).compute()
+        assert "mean" in alone and "ess" not in alone
+        assert 0.5 < Metrics({"x": one.merge(other)}).compute()["ess"] < 1
 
 
 @pytest.mark.parametrize("values", [[0.5, 2.0], [-0.5, -2.0], [-1.0, 3.0, 0.0], [0.0], [-0.25]])

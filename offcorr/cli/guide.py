@@ -28,7 +28,9 @@ GUIDE: dict[str, Advice] = {
         "0 throughout: return `rollout_version`. "
         "The `lag` of `OffPolicy` is the age when the samples are drawn, and each further update on the same "
         "samples adds 1: with four updates per generation `lag=4` is logged as 4 to 7, 5.5 on average. A run's "
-        "first samples are younger, as no weights are older than the run.",
+        "first samples are younger, as no weights are older than the run. Demonstrations have no age, and are left "
+        "out: no weights of this run wrote them. TRL's `sample/staleness_mean` of the asynchronous trainer is "
+        "[another number](#trls-staleness-and-this-librarys-lag).",
         "0 is on-policy. Frameworks drop older samples than this by default: 4 weight syncs in TRL "
         "(`max_staleness` of its asynchronous trainer), 8 in prime-rl (`max_off_policy_steps`). How much lag a "
         "run bears depends on the learning rate; `abs_mean` tells.",

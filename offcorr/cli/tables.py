@@ -6,7 +6,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from offcorr.correction import Correction
+import torch
+from torch import Tensor
+
+from offcorr.batch import Batch
+from offcorr.correction import Correction, Output
 from offcorr.integrations import HOOKS
 from offcorr.integrations.hook import Hook
 from offcorr.methods.registry import Method, catalogue, illustration
@@ -26,10 +30,47 @@ def methods_table() -> Table:
         {
             "method": names(method),
             "multiplier c": method.multiplier,
+            "value": value_of(method.name),
             **stages(illustration(method.name)),
         }
         for method in catalogue()
     ]
+
+
+LOG_PROB, RATIO, BOTH = "sg(c) A logp", "f(ratio) A", "both"
+"""The kinds of value that a term of a loss has."""
+
+
+def value_of(name: str) -> str:
+    """The kind of value of a method's loss, found on a batch: whether it is c A logp, or depends on ratios alone.
+
+    >>> value_of("cispo"), value_of("ppo"), value_of("kimi")
+    ('sg(c) A logp', 'f(ratio) A', 'both')
+    """
+    loss_fn = illustration(name, aggregate="sum")
+    logp = torch.tensor([[-0.7, -1.1, -0.4], [-0.9, -0.2, -1.5]], dtype=torch.float64)
+    moved = torch.tensor([[0.15, -0.1, 0.02], [-0.15, 0.1, 0.05]], dtype=torch.float64)
+
+    def output(logp: Tensor) -> Output:
+        old_logp = logp - moved
+        return loss_fn(
+            Batch(
+                logp=logp,
+                old_logp=old_logp,
+                rollout_logp=old_logp,
+                advantages=logp.new_tensor([1.0, -0.5]),
+                mask=torch.ones(2, 3, dtype=torch.bool),
+                rewards=logp.new_tensor([1.0, 0.0]),
+                group_ids=torch.tensor([0, 0]),
+                entropy=torch.ones_like(logp),
+                sum_sq_probs=torch.full_like(logp, 0.3),
+            )
+        )
+
+    out, lower = output(logp), output(logp - 1e-3)
+    if torch.isclose(out.loss, (out.coefficient * logp).sum(), atol=1e-9):
+        return LOG_PROB
+    return RATIO if abs(out.loss - lower.loss) < 1e-4 else BOTH
 
 
 def options_table() -> Table:

@@ -45,7 +45,8 @@ class Demonstrations(Stateful):
 
     ``rollout_logp`` of a trace is NaN, since no engine sampled it, and counts as if engine and trainer agreed: stages
     of the engine's mismatch leave traces alone, and those of the total mismatch see pi / mu.  ``rollout_version`` of a
-    trace is the current version, so it adds no lag.
+    trace is the current version, for stages that read it; metrics give a trace no lag, since no weights of this run
+    wrote it.
 
     Evaluation samples every completion.  Each rank holds whole groups, and draws its traces after those of the ranks
     before it.

@@ -175,11 +175,19 @@ class Replay(Around):
                 "max_age is 0, expected 1 or more: with one optimizer step or more per generation every stored group "
                 "is older, so that nothing would be replayed"
             )
-        bounded = self._records or self.store.max_age is not None or self.store.min_ess is not None
+        self.check_options()
+
+    def check_options(self) -> None:
+        """Raise ``ValueError`` where no run can begin; called before a trainer loads its model.
+
+        ``load`` may follow the constructor, so that this cannot be known there.
+        """
+        bounded = self._records or self.store.max_age is not None or self.store.min_ess
         if self.share == 1 and not bounded:
             raise ValueError(
                 "share is 1, expected a number below 1: all steps would train on the groups of the first generation. "
-                "Groups that load(...) has read may be all of the data, and max_age or min_ess lets new ones in"
+                "Groups that load(...) has read may be all of the data, and max_age=100 or min_ess=0.3, say, lets new "
+                "ones in"
             )
 
     def begin(self, trainer: Any) -> None:

@@ -83,7 +83,9 @@ class Encoder:
         chat_template_kwargs: its options, as ``GRPOConfig`` takes them.
     """
 
-    def __init__(self, processor: Any, chat_template: str | None, chat_template_kwargs: Mapping[str, Any] | None):
+    def __init__(
+        self, processor: Any, chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ):
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.chat_template = chat_template

@@ -44,7 +44,8 @@ class Traces:
     Raises:
         ValueError: a row without these fields; a trace whose tokens do not re-tokenise: text that its tokens do not
             decode to, ids that do not decode to the text, ids outside the vocabulary; ``logp`` of another length than
-            the completion, above 0 or not finite.  The message names file, row (from 1) and field.
+            the completion, above 0 or not finite.  The message names file, row (from 1) and field.  No row, or none
+            that ``keep`` keeps.
 
     >>> from transformers import PreTrainedTokenizerFast
     >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -66,8 +67,7 @@ class Traces:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._encoder = Encoder(tokenizer, chat_template, chat_template_kwargs)
-        self._by_prompt: dict[tuple[int, ...], tuple[Trace, ...]] = {}
-        self._add((self._encoder.trace(row, where) for where, row in _numbered(rows)), keep)
+        self._by_prompt = by_prompt((self._encoder.trace(row, where) for where, row in _numbered(rows)), keep)
 
     @classmethod
     def from_dump(
@@ -86,7 +86,8 @@ class Traces:
             DumpError: a path that holds no dump.
             ValueError: ids outside the vocabulary, or what is no log-prob; the message names file and row.
         """
-        traces = cls([], tokenizer, **options)
+        traces = cls.__new__(cls)
+        traces._encoder = Encoder(tokenizer, **options)
         seen: dict[tuple[tuple[int, ...], tuple[int, ...]], Trace] = {}
         paths = [paths] if isinstance(paths, str | Path) else paths
         for record in read(paths, warn=_warn_unless_lacking):
@@ -95,7 +96,7 @@ class Traces:
                 continue
             trace = traces._of_record(record)
             seen.setdefault((trace.prompt_ids, trace.completion_ids), trace)
-        traces._add(seen.values(), keep)
+        traces._by_prompt = by_prompt(seen.values(), keep)
         return traces
 
     def of(self, prompt: Any) -> tuple[Trace, ...]:
@@ -150,13 +151,6 @@ class Traces:
         pad = self._encoder.tokenizer.pad_token_id
         return self._encoder.eos if pad is None else pad
 
-    def _add(self, traces: Iterable[Trace], keep: Keep | None) -> None:
-        found: dict[tuple[int, ...], list[Trace]] = {}
-        for trace in traces:
-            if keep is None or keep(trace):
-                found.setdefault(trace.prompt_ids, []).append(trace)
-        self._by_prompt = {prompt: tuple(group) for prompt, group in found.items()}
-
     def _of_record(self, record: Record) -> Trace:
         mask = np.ones(len(record), bool) if record.mask is None else record.mask
         known = [logp for logp in (record.old_logp, record.rollout_logp) if np.isfinite(logp[mask]).all()]
@@ -174,6 +168,30 @@ class Traces:
             except ValueError as error:
                 raise trace.error(str(error)) from None
         return trace
+
+
+def by_prompt(traces: Iterable[Trace], keep: Keep | None = None) -> dict[tuple[int, ...], tuple[Trace, ...]]:
+    """The traces by their prompts, in their order.
+
+    Args:
+        keep: which of them to keep; None: all.
+
+    Raises:
+        ValueError: there are none, or none is kept.
+    """
+    every = list(traces)
+    kept = [trace for trace in every if keep is None or keep(trace)]
+    if not every:
+        raise ValueError("there are 0 traces to read, expected at least one")
+    if not kept:
+        raise ValueError(
+            f"keep keeps none of {len(every)} traces, expected at least one: it is called with a Trace, whose reward "
+            "is None where its row has none"
+        )
+    found: dict[tuple[int, ...], list[Trace]] = {}
+    for trace in kept:
+        found.setdefault(trace.prompt_ids, []).append(trace)
+    return {prompt: tuple(group) for prompt, group in found.items()}
 
 
 def _row(trace: Trace) -> Row:

@@ -128,7 +128,7 @@ class ESSLearningRate:
             self._on_policy = fresh if self._on_policy is None else self._on_policy & fresh
 
     def ess(self, gather: Gather | None = None) -> float:
-        """Effective share of the trajectories added since the last step, in (0, 1]; 1 if none had a valid token.
+        """Effective share of the trajectories added since the last step, in (0, 1]; 1 if none or one had a valid token.
 
         Args:
             gather: [K] to [ranks, K]; None: one rank.  One transfer to the host.
@@ -137,7 +137,8 @@ class ESSLearningRate:
             raise ValueError("no batch was added since the last step: call add(batch) on every micro-batch")
         seen = Metrics({"ess": self._seen})
         moments = (seen.all_reduce(gather) if gather else seen).data["ess"].read()
-        return moments[2] if moments else 1.0
+        ess = moments[2] if moments else None
+        return 1.0 if ess is None else ess
 
     def scale(self, gather: Gather | None = None) -> float:
         """min(1, ess / base), to the power of the rule."""

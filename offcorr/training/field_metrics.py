@@ -13,21 +13,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offcorr.batch import Batch
+from offcorr.batch import ORIGINS, Batch
 from offcorr.metrics import Accumulator, Max, Mean, Metrics
+from offcorr.shapes import TokenMask
 
 ENGINE, STALENESS, FIELD = "offcorr/engine/", "offcorr/staleness/", "field/"
+
+DEMONSTRATION = ORIGINS.index("demonstration")
+"""The number in ``Batch.origin`` of a sequence that another model or a person wrote."""
 
 
 class Alias(NamedTuple):
     """Another framework's name.
 
-    source: the name of a metric of the engine series here, or a function of these metrics.
+    source: the name of a metric of the engine series here, or a function of these metrics; None: not measured.
     formula: where it is none of the metrics that this library logs.
     """
 
     framework: str
-    source: str | Callable[[Mapping[str, float]], float]
+    source: str | Callable[[Mapping[str, float]], float | None]
     formula: str = ""
 
 
@@ -57,7 +61,9 @@ def least_variance(entropy: Tensor) -> Tensor:
     return torch.where(entropy < 1, entropy * (1 - entropy.clamp(min=1e-6).log()), 1)
 
 
-def _std(v: Mapping[str, float]) -> float:
+def _std(v: Mapping[str, float]) -> float | None:
+    if "ess_token" not in v:  # a single token has no spread
+        return None
     # chi2_token is at least 0, so it says nothing of a mean square below 1; ess_token is mean^2 / mean square.
     return v["ratio_mean"] * math.sqrt(max(1 / v["ess_token"] - 1, 0.0))
 
@@ -107,9 +113,7 @@ def field_metrics(batch: Batch, *, contains_rollout: bool) -> Metrics:
         data[FIELD + "surprise"] = Mean(Mean.of(surprise, finite))
         data[FIELD + "surprise_error"] = StandardError(StandardError.of(spread, finite))
     if batch.rollout_version is not None and batch.trainer_version is not None:
-        lag = (batch.trainer_version - batch.rollout_version).double()  # optimizer steps
-        data[STALENESS + "lag"] = Mean(Mean.of(lag, mask))
-        data[STALENESS + "lag_max"] = Max(Max.of(lag, mask))
+        data |= lag_series(batch, (batch.trainer_version - batch.rollout_version).double())
     if batch.rollout_logp is not None:
         ours = batch.logp if contains_rollout or batch.old_logp is None else batch.old_logp
         d = ours.double() - batch.rollout_logp
@@ -122,6 +126,25 @@ def field_metrics(batch: Batch, *, contains_rollout: bool) -> Metrics:
             FIELD + "log_ppl_diff": Mean(Mean.of(-d.sum(1) / count.clamp(min=1), count > 0)),
         }
     return Metrics(data)
+
+
+def aged(batch: Batch) -> TokenMask:
+    """[B, T] bool, the valid tokens of a padded batch that have an age: all but those of demonstrations.
+
+    Age counts updates since the weights of this run that sampled a token, and none of these wrote a demonstration.
+    """
+    mask = batch.mask.bool()
+    return mask if batch.origin is None else mask & (batch.origin != DEMONSTRATION)[:, None]
+
+
+def lag_series(batch: Batch, lag: Tensor) -> dict[str, Accumulator]:
+    """The mean and the largest lag of the tokens of a padded batch that have an age.
+
+    Args:
+        lag: [B, T] optimizer steps.
+    """
+    seen = aged(batch)
+    return {STALENESS + "lag": Mean(Mean.of(lag, seen)), STALENESS + "lag_max": Max(Max.of(lag, seen))}
 
 
 def with_aliases(computed: Mapping[str, float]) -> dict[str, float]:
@@ -137,5 +160,7 @@ def with_aliases(computed: Mapping[str, float]) -> dict[str, float]:
         if name.startswith(prefix)
     }
     for name, alias in ALIASES.items():
-        logged[name] = short[alias.source] if isinstance(alias.source, str) else alias.source(short)
+        value = short.get(alias.source) if isinstance(alias.source, str) else alias.source(short)
+        if value is not None:
+            logged[name] = value
     return logged

@@ -11,7 +11,7 @@ from offcorr.batch import ORIGINS, Batch, check_batch
 from offcorr.metrics import MISMATCH, Accumulator, LogSumExp, Mean, Metrics, Share, measure
 from offcorr.shapes import PerToken
 from offcorr.stages.checks import one_of
-from offcorr.training.field_metrics import ENGINE, FIELD, STALENESS, field_metrics
+from offcorr.training.field_metrics import ENGINE, FIELD, STALENESS, aged, field_metrics
 
 __all__ = ["ORIGINS", "origin_ids", "origin_metrics"]
 
@@ -50,8 +50,9 @@ def origin_metrics(batch: Batch, coefficient: Tensor | None = None, *, engine: b
 
     share (of the sequences), reward, lag, abs_mean, ess_token and ess_seq (of staleness), engine_abs_mean, and kept:
     the share of the tokens with an advantage whose ``coefficient`` is not 0.  Every rank has the same ones, whatever
-    it holds; an origin without a sequence is left out when they are computed.  No host synchronisation for padded
-    batches.
+    it holds; an origin without a sequence is left out when they are computed, and so is the effective sample size of
+    one token or one sequence.  A demonstration has no lag, because no weights of this run wrote it.  No host
+    synchronisation for padded batches.
 
     Args:
         coefficient: dL/dlogp, as ``Output.coefficient``; None: without "kept".
@@ -85,8 +86,8 @@ def origin_lag(batch: Batch, lag: Tensor) -> Metrics:
     """
     if batch.origin is None:
         return Metrics()
-    mask = batch.mask.bool()
-    rows = {name: mask & (batch.origin == index)[:, None] for index, name in enumerate(ORIGINS)}
+    seen = aged(batch)
+    rows = {name: seen & (batch.origin == index)[:, None] for index, name in enumerate(ORIGINS)}
     lags = {f"{PREFIX}{name}/lag": Mean(Mean.of(lag, own)) for name, own in rows.items()}
     return Metrics({**lags, WATCHED_PREFIX + LAG: Mean(Mean.of(lag, watched(batch).mask.bool()))})
 
@@ -102,7 +103,7 @@ def _of_rows(
         yield "reward", Mean(Mean.of(padded.rewards, rows & padded.rewards.isfinite()))
     if padded.rollout_version is not None and padded.trainer_version is not None:
         lag = (padded.trainer_version - padded.rollout_version).double()  # optimizer steps
-        yield "lag", Mean(Mean.of(lag, tokens.mask & own))
+        yield "lag", Mean(Mean.of(lag, aged(padded) & own))
     if padded.old_logp is not None:
         pair = tokens.log_ratio("staleness")
         seen = pair.compared & own

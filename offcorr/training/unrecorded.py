@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offcorr.training.origins import origin_ids
+from offcorr.training.field_metrics import DEMONSTRATION
 
-(DEMONSTRATION,) = origin_ids(["demonstration"])
+__all__ = ["DEMONSTRATION", "filled"]
 
 
 def filled(old_logp: Tensor | None, logp: Tensor, origin: Tensor | None) -> Tensor | None:
@@ -21,6 +21,7 @@ def filled(old_logp: Tensor | None, logp: Tensor, origin: Tensor | None) -> Tens
         logp: [B, T] the same under the weights being trained.
         origin: [B] indices of ``ORIGINS``; None: nothing is filled.
 
+    >>> from offcorr.training import origin_ids
     >>> old_logp, logp = torch.tensor([[-1.0], [torch.nan]]), torch.tensor([[-2.0], [-3.0]])
     >>> filled(old_logp, logp, torch.tensor(origin_ids(["fresh", "demonstration"])))
     tensor([[-1.],

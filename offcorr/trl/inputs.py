@@ -31,6 +31,29 @@ def check_reward_funcs(reward_funcs: Any) -> None:
         _check_arguments(what, function)
 
 
+def check_reference(model: Any, args: Any, peft_config: Any = None) -> None:
+    """Raise ``ValueError`` for a KL penalty to a reference model that TRL has nowhere to load from.
+
+    TRL loads it from the name of the model's configuration, which a model made in memory does not have; with PEFT it
+    needs none.
+
+    Args:
+        model: a model, or the name of one.
+        args: the configuration; None: TRL's default, without the penalty.
+        peft_config: as passed to the trainer.
+    """
+    beta = getattr(args, "beta", 0.0)
+    if not beta or not isinstance(model, nn.Module) or hasattr(model, "peft_config") or peft_config is not None:
+        return
+    config = getattr(model, "config", None)
+    if config is not None and not (config._name_or_path or config.get_text_config()._name_or_path):
+        raise ValueError(
+            f"beta is {beta!r}, and the model, a {type(model).__name__}, has no name: TRL loads the reference model "
+            "from the folder or the hub name of the model, and this one was made in memory. Save it first, "
+            'model.save_pretrained("FOLDER"), and pass model="FOLDER" to the trainer; or set beta=0.0'
+        )
+
+
 def _check_arguments(what: str, function: Any) -> None:
     try:
         taken = inspect.signature(function).parameters.values()

@@ -38,15 +38,18 @@ ROUNDING = 5e-3
 
 
 def check_rollout_func(rollout_func: Any) -> None:
-    """Raise ``TypeError`` for a ``rollout_func`` that cannot be called with prompts and trainer, or that is a class."""
+    """Raise ``TypeError`` for a ``rollout_func`` that cannot be called with prompts and trainer, or that is a class.
+
+    One with a method ``check_options`` is asked to look at its own.
+    """
     if rollout_func is not None:
         check_sampler("rollout_func", rollout_func)
+        if hasattr(rollout_func, "check_options"):
+            rollout_func.check_options()
 
 
 def check_returned(output: Any, prompts: Sequence[Any], trainer: Any) -> None:
     """Check what a ``rollout_func`` returned, before anything is made of it.
-
-    A key that TRL requires and that is missing is left to TRL, which names it.
 
     Args:
         output: the result for ``prompts``.
@@ -61,8 +64,7 @@ def check_returned(output: Any, prompts: Sequence[Any], trainer: Any) -> None:
             f"rollout_func returned {_described(output)}, expected a dict with prompt_ids, completion_ids and logprobs"
         )
     _warn_of_unread_keys(output)
-    if "completion_ids" not in output or "prompt_ids" not in output:
-        return
+    _check_required(output)
     lengths = _check_ids(output, len(prompts), vocabulary_size(trainer.accelerator.unwrap_model(trainer.model)))
     for name in PER_TOKEN:
         if output.get(name) is not None:
@@ -124,6 +126,17 @@ def _warn_of_unread_keys(output: Mapping[str, Any]) -> None:
         near = f", did you mean {NAMES_ELSEWHERE[name]!r}?" if name in NAMES_ELSEWHERE else nearest(name, KEYS)
         if near:
             warn_once(f"rollout_func returned the key {name!r}, which only a reward function may read{near}")
+
+
+def _check_required(output: Mapping[str, Any]) -> None:
+    """The keys that TRL requires; ``logprobs`` may be None."""
+    missing = [name for name in ("prompt_ids", "completion_ids", "logprobs") if name not in output]
+    if missing:
+        cure = ". A sampler that reports no log-probs returns logprobs=None" if "logprobs" in missing else ""
+        raise ValueError(
+            f"rollout_func returned a dict without {' and '.join(missing)}, expected prompt_ids, completion_ids and "
+            f"logprobs; present: {', '.join(map(str, output)) or 'nothing'}{cure}"
+        )
 
 
 def _check_ids(output: Mapping[str, Any], prompts: int, vocabulary: int) -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 UNREWARDED = (
     "a completion has no reward: every reward function returned None or NaN for it. TRL gives it the advantage 0, so "
@@ -56,14 +58,64 @@ def scored(reward_func: Callable[..., Any], completions: Sequence[str], **column
         given = reward_func(completions=completions, **columns)
     except Exception as error:
         raise RuntimeError(f"reward function {name} raised {type(error).__name__}: {error}") from error
-    wanted = f"expected {len(completions)} numbers, one per completion"
+    return np.array([np.nan if reward is None else float(reward) for reward in listed(name, given, len(completions))])
+
+
+def listed(name: str, given: Any, number: int) -> list[Any]:
+    """The rewards that the function ``name`` returned, as a list; None, for no reward, stays.
+
+    Raises:
+        ValueError: they are not ``number`` numbers.
+
+    >>> listed("length", (1, None), 2)
+    [1, None]
+    >>> listed("length", 0.5, 2)
+    Traceback (most recent call last):
+    ValueError: reward function length returned 0.5, expected a list of 2 numbers, one per completion (None: no reward)
+    """
+    wanted = f"expected a list of {number} numbers, one per completion (None: no reward)"
     try:
-        rewards = np.array([np.nan if reward is None else float(reward) for reward in given])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"reward function {name} returned {given!r}, {wanted} (None: no reward)") from error
-    if len(rewards) != len(completions):
+        if isinstance(given, str | bytes | Mapping):
+            raise TypeError
+        rewards = list(given)
+    except TypeError:
+        raise ValueError(f"reward function {name} returned {_short(given)}, {wanted}") from None
+    if len(rewards) != number:
         raise ValueError(f"reward function {name} returned {len(rewards)} rewards, {wanted}")
+    for i, reward in enumerate(rewards):
+        try:
+            if isinstance(reward, str | bytes):
+                raise TypeError
+            None if reward is None else float(reward)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+            raise ValueError(f"reward function {name} returned {_short(reward)} for completion {i}, {wanted}") from None
     return rewards
+
+
+def checked(reward_func: Any) -> Any:
+    """A reward function whose result is checked by ``listed``; models, which TRL calls otherwise, are left as they are.
+
+    >>> checked(lambda completions: 0.5)(completions=["4", "5"])
+    Traceback (most recent call last):
+    ValueError: reward function <lambda> returned 0.5, expected a list of 2 numbers, one per completion ...
+    """
+    if isinstance(reward_func, nn.Module):
+        return reward_func
+    name = function_name(reward_func)
+
+    async def later(**columns: Any) -> list[Any]:
+        return listed(name, await reward_func(**columns), len(columns["completions"]))
+
+    def now(**columns: Any) -> list[Any]:
+        return listed(name, reward_func(**columns), len(columns["completions"]))
+
+    waits = any(map(inspect.iscoroutinefunction, (reward_func, getattr(reward_func, "__call__", None))))  # noqa: B004
+    return later if waits else now
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def group_advantages(rewards: NDArray[np.float64]) -> NDArray[np.float64]:

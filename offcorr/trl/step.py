@@ -16,13 +16,13 @@ from transformers import TrainerCallback
 import offcorr
 from offcorr.batch import ABOVE_ZERO, above_zero
 from offcorr.folders import check_writable
-from offcorr.metrics import Max, Mean, Metrics
+from offcorr.metrics import Metrics
 from offcorr.stages.checks import outside, warn_once
 from offcorr.training import schedules
 from offcorr.training.alarms import MismatchError
 from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
-from offcorr.training.field_metrics import STALENESS
+from offcorr.training.field_metrics import lag_series
 from offcorr.training.monitor import Monitor
 from offcorr.training.named_loss import PREFIX
 from offcorr.training.origins import origin_lag
@@ -155,9 +155,7 @@ def lag_metrics(trainer: Any, inputs: dict[str, Any], batch: offcorr.Batch) -> M
     if batch.rollout_version is not None:
         return Metrics()
     lag = (trainer.state.global_step - inputs["generated_at"])[:, None].expand_as(batch.logp).double()
-    mask = batch.mask.bool()
-    whole = {STALENESS + "lag": Mean(Mean.of(lag, mask)), STALENESS + "lag_max": Max(Max.of(lag, mask))}
-    return Metrics({**whole, **origin_lag(batch, lag).data})
+    return Metrics({**lag_series(batch, lag), **origin_lag(batch, lag).data})
 
 
 def log_metrics(trainer: Any, logs: dict[str, float]) -> None:

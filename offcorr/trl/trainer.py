@@ -30,13 +30,13 @@ from offcorr.trl.config import choose_correction
 from offcorr.trl.convex_kl import ConvexKL
 from offcorr.trl.dump import check_dump, dump_padded, make_dumps, padded_ids
 from offcorr.trl.idle import compares_staleness, idle_warning
-from offcorr.trl.inputs import check_data, check_reward_funcs
+from offcorr.trl.inputs import check_data, check_reference, check_reward_funcs
 from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
 from offcorr.trl.prompts import check_prompts
 from offcorr.trl.recorded import score_unrecorded
 from offcorr.trl.returned import SAMPLED, check_returned, check_rollout_func, column, none_as_nan
-from offcorr.trl.rewards import reward_faults
+from offcorr.trl.rewards import checked, reward_faults
 from offcorr.trl.sampling import distorting, distortion_warning, precision_of
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
@@ -101,6 +101,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         check_skipping(args, annealed)
         check_dump(args)
         check_reward_funcs(reward_funcs)
+        check_reference(model, args, kwargs.get("peft_config", rest[5:] or None))
         if kwargs.get("environment_factory") is None:  # else the environment may own the prompts
             check_data("train_dataset", rest[0] if rest else kwargs.get("train_dataset"), _prompts(args), steps=True)
             check_data("eval_dataset", kwargs.get("eval_dataset"))
@@ -425,9 +426,11 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _calculate_rewards(self, *columns: Any) -> Tensor:
         """[global B, functions]: TRL's, but for the completions whose rewards were recorded."""
-        self._rewards_per_function = score_unrecorded(
-            super()._calculate_rewards, columns, self._recorded_rewards, len(self.reward_funcs), self.accelerator
-        )
+        score = super()._calculate_rewards
+        with patched(self, reward_funcs=[checked(function) for function in self.reward_funcs]):
+            self._rewards_per_function = score_unrecorded(
+                score, columns, self._recorded_rewards, len(self.reward_funcs), self.accelerator
+            )
         known = self._rewards_per_function.cpu().numpy()
         if self._mode != "train":
             known = known[~np.isnan(known).all(axis=1)]

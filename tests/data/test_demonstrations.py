@@ -68,6 +68,7 @@ def test_the_last_rows_of_a_group_are_traces_with_the_groups_advantage(tmp_path)
         assert (batch.rollout_version[given] == batch.trainer_version).all()
     assert "offcorr/staleness/lag" in trainer.state.log_history[0]
     assert all(e["offcorr/staleness/lag"] == 0 for e in trainer.state.log_history if "offcorr/staleness/lag" in e)
+    assert not any("offcorr/origin/demonstration/lag" in entry for entry in trainer.state.log_history)
 
 
 def test_traces_of_a_prompt_take_turns_and_no_group_has_one_twice(tmp_path):
@@ -307,7 +308,7 @@ def test_prompts_of_an_iterable_dataset_that_never_match_are_noticed():
     with pytest.warns(RuntimeWarning, match=r"none of the first 64 prompts has a trace; there are Traces\(1 of 1"):
         for _ in range(32):
             matched.note(2, 0)
-    assert str(matched) == ""
+    assert matched.said("demonstration") == ""
 
 
 # ------------------------------------------------------------------------------------------------ composed, resumed

@@ -12,6 +12,7 @@ from offcorr.data import Around, Demonstrations, Replay, Traces
 from offcorr.data.sources import check_rows, check_trainer
 from offcorr.rollout import OffPolicy
 from offcorr.stages.checks import warn_once
+from offcorr.trl import GRPOTrainer
 from tests.data.replaying import groups_of, parameters
 
 
@@ -222,6 +223,12 @@ def test_shares_and_ages_that_replay_all_or_nothing_are_refused(make_trainer):
     for options, said in (({"share": 1.0}, "share is 1, expected a number below 1"), ({"max_age": 0}, "max_age is 0")):
         with pytest.raises(ValueError, match=said):
             make_trainer(rollout_func=Replay(OffPolicy(), **options), loss_type="minpro")
+
+
+def test_replay_of_everything_is_refused_before_the_model_is_loaded():
+    for options in ({}, {"min_ess": 0.0}):
+        with pytest.raises(ValueError, match="share is 1, expected a number below 1"):
+            GRPOTrainer("no model here", len, rollout_func=Replay(OffPolicy(), share=1.0, **options))
 
 
 def test_replay_is_the_outermost_sampler_and_there_is_one(tokenizer):

@@ -42,6 +42,18 @@ def test_text_is_tokenised_once_and_ended_with_eos(words):
     assert traces.prompts == [ids(words, "a3b1="), ids(words, "c2=")]
 
 
+def test_no_trace_is_refused(words, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    for rows in ([], iter([]), empty):
+        with pytest.raises(ValueError, match="^(there are 0 traces to read, expected at least one|.*empty.jsonl.*)"):
+            Traces(rows, words)
+    with pytest.raises(
+        ValueError, match="^keep keeps none of 2 traces, expected at least one: .* whose reward is None"
+    ):
+        Traces([ROW, ROW], words, keep=lambda trace: trace.reward == 1)
+
+
 def test_ids_are_taken_as_they_are_and_may_stand_beside_their_text(words):
     completion_ids = [*ids(words, "4.c"), EOS]
     row = {"prompt": "a3b1=", "prompt_ids": ids(words, "a3b1="), "completion_ids": completion_ids}

@@ -46,9 +46,19 @@ def test_each_origin_has_its_own_numbers(packed):
     assert (of["fresh/reward"], of["replay/reward"], of["replay/lag"], of["fresh/lag"]) == (1, 1, 4, 0)
     assert of["fresh/abs_mean"] == 0 and of["replay/abs_mean"] == pytest.approx(0.5)
     assert of["replay/engine_abs_mean"] == pytest.approx(0.2)
-    assert of["fresh/ess_seq"] == of["replay/ess_seq"] == pytest.approx(1)
+    assert of["fresh/ess_seq"] == of["replay/ess_token"] == pytest.approx(1)
+    assert "replay/ess_seq" not in of and of["replay/ratio_mean_seq"] == pytest.approx(4.48, abs=0.01)  # of e^1.5
     # The ratio e^.5 is outside the clip range: where A < 0 the gradient stays.
     assert of["fresh/kept"] == of["replay/kept"] == 1 and "prefix/kept" not in of
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_demonstrations_have_no_age(packed):
+    origin = ["fresh", "demonstration", "fresh", "fresh"]  # of the versions 5, 1, 5 and 5
+    found = measured(a_batch(origin=origin, packed=packed))
+    assert found["offcorr/staleness/lag"] == found["offcorr/staleness/lag_max"] == 0
+    assert found["offcorr/origin/fresh/lag"] == 0 and "offcorr/origin/demonstration/lag" not in found
+    assert found["offcorr/origin/demonstration/abs_mean"] == pytest.approx(0.5)
 
 
 def test_kept_counts_what_the_loss_clips():
@@ -71,7 +81,7 @@ def test_every_rank_has_the_same_metrics():
 def test_the_short_log_has_four_for_each_origin():
     step = Step(offcorr.get("ppo"))
     step.begin(sequences=4, tokens=11)
-    step.loss(step.place(a_batch()))
+    step.loss(step.place(a_batch(origin=["fresh", "replay", "replay", "prefix"])))
     short = [name for name in step.metrics(choice="short") if "origin/replay" in name]
     assert [name.rpartition("/")[2] for name in short] == ["share", "lag", "ess_seq", "kept"]
 

@@ -370,7 +370,7 @@ def test_another_number_of_rewards_reaches_the_trainer(folder, tmp_path):
         return [1.0]
 
     trainer = trainer_of(folder, tmp_path, reward=short, loss_type="ppo")
-    with pytest.raises(RuntimeError, match=r"reward function short returned 1 rewards, expected \d+ numbers"):
+    with pytest.raises(RuntimeError, match=r"reward function short returned 1 rewards, expected a list of \d+ numbers"):
         trainer.train()
 
 

@@ -19,6 +19,7 @@ from offcorr.training.named_loss import TRL_LOSSES
 from offcorr.trl import GRPOConfig, GRPOTrainer
 from offcorr.trl.config import CorrectionOptions, choose_correction
 from offcorr.trl.described import in_short
+from offcorr.trl.numeric import NOT_NEGATIVE
 
 CONFIGS = [GRPOConfig]
 PACKED_ROWS = Version(trl.__version__) >= Version("1.16")
@@ -237,6 +238,8 @@ def test_a_loss_in_a_message_is_its_name_and_what_differs(tmp_path):
         ("epsilon", math.nan, "a finite number"),
         ("epsilon_high", math.nan, "a number"),
         ("max_grad_norm", -math.inf, "a number"),
+        ("learning_rate", -1e-6, "0 or more: every update would go the wrong way"),
+        ("epsilon", -0.2, "0 or more: it is a distance from a ratio of 1"),
     ],
 )
 def test_a_number_that_is_none_is_refused_by_name(tmp_path, config, option, value, wanted):
@@ -245,6 +248,16 @@ def test_a_number_that_is_none_is_refused_by_name(tmp_path, config, option, valu
     with pytest.raises(ValueError, match=f"^{option} is {value!r}, expected {wanted}$"):
         config(str(tmp_path), **common, **{option: value})
     config(str(tmp_path), **common, max_grad_norm=math.inf, epsilon_high=math.inf, weight_decay=0, learning_rate=None)
+
+
+@pytest.mark.parametrize(("option", "value"), [("beta", -0.1), ("repetition_penalty", -1.0), ("epsilon_high", -0.1)])
+def test_a_negative_number_of_trls_is_refused(tmp_path, option, value):
+    with pytest.raises(ValueError, match=f"^{option} is {value}, expected 0 or more: "):
+        GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to=[], **{option: value})
+
+
+def test_options_that_must_not_be_negative_are_trls():
+    assert {*NOT_NEGATIVE} <= {option.name for option in dataclasses.fields(GRPOConfig)}
 
 
 @pytest.mark.parametrize("option", ["beta", "entropy_coef", "delta"])

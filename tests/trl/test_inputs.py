@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from transformers import Qwen3ForCausalLM
 
 from offcorr.trl import GRPOConfig, GRPOTrainer
 from offcorr.trl.inputs import check_data, check_reward_funcs
+from offcorr.trl.rewards import checked
 from tests.trl.conftest import digits_reward
 
 ROWS = Dataset.from_dict({"prompt": ["1+1="] * 8})
@@ -18,6 +21,61 @@ ROWS = Dataset.from_dict({"prompt": ["1+1="] * 8})
 class Length:
     def __call__(self, completions, **kwargs):
         return [len(text) for text in completions]
+
+
+async def late(completions, **kwargs):
+    return 0.5
+
+
+class Columns:
+    __name__ = "columns"
+
+    async def __call__(self, completions, **kwargs):
+        return {"score": [1.0] * len(completions)}
+
+
+def named(result):
+    def scores(completions, **kwargs):
+        return result
+
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (named(0.5), r"scores returned 0\.5, "),
+        (named("12345678"), "scores returned '12345678', "),
+        (named(None), "scores returned None, "),
+        (named([1.0, 2.0]), "scores returned 2 rewards, "),
+        (named(["1"] * 8), "scores returned '1' for completion 0, "),
+        (named([1.0, [2.0, 3.0]] * 4), r"scores returned \[2\.0, 3\.0\] for completion 1, "),
+        (late, r"late returned 0\.5, "),
+        (Columns(), r"columns returned \{'score': .*, "),
+    ],
+)
+def test_what_a_reward_function_returns_is_checked_by_name(make_trainer, function, said):
+    trainer = make_trainer(reward_funcs=[digits_reward, function], loss_type="minpro", max_steps=1)
+    with pytest.raises(ValueError, match=rf"^reward function {said}expected a list of \d+ numbers, one per completion"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array, tuple, iter, lambda rewards: [None, *rewards[1:]]])
+def test_rewards_that_are_numbers_are_taken(make):
+    rewards = checked(lambda prompts, completions: make([0.5, 1.0]))(prompts=["1"] * 2, completions=["2"] * 2)
+    assert rewards[1] == 1.0
+
+
+def test_a_reference_model_is_loaded_by_name(make_trainer, model_folder):
+    model = Qwen3ForCausalLM.from_pretrained(model_folder)
+    assert make_trainer(model=model, beta=0.1).beta == 0.1
+    nameless = Qwen3ForCausalLM(model.config)
+    model.config._name_or_path = ""
+    with pytest.raises(
+        ValueError, match=r"^beta is 0\.1, .* has no name: .* model\.save_pretrained\(\"FOLDER\"\), and pass"
+    ):
+        make_trainer(model=nameless, beta=0.1)
+    assert make_trainer(model=nameless).beta == 0
 
 
 @pytest.fixture

@@ -215,6 +215,15 @@ def test_masks_of_any_kind(train, rows):
     train(lambda output: {**output, "env_mask": [rows(ids) for ids in output["completion_ids"]]})
 
 
+@pytest.mark.parametrize("name", ["prompt_ids", "completion_ids", "logprobs"])
+def test_a_key_that_is_missing_is_named(train, name):
+    hint = (
+        r"\. A sampler that reports no log-probs returns logprobs=None$" if name == "logprobs" else "rollout_version$"
+    )
+    with pytest.raises(ValueError, match=rf"without {name}, expected prompt_ids, completion_ids and logprobs.*{hint}"):
+        train(lambda output: {key: rows for key, rows in output.items() if key != name})
+
+
 def test_a_sampler_that_returns_no_logprobs(make_trainer, replay):
     def rollout_func(prompts, trainer):
         return {**replay()(prompts, trainer), "logprobs": None}
