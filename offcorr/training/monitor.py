@@ -91,8 +91,7 @@ class Monitor:
     ...                                   advantages=torch.ones(8), mask=torch.ones(8, 64).bool()))
     ...     for alarm in monitor.end(step):
     ...         print(alarm.step, alarm.series, alarm.severity, alarm.cause)
-    32 engine warning precision
-    36 engine warning stale_weights
+    32 engine warning adapter_not_synced
     """
 
     def __init__(
@@ -355,8 +354,17 @@ class Monitor:
 
     def _named(self, series: Series, records: list[Record], actions: tuple[str, ...]) -> tuple[NamedCause, bool]:
         """The cause by this rank's records, and whether no rank finds any: asked where actions depend on it."""
-        report = self._diagnosed(series, records)
-        named = named_cause(series, report, self.sampling, same_weights=self.same_weights, precision=self.precision)
+        if series.name == "staleness":
+            records = of_updates(records)
+        report = self._diagnosed(records)
+        named = named_cause(
+            series,
+            report,
+            self.sampling,
+            same_weights=self.same_weights,
+            precision=self.precision,
+            records=records,
+        )
         clean = named.cause == "clean"
         if any(action in HARD for action in actions):
             own = 1.0 if clean else 0.0 if report is None else -1.0  # a rank without records says neither
@@ -364,10 +372,8 @@ class Monitor:
             clean = bool((ranks.min() >= 0) & (ranks.max() > 0))
         return named, clean
 
-    def _diagnosed(self, series: Series, records: list[Record]) -> Report | Exception | None:
+    def _diagnosed(self, records: list[Record]) -> Report | Exception | None:
         """The report on the records, None without any; or the error, as a diagnosis must not end a training."""
-        if series.name == "staleness":
-            records = of_updates(records)
         if not records:
             return None
         try:
@@ -392,6 +398,8 @@ def _stays(series: Series, found: NamedCause) -> bool:
     """Whether the cause that was named stays, after a look that found this one."""
     # Weights that drift apart have other names as they do, and first that of a lower precision.
     alike = ("precision", *OF_AGE) if series.cause in OF_AGE else (series.cause,)
+    if series.cause == "policy_updates":  # until a generation begins with a gap
+        alike = ("precision", "policy_updates")
     if found.cause in (*alike, *NO_CAUSE):
         series.rival = ""
         return True
