@@ -397,7 +397,7 @@ class Monitor:
 def _stays(series: Series, found: NamedCause) -> bool:
     """Whether the cause that was named stays, after a look that found this one."""
     # Weights that drift apart have other names as they do, and first that of a lower precision.
-    alike = ("precision", *OF_AGE) if series.cause in OF_AGE else (series.cause,)
+    alike: tuple[str, ...] = ("precision", *OF_AGE) if series.cause in OF_AGE else (series.cause,)
     if series.cause == "policy_updates":  # until a generation begins with a gap
         alike = ("precision", "policy_updates")
     if found.cause in (*alike, *NO_CAUSE):
