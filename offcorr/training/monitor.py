@@ -21,7 +21,7 @@ from offcorr.training.field_metrics import field_metrics
 from offcorr.training.first_batch import batch_semantics
 from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, check_comparable, of_updates, without_ids
 from offcorr.training.masking import unmasked
-from offcorr.training.named_cause import NO_CAUSE, OF_AGE, NamedCause, named_cause
+from offcorr.training.named_cause import NamedCause, named_cause, stays
 from offcorr.training.origins import watched
 from offcorr.training.self_test import check_self_test, mend, refusal
 from offcorr.training.semantics import Semantics
@@ -309,7 +309,7 @@ class Monitor:
         named, clean = self._named(series, records, given)
         series.looked(step, first=False)
         acts = series.held_back and not clean  # on every rank alike, whatever each has found
-        if not acts and _stays(series, named):
+        if not acts and stays(series, named):
             return []
         grown = f"k3 {series.size:.2g}, {series.growth:.3g} times that" if series.size else "the same series"
         alarm = Alarm(
@@ -392,15 +392,3 @@ class Monitor:
         """Continue from a result of ``state_dict``."""
         for name, series in self._series.items():
             series.load_state_dict(state[name])
-
-
-def _stays(series: Series, found: NamedCause) -> bool:
-    """Whether the cause that was named stays, after a look that found this one."""
-    # Weights that drift apart have other names as they do, and first that of a lower precision.
-    alike: tuple[str, ...] = ("precision", *OF_AGE) if series.cause in OF_AGE else (series.cause,)
-    if series.cause == "policy_updates":  # until a generation begins with a gap
-        alike = ("precision", "policy_updates")
-    if found.cause in (*alike, *NO_CAUSE):
-        series.rival = ""
-        return True
-    return series.cause not in NO_CAUSE and not series.outweighs(found.cause, found.confidence)

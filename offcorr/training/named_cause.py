@@ -223,3 +223,15 @@ def _grown(series: Series, report: Report) -> NamedCause:
         ("d is as small as rounding makes it, but it grows from step to step, and rounding does not",),
         ADVICE["staleness"] if series.name == "staleness" else LOST_UPDATES,
     )
+
+
+def stays(series: Series, found: NamedCause) -> bool:
+    """Whether the cause that was named stays, after a look that found this one."""
+    # Weights that drift apart have other names as they do, and first that of a lower precision.
+    alike: tuple[str, ...] = ("precision", *OF_AGE) if series.cause in OF_AGE else (series.cause,)
+    if series.cause == "policy_updates":  # until a generation begins with a gap
+        alike = ("precision", "policy_updates")
+    if found.cause in (*alike, *NO_CAUSE):
+        series.rival = ""
+        return True
+    return series.cause not in NO_CAUSE and not series.outweighs(found.cause, found.confidence)

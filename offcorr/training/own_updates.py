@@ -39,7 +39,7 @@ def _of_moving_versions(records: Sequence[Record]) -> str:
         return ""
     return (
         f"by the logged versions the sampler receives new weights (version {min(versions):g} to {max(versions):g} in "
-        f"these sequences), and the trainer made {_range(ages)} updates between sampling and training"
+        f"these sequences), and the samples are of weights that are {_range(ages)} versions older than the trainer's"
     )
 
 

@@ -82,7 +82,9 @@ def test_versions_that_move_say_that_syncs_arrive(version, cause):
     said = of_own_updates(series, records)
     assert bool(said) == (cause == "policy_updates")
     if said:
-        assert "receives new weights (version 4 to 7 in these sequences)" in said and "made 2 to 4 updates" in said
+        assert (
+            "receives new weights (version 4 to 7 in these sequences)" in said and "are 2 to 4 versions older" in said
+        )
         series.aged = True  # the lag has risen since the first steps
         assert of_own_updates(series, records) == ""
 
