@@ -791,6 +791,27 @@ MUTATIONS = [
         "tests/training/test_monitor_causes.py::test_a_gap_that_keeps_growing_is_no_precision",
     ),
     Mutation(
+        "old weights blamed within a generation",
+        "offcorr/training/named_cause.py",
+        "if not (said := of_own_updates(series, records)):",
+        "if True:",
+        "tests/training/test_own_updates.py::test_updates_within_a_generation_are_the_trainers",
+    ),
+    Mutation(
+        "a gap that begins in the run and grows called rounding",
+        "offcorr/training/named_cause.py",
+        "series.risen >= (RISING if series.agreed else GROWN)",
+        "False",
+        "tests/training/test_own_updates.py::test_a_gap_that_begins_in_the_run_and_grows_is_no_rounding",
+    ),
+    Mutation(
+        "a lag that is reported taken for a sampler that was never updated",
+        "offcorr/training/series.py",
+        "self.lag == 0 and self.never_fell",
+        "self.never_fell",
+        "tests/training/test_own_updates.py::test_a_sampler_that_was_never_updated_is_an_alarm_of_its_own",
+    ),
+    Mutation(
         "a series under alarm for ever",
         "offcorr/training/series.py",
         "self.calm >= persistence and self.active",

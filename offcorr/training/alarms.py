@@ -40,6 +40,10 @@ ADVICE = {
 """For each series what to look at where no cause was found."""
 
 
+D = "d: the trainer's log-prob of a token less the sampler's, in nats"
+"""The quantity that the evidence speaks of."""
+
+
 class MismatchError(RuntimeError):
     """Raised where the monitor was asked to stop the training."""
 
@@ -78,9 +82,9 @@ class Alarm:
     def __str__(self) -> str:
         found = (MOVED if self.moved else FAR)[self.series]
         written = "" if self.dump is None else f" The batch was written to {self.dump}."
+        evidence = f" Evidence ({D}): {'; '.join(self.evidence)}." if self.evidence else ""
         return (
-            f"step {self.step}: {found} ({self.severity}): {'; '.join(self.evidence)}. {self._cause}: "
-            f"{self.advice.rstrip('.')}.{written}"
+            f"step {self.step}: {found} ({self.severity}); {self._cause}: {self.advice.rstrip('.')}.{evidence}{written}"
         )
 
     @property

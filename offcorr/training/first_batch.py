@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -42,13 +44,26 @@ def batch_semantics(
         logp, entropy = padded.old_logp, entropy if moved < 0.01 else None
     elif padded.rollout_version is not None and padded.trainer_version is not None:
         same_weights = bool((padded.rollout_version == padded.trainer_version)[mask].all())
-    return logprob_semantics(
+    found = logprob_semantics(
         logp,
         padded.rollout_logp,
         mask,
         entropy=entropy,
         temperature=temperature,
         same_weights=same_weights,
+    )
+    if same_weights or found.kind != "agrees" or found.gap <= HEALTHY:
+        return found
+    return replace(found, sentence=f"{found.sentence}, {_expected(padded)}")
+
+
+def _expected(batch: Batch) -> str:
+    """That a gap is expected of the lag of a batch with versions, whose trainer's log-probs are of other weights."""
+    assert batch.rollout_version is not None and batch.trainer_version is not None
+    lag = (batch.trainer_version - batch.rollout_version)[batch.mask.bool()].double().mean().item()
+    return (
+        f"as lag {lag:.3g} and this anchor make it: the sampler's weights are {lag:.3g} updates older than those that "
+        "are compared (anchor='snapshot' compares the same weights, where the sampler supplies old_logp)"
     )
 
 

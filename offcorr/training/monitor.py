@@ -21,7 +21,7 @@ from offcorr.training.field_metrics import field_metrics
 from offcorr.training.first_batch import batch_semantics
 from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, check_comparable, of_updates, without_ids
 from offcorr.training.masking import unmasked
-from offcorr.training.named_cause import NO_CAUSE, OF_AGE, NamedCause, named_cause
+from offcorr.training.named_cause import NamedCause, named_cause, stays
 from offcorr.training.origins import watched
 from offcorr.training.self_test import check_self_test, mend, refusal
 from offcorr.training.semantics import Semantics
@@ -91,8 +91,7 @@ class Monitor:
     ...                                   advantages=torch.ones(8), mask=torch.ones(8, 64).bool()))
     ...     for alarm in monitor.end(step):
     ...         print(alarm.step, alarm.series, alarm.severity, alarm.cause)
-    32 engine warning precision
-    36 engine warning stale_weights
+    32 engine warning adapter_not_synced
     """
 
     def __init__(
@@ -310,7 +309,7 @@ class Monitor:
         named, clean = self._named(series, records, given)
         series.looked(step, first=False)
         acts = series.held_back and not clean  # on every rank alike, whatever each has found
-        if not acts and _stays(series, named):
+        if not acts and stays(series, named):
             return []
         grown = f"k3 {series.size:.2g}, {series.growth:.3g} times that" if series.size else "the same series"
         alarm = Alarm(
@@ -355,8 +354,17 @@ class Monitor:
 
     def _named(self, series: Series, records: list[Record], actions: tuple[str, ...]) -> tuple[NamedCause, bool]:
         """The cause by this rank's records, and whether no rank finds any: asked where actions depend on it."""
-        report = self._diagnosed(series, records)
-        named = named_cause(series, report, self.sampling, same_weights=self.same_weights, precision=self.precision)
+        if series.name == "staleness":
+            records = of_updates(records)
+        report = self._diagnosed(records)
+        named = named_cause(
+            series,
+            report,
+            self.sampling,
+            same_weights=self.same_weights,
+            precision=self.precision,
+            records=records,
+        )
         clean = named.cause == "clean"
         if any(action in HARD for action in actions):
             own = 1.0 if clean else 0.0 if report is None else -1.0  # a rank without records says neither
@@ -364,10 +372,8 @@ class Monitor:
             clean = bool((ranks.min() >= 0) & (ranks.max() > 0))
         return named, clean
 
-    def _diagnosed(self, series: Series, records: list[Record]) -> Report | Exception | None:
+    def _diagnosed(self, records: list[Record]) -> Report | Exception | None:
         """The report on the records, None without any; or the error, as a diagnosis must not end a training."""
-        if series.name == "staleness":
-            records = of_updates(records)
         if not records:
             return None
         try:
@@ -386,13 +392,3 @@ class Monitor:
         """Continue from a result of ``state_dict``."""
         for name, series in self._series.items():
             series.load_state_dict(state[name])
-
-
-def _stays(series: Series, found: NamedCause) -> bool:
-    """Whether the cause that was named stays, after a look that found this one."""
-    # Weights that drift apart have other names as they do, and first that of a lower precision.
-    alike = ("precision", *OF_AGE) if series.cause in OF_AGE else (series.cause,)
-    if found.cause in (*alike, *NO_CAUSE):
-        series.rival = ""
-        return True
-    return series.cause not in NO_CAUSE and not series.outweighs(found.cause, found.confidence)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from offcorr.diagnose import CAUSES, Report
+from offcorr.diagnose import CAUSES, Record, Report
 from offcorr.diagnose.causes import confidence
 from offcorr.diagnose.causes.policies import age, growth, older
 from offcorr.diagnose.evidence import Evidence
 from offcorr.training.alarms import ADVICE
 from offcorr.training.last_batches import NothingToCompare
-from offcorr.training.series import SMALLEST_K3, Series
+from offcorr.training.own_updates import LOWER_LEARNING_RATE, of_own_updates
+from offcorr.training.series import GROWN, SMALLEST_K3, Series
 
 OF_AGE = ("stale_weights", "adapter_not_synced", "policy_updates")
 """The causes of staleness itself."""
@@ -44,9 +45,20 @@ OF_CONFIGURATION = ("sampling", "policies")
 NO_PRECISION = 16.0
 """Growth of k3 since the alarm (a factor of 4 in |d|) above which a lower precision is no explanation."""
 
+REPORTED = "where the sampler is to stay behind, return rollout_version, so that the lag is known"
+
+RISING = 2.0
+"""Growth of k3 since it left its range, above which a gap that the first steps did not have at all is no precision."""
+
 LOST_UPDATES = (
     "check that every update reaches the sampler: score one known sequence on both sides after a weight sync; with "
     "LoRA, merge or reload the adapter at every sync"
+)
+
+
+BEGAN = (
+    "in the first steps the two sides agreed, and this gap came at once and has not grown since: look for what changed "
+    "in the sampler then, such as its precision or its weights"
 )
 
 
@@ -74,6 +86,7 @@ def named_cause(
     *,
     same_weights: bool = False,
     precision: str | None = None,
+    records: Sequence[Record] = (),
 ) -> NamedCause:
     """The cause of a series' alarm.
 
@@ -82,6 +95,7 @@ def named_cause(
         sampling: settings of the sampler that change its distribution, such as top_p, as the configuration has them.
         same_weights: ``old_logp`` is of the weights that sampled, so their age explains no gap of the engine.
         precision: of the sampler's weights, where the sampler says it.
+        records: those that the report is on.
     """
     if isinstance(report, Exception):
         if isinstance(report, NothingToCompare):
@@ -100,8 +114,12 @@ def named_cause(
             named = replace(named, evidence=(finding.evidence,), advice=named.advice if general else finding.advice)
     if sampling and named.cause in TRANSFORMED:
         return _configured(named, sampling)
+    if updated := _by_own_updates(named, series, records):
+        return updated
     if named.cause == "precision" and _grows(series, report):
         named = _grown(series, report)
+    elif named.cause == "precision" and series.moved and series.agreed:
+        named = replace(named, evidence=(*named.evidence, BEGAN))
     if not same_weights or series.name == "staleness":
         named = _of_known_age(named, series, report)
     return _never_updated(named, series, report)
@@ -132,6 +150,18 @@ def _configured(named: NamedCause, sampling: Mapping[str, float]) -> NamedCause:
         (*named.evidence, f"the configuration sets {settings}{alike}"),
         CAUSES[cause].advice,
     )
+
+
+def _by_own_updates(named: NamedCause, series: Series, records: Sequence[Record]) -> NamedCause | None:
+    """The trainer's updates, where the run shows that they make the gap of staleness; None where it does not."""
+    if series.name != "staleness" or named.cause in ("clean", "weights_swapped") or not records:
+        return None
+    versioned = any(record.rollout_version is not None for record in records)
+    if versioned and named.cause not in OF_AGE:  # of samples with an age, a setting may distort all alike
+        return None
+    if not (said := of_own_updates(series, records)):
+        return None
+    return NamedCause("policy_updates", max(named.confidence, 0.75), (said,), LOWER_LEARNING_RATE)
 
 
 def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCause:
@@ -165,11 +195,13 @@ def _without_age(evidence: Evidence) -> bool:
 def _grows(series: Series, report: Report) -> bool:
     """Whether d keeps growing, as it does where updates do not reach the sampler."""
     evidence = getattr(report, "evidence", None)
-    return series.growth >= NO_PRECISION or (evidence is not None and growth(evidence) is not None)
+    if series.growth >= NO_PRECISION or series.risen >= (RISING if series.agreed else GROWN):
+        return True
+    return evidence is not None and growth(evidence) is not None
 
 
 def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCause:
-    """With the sentence that the sampler was never updated, where the run says so and no logged version explains it."""
+    """That no update reaches the sampler, where the run says that none ever did and no logged version explains it."""
     evidence = getattr(report, "evidence", None)
     older_by_log = evidence is not None and older(evidence)
     if series.name == "surprise" or named.cause not in OF_AGE or not series.never_fell or older_by_log:
@@ -179,7 +211,7 @@ def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCa
         f"{series.steps - 1} steps since: it looks as if the sampler was never updated, as a copy of the model that "
         "gets no new weights"
     )
-    return replace(named, evidence=(*named.evidence, said))
+    return NamedCause("adapter_not_synced", named.confidence, (said,), f"{LOST_UPDATES}; {REPORTED}")
 
 
 def _grown(series: Series, report: Report) -> NamedCause:
@@ -187,7 +219,19 @@ def _grown(series: Series, report: Report) -> NamedCause:
     cause = "stale_weights" if evidence is not None and older(evidence) else "adapter_not_synced"
     return NamedCause(
         cause,
-        confidence(0.1 * math.log(max(series.growth, 1.0))),
+        confidence(0.1 * math.log(max(series.growth, series.risen, 1.0))),
         ("d is as small as rounding makes it, but it grows from step to step, and rounding does not",),
         ADVICE["staleness"] if series.name == "staleness" else LOST_UPDATES,
     )
+
+
+def stays(series: Series, found: NamedCause) -> bool:
+    """Whether the cause that was named stays, after a look that found this one."""
+    # Weights that drift apart have other names as they do, and first that of a lower precision.
+    alike: tuple[str, ...] = ("precision", *OF_AGE) if series.cause in OF_AGE else (series.cause,)
+    if series.cause == "policy_updates":  # until a generation begins with a gap
+        alike = ("precision", "policy_updates")
+    if found.cause in (*alike, *NO_CAUSE):
+        series.rival = ""
+        return True
+    return series.cause not in NO_CAUSE and not series.outweighs(found.cause, found.confidence)

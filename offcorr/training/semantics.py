@@ -76,7 +76,9 @@ MENDS: dict[Kind, str] = {
     "old_logp": "return as old_logp the log-probs of the sampled tokens under the weights that sampled, scored as the "
     "trainer scores them, or leave the key out",
     "differs": "score the same tokens with the same weights on both sides: look for a weight sync that missed "
-    "parameters, another chat template, placeholders among the log-probs. Or the engine is quantised or computes in a "
+    "parameters, another chat template, placeholders among the log-probs, and for sampling options that change the "
+    "distribution (repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, top_p=1.0, top_k=0, min_p=0.0 are "
+    "off). Or the engine is quantised or computes in a "
     "lower precision: then this is its true mismatch, which an engine weight corrects (tis, icepop)",
 }
 """For each kind what to change, with TRL's and vLLM's option names."""

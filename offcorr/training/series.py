@@ -27,12 +27,21 @@ SMALLEST_ERROR = 0.02
 SAMPLERS_WEIGHTS = 0.01
 """Mean |d| of staleness (nats) up to which ``logp`` stands for the log-probs of the weights that sampled."""
 
-CONDITIONS = (STALENESS + "lag", "learning_rate")
+LAG, LAG_MAX = STALENESS + "lag", STALENESS + "lag_max"
+
+CONDITIONS = (LAG, "learning_rate")
 """Numbers with which a mismatch grows in a healthy run: where one rises during the warm-up, it starts again."""
 
 LONG = 8
 """Number of steps from which a k3 that has only grown says that updates never reached the sampler: a constant lag
 levels off."""
+
+UNSYNCED = 0.03
+"""k3 from which a sampler that looks as if it was never updated is an alarm of its own: the critical limit of the
+engine's k3."""
+
+GAP_BEGINS = 16.0
+"""Factor of k3 (4 in |d|) by which a gap is another than before."""
 
 GROWN, STEPS = 4.0, 20
 """While an alarm is on, its cause is looked at again where k3 is ``GROWN`` times that at the last look, or after
@@ -136,6 +145,14 @@ class Series:
         """Number of steps with a k3, and of those since the first whose k3 exceeded all before."""
         self.start = self.highest = 0.0
         """k3 of the first step, and the largest so far."""
+        self.left_size = 0.0
+        """k3 of the first of the steps in a row that are out of the range."""
+        self.new_size: float | None = None
+        """k3 of the last step on samples of the weights of now (reported lag 0); None: there was none."""
+        self.lag: float | None = None
+        """The reported lag of the last step, in optimizer steps; None: it is not known."""
+        self.lag_max = 0.0
+        """The largest reported lag of the last step."""
         self._crossed: list[float] = []
 
     @property
@@ -150,6 +167,31 @@ class Series:
     def never_fell(self) -> bool:
         """Whether k3 was none at the first step and has grown ever since: no update has reached the sampler."""
         return self.steps >= LONG and self.start <= SMALLEST_K3 and 2 * self.highs >= self.steps
+
+    @property
+    def unsynced(self) -> bool:
+        """Whether the samples are reported to be of the weights of now, and look as if these never reached the sampler,
+        by enough to matter.
+        """
+        return self.name != "surprise" and self.lag == 0 and self.never_fell and (self.size or 0.0) >= UNSYNCED
+
+    @property
+    def agreed(self) -> bool:
+        """Whether k3 was none in the first steps: both sides computed the same."""
+        chart = self.charts["above"]
+        return (math.exp(chart.mean) if chart.ready else self.start) <= 2 * SMALLEST_K3
+
+    @property
+    def risen(self) -> float:
+        """k3 over that when it left its range; 1 where either is not known."""
+        return self.size / self.left_size if self.size and self.left_size else 1.0
+
+    @property
+    def grown_in_generation(self) -> bool:
+        """Whether k3 was less by ``GAP_BEGINS`` when the samples in use were new."""
+        if not self.lag or self.new_size is None or self.size is None:
+            return False
+        return self.size >= GAP_BEGINS * self.new_size
 
     @property
     def growth(self) -> float:
@@ -180,7 +222,12 @@ class Series:
                 found[limit.metric] = f"{limit.said} {number:.3g}, {bound} in {self.exceeded[i]} steps in a row"
                 severity = limit.severity if severity != "critical" else severity
         self.size = math.exp(values["above"]) if self.name != "surprise" else None
-        self._count(self.size)
+        self._count(self.size, metrics)
+        if self.unsynced:
+            above, severity = True, severity or "warning"
+            found.setdefault("k3", f"the KL divergence of the two (k3) is {self.size:.2g} nats")
+            self._crossed.append(min((self.size or 0.0) / UNSYNCED, LARGEST_EXCESS))
+        self.left_size = (self.left_size or self.size or 0.0) if above else 0.0
         self.calm = 0 if above else self.calm + 1
         self.looked_steps += 1
         if self.calm >= persistence and self.active:
@@ -191,10 +238,13 @@ class Series:
         self.alarms += 1
         return severity
 
-    def _count(self, size: float | None) -> None:
-        """Count a step for ``never_fell``."""
+    def _count(self, size: float | None, metrics: Mapping[str, float]) -> None:
+        """Count a step for ``never_fell``, and keep its lag."""
         if size is None:
             return
+        self.lag, self.lag_max = metrics.get(LAG), metrics.get(LAG_MAX, metrics.get(LAG, 0.0))
+        if self.lag == 0 == self.lag_max:
+            self.new_size = size
         self.start = self.start if self.steps else size
         self.highs += self.steps > 0 and size > self.highest
         self.highest = max(self.highest, size)
@@ -264,10 +314,7 @@ class Series:
 
     def _said(self, chart: Cusum, value: float, metrics: Mapping[str, float]) -> str:
         """The chart's verdict in words."""
-        chart_said = (
-            f"the excess over {chart.above} steps in a row adds up to {chart.score:.1f} standard deviations, "
-            f"{chart.threshold:g} of which give an alarm"
-        )
+        chart_said = f"{chart.above} steps in a row; CUSUM {chart.score:.1f}, an alarm from {chart.threshold:g} on"
         if self.name == "surprise":
             return (
                 f"mean of -logp - entropy {metrics[SURPRISE]:.3g} +- {_error(metrics):.2g} nats, "
@@ -275,8 +322,8 @@ class Series:
             )
         times = math.exp(value - chart.mean)
         return (
-            f"k3, the mean of e^d - 1 - d, is {math.exp(value):.2g}, {times:.3g} times that of the first steps "
-            f"({chart_said})"
+            f"the KL divergence of the two (k3) is {math.exp(value):.2g} nats, {times:.3g} times that of the first "
+            f"steps ({chart_said})"
         )
 
     def _risen(self, chart: Cusum, conditions: Sequence[float]) -> str:
@@ -322,4 +369,6 @@ _STATE = (
     "highs",
     "start",
     "highest",
+    "left_size",
+    "new_size",
 )

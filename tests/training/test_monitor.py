@@ -132,7 +132,7 @@ def test_one_alarm_for_one_fault_and_another_for_the_next():
     monitor = quiet(warmup=10)
     gaps = [0.003] * 20 + [0.03] * 20 + [0.003] * 10 + [0.03] * 5
     assert alarms_of(monitor, gaps) == [(23, "engine", "warning"), (53, "engine", "warning")]
-    assert "times that of the first steps (the excess over" in monitor.alarms[0].evidence[0]
+    assert "times that of the first steps (3 steps in a row; CUSUM" in monitor.alarms[0].evidence[0]
 
 
 def test_one_noisy_step_is_no_event():
@@ -223,7 +223,7 @@ def test_log(caplog):
 
 
 def test_warn(caplog):
-    with pytest.warns(UserWarning, match="step 28: the engine's log-probs have moved .* cause: precision") as caught:
+    with pytest.warns(UserWarning, match="step 28: the engine's log-probs have moved .*; cause: precision") as caught:
         alarms_of(quiet(warning="warn"), FAULTY)
     assert len(caught) == 1 and caught[0].filename == __file__ and not caplog.records
 
@@ -350,7 +350,8 @@ def test_the_cause_is_named_on_the_batches_at_hand():
         monitor.end(version)
     (alarm,) = monitor.alarms
     assert (alarm.cause, alarm.confidence, alarm.advice) == ("stale_weights", 0.75, "sync")
-    assert "stale_weights!. cause: stale_weights (confidence 0.75): sync." in str(alarm)
+    assert "(warning); cause: stale_weights (confidence 0.75): sync. Evidence (d: the trainer's" in str(alarm)
+    assert str(alarm).endswith("; stale_weights!.")
     assert seen == [[28] * 64]
 
 

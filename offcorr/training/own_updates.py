@@ -1,0 +1,74 @@
+"""Whether the trainer's own updates make a gap of staleness: within a generation, or beside versions that move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from offcorr.diagnose import Record
+from offcorr.diagnose.causes.policies import age
+from offcorr.training.series import GAP_BEGINS, Series
+
+LOWER_LEARNING_RATE = (
+    "lower the learning rate; or take fewer updates per generation (num_iterations, steps_per_generation), or a "
+    "smaller lag, or correct for it in the loss (minpro)"
+)
+
+AGREES = GAP_BEGINS**-0.5
+"""Mean |d| of an optimizer step over the largest, below which the step counts as one in which both sides agree."""
+
+
+def of_own_updates(series: Series, records: Sequence[Record]) -> str:
+    """The sentence that says by what the gap is known to be made by the trainer's own updates; "" where it is not.
+
+    Args:
+        series: of staleness.
+        records: of the last batches, with ``logp`` as ``old_logp``.
+    """
+    if any(age(record) is not None for record in records):
+        return "" if series.aged else _of_moving_versions(records)
+    return _of_generation(series, records)
+
+
+def _of_moving_versions(records: Sequence[Record]) -> str:
+    """The sentence where the sampler's logged version moves, and its samples have an age."""
+    ages = [one for record in records if (one := age(record)) is not None]
+    versions = [float(np.mean(record.rollout_version)) for record in records if record.rollout_version is not None]
+    if np.median(ages) <= 0 or max(versions) == min(versions):
+        return ""
+    return (
+        f"by the logged versions the sampler receives new weights (version {min(versions):g} to {max(versions):g} in "
+        f"these sequences), and the samples are of weights that are {_range(ages)} versions older than the trainer's"
+    )
+
+
+def _of_generation(series: Series, records: Sequence[Record]) -> str:
+    """The sentence where the two sides agreed as the generation began, and no new weights were due since."""
+    if not series.lag_max:
+        return ""
+    gaps = _gap_of_steps(records)
+    recent = {step: gap for step, gap in gaps.items() if step >= max(gaps) - series.lag_max}
+    began_equal = len(recent) > 1 and min(recent.values()) <= AGREES * max(recent.values())
+    if not began_equal and not series.grown_in_generation:
+        return ""
+    return (
+        f"the samples are used for up to {series.lag_max:g} updates after the one that they were sampled for, and "
+        "sampler and trainer agreed when this generation was new: no new weights were due since"
+    )
+
+
+def _gap_of_steps(records: Sequence[Record]) -> dict[int, float]:
+    """Mean |d| (nats) of each optimizer step."""
+    found: dict[int, list[float]] = {}
+    for record in records:
+        d = np.abs(record.old_logp - record.rollout_logp)
+        seen = np.isfinite(d) if record.mask is None else np.isfinite(d) & record.mask
+        if record.step is not None and seen.any():
+            found.setdefault(record.step, []).append(float(d[seen].mean()))
+    return {step: float(np.mean(gaps)) for step, gaps in found.items()}
+
+
+def _range(ages: Sequence[float]) -> str:
+    low, high = min(ages), max(ages)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"

@@ -1,0 +1,165 @@
+"""The cause of an alarm where the trainer's own updates make the gap, where it grows from rounding, and where the
+sampler was never updated."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import offcorr
+from offcorr.diagnose import Record
+from offcorr.training.alarms import Alarm
+from offcorr.training.own_updates import of_own_updates
+from offcorr.training.semantics import MENDS
+from tests.training.test_monitor import batch_of, quiet
+from tests.training.test_monitor_causes import named
+
+LAG, K3 = "offcorr/staleness/lag", "offcorr/staleness/k3"
+
+
+def staleness(monitor, gaps, lags, *, name="staleness", **versions):
+    """The alarms of a run whose k3 is half the square of each gap, at each reported lag."""
+    for step, (gap, lag) in enumerate(zip(gaps, lags, strict=True), 1):
+        logp = batch_of(0.0, seed=step).logp
+        noise = gap * torch.randn(logp.shape, generator=torch.Generator().manual_seed(step))
+        batch = batch_of(0.0, seed=step, **{key: value(step, lag) for key, value in versions.items()})
+        monitor.observe(batch.replaced(logp=logp + noise), step=step)
+        k3 = {f"offcorr/{name}/k3": gap**2 / 2, "offcorr/staleness/ess_token": 1.0 if gap < 1 else 0.1}
+        monitor.end(step, k3 | {LAG: float(lag), "offcorr/staleness/lag_max": float(lag)})
+    return monitor.alarms
+
+
+def test_updates_within_a_generation_are_the_trainers():
+    """No new weights were due: the learning rate comes first in the advice."""
+    (alarm,) = staleness(quiet(name_cause=named("stale_weights")), [0.0, 1.0, 1.5, 2.0], [0, 1, 2, 3])
+    assert (alarm.step, alarm.cause) == (4, "policy_updates") and alarm.advice.startswith("lower the learning rate")
+    assert "no new weights were due" in str(alarm) and "still receives" not in str(alarm)
+
+
+def test_a_generation_that_begins_with_a_gap_is_of_old_weights():
+    """The sampler never got the weights of the first generation's updates: not said in that one, but in the next."""
+    monitor = quiet(name_cause=named("stale_weights"))
+    found = staleness(monitor, [0.0, 1.0, 1.5, 2.0, 3.0, 4.1, 4.2], [0, 1, 2, 3, 0, 1, 2])
+    assert [(alarm.step, alarm.cause, alarm.revises) for alarm in found] == [
+        (4, "policy_updates", ""),
+        (6, "stale_weights", "policy_updates"),
+    ]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_log_that_averages_over_generations(every):
+    """With logging_steps=4 no logged lag is 0; the records of the steps show where a generation began."""
+    monitor = quiet(name_cause=named("stale_weights"))
+    gaps, lags = [0.0, 1.0, 1.5, 2.0] * 4, [0, 1, 2, 3] * 4
+    for step, gap in enumerate(gaps, 1):
+        batch = batch_of(0.0, seed=step)
+        monitor.observe(batch.replaced(logp=batch.logp + gap), step=step)
+        if step % every == 0:
+            last = lags[step - every : step]
+            mean = {K3: sum(g * g / 2 for g in gaps[step - every : step]) / every, LAG: sum(last) / every}
+            monitor.end(step, mean | {"offcorr/staleness/lag_max": max(last), "offcorr/staleness/ess_token": 0.1})
+    assert {alarm.cause for alarm in monitor.alarms} == {"policy_updates"}
+
+
+@pytest.mark.parametrize(
+    ("version", "cause"),
+    [
+        (lambda step, lag: step - lag, "policy_updates"),  # syncs arrive
+        (lambda step, lag: 0 * step, "stale_weights"),  # none does
+    ],
+)
+def test_versions_that_move_say_that_syncs_arrive(version, cause):
+    records = []
+    for step in range(6, 12):
+        one = {"prompt_ids": np.array([1]), "completion_ids": np.arange(4), "rollout_logp": np.full(4, -1.0)}
+        trainer = {"trainer_version": step, "rollout_version": version(step, 2 + step % 3)}
+        records.append(Record(**one, old_logp=np.full(4, -1.5), step=step, **trainer))
+    series = quiet()._series["staleness"]
+    said = of_own_updates(series, records)
+    assert bool(said) == (cause == "policy_updates")
+    if said:
+        assert (
+            "receives new weights (version 4 to 7 in these sequences)" in said and "are 2 to 4 versions older" in said
+        )
+        series.aged = True  # the lag has risen since the first steps
+        assert of_own_updates(series, records) == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "gaps", "cause"),
+    [
+        (0.0, [0.01, 0.02, 0.03], "adapter_not_synced"),  # it grows with every update
+        (0.0, [0.03, 0.031, 0.029], "precision"),  # it came at once, and stays
+        (0.003, [0.011, 0.02, 0.03], "adapter_not_synced"),
+        (0.003, [0.02, 0.025, 0.03], "precision"),  # within what noise makes
+    ],
+)
+def test_a_gap_that_begins_in_the_run_and_grows_is_no_rounding(before, gaps, cause):
+    monitor = quiet(name_cause=named("precision"))
+    (alarm,) = staleness(monitor, [before] * 30 + gaps, [0] * 33)
+    assert (alarm.step, alarm.cause) == (33, cause)
+    assert ("this gap came at once" in str(alarm)) == (before == 0 and cause == "precision")
+
+
+GROWS = [0.0] + [0.1 * step for step in range(1, 12)]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "lags", "step"),
+    [
+        (GROWS, [0] * 12, 8),
+        (GROWS, range(12), None),  # a lag that is reported explains it
+        ([0.0] + [min(0.03 * step, 0.2) for step in range(1, 12)], [0] * 12, None),  # levels off, and is small
+        ([0.01, *GROWS[1:]], [0] * 12, None),  # an engine that never agreed
+    ],
+)
+def test_a_sampler_that_was_never_updated_is_an_alarm_of_its_own(gaps, lags, step):
+    """Long before the effective sample size is below its limit."""
+    monitor = quiet(name_cause=named("stale_weights"))
+    found = [alarm for alarm in staleness(monitor, gaps, lags) if alarm.severity == "warning"]
+    assert [alarm.step for alarm in found] == ([] if step is None else [step])
+    if found:
+        assert found[0].cause == "adapter_not_synced" and "the sampler was never updated" in str(found[0])
+        assert monitor.numbers()["offcorr/monitor/staleness"] > 1
+
+
+def test_what_to_do_comes_before_the_evidence():
+    alarm = Alarm(3, "engine", "warning", "precision", 0.5, ("k3 1", "more"), "keep it.", ("warn",))
+    assert str(alarm) == (
+        "step 3: the engine's log-probs have moved away from the trainer's (warning); cause: precision (confidence "
+        "0.50): keep it. Evidence (d: the trainer's log-prob of a token less the sampler's, in nats): k3 1; more."
+    )
+    assert str(dataclasses.replace(alarm, evidence=())).endswith("0.50): keep it.")
+
+
+@pytest.mark.parametrize("option", ["repetition_penalty", "presence_penalty", "top_p", "top_k", "min_p"])
+def test_a_difference_of_unknown_origin_names_the_sampling_options(option):
+    assert f"{option}=" in MENDS["differs"]
+
+
+def test_the_state_is_of_plain_numbers_and_an_older_one_is_read():
+    monitor = quiet(name_cause=named("stale_weights"))
+    staleness(monitor, [0.0, 1.0, 1.5, 2.0], [0, 1, 2, 3])
+    state = monitor.state_dict()
+    assert state["staleness"]["new_size"] == pytest.approx(1e-7)
+    for name in ("new_size", "left_size"):
+        del state["staleness"][name]
+    quiet().load_state_dict(state)
+
+
+def test_a_reported_lag_explains_the_first_batch():
+    """Where the anchor has no log-probs of the weights that sampled."""
+    batch = batch_of(0.2, rollout_version=torch.full((8, 64), 2), trainer_version=5)
+    sentence = offcorr.training.Step(offcorr.get("tis")).semantics(batch.replaced(old_logp=None)).sentence
+    assert "as those of other weights do" in sentence and "as lag 3 and this anchor make it" in sentence
+
+
+def test_settings_are_named_where_the_samples_are_always_new():
+    """Lag 0: the trainer has made no update since, so a temperature stays one."""
+    report = SimpleNamespace(verdict="temperature", confidence=0.9, causes=[])
+    found = staleness(quiet(name_cause=lambda records: report), [0.0] + [1.2] * 4, [0] * 5)
+    assert {alarm.cause for alarm in found} == {"temperature"}
