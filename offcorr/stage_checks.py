@@ -138,9 +138,13 @@ def failure(run: Callable[[Correction], None], loss_fn: Correction, error: Asser
     """
     place = culprit(run, loss_fn)
     stage = type(loss_fn.stages[place]).__name__ if place else ""
-    subject = (stage or "Correction") if loss_fn.method == "custom" else loss_fn.method
     without = f" Without {place} {stage} the check passes." if stage else ""
-    return f"{subject}: {run.__name__}: {error}. Expected: {run.__doc__}{without}"
+    return f"{subject(loss_fn, stage)}: {run.__name__}: {error}. Expected: {run.__doc__}{without}"
+
+
+def subject(loss_fn: Correction, stage: str = "") -> str:
+    """The name that an error about a correction begins with: its method's, else the class of the stage at fault."""
+    return loss_fn.method if loss_fn.method != "custom" else stage or "Correction"
 
 
 def culprit(run: Callable[[Correction], None], loss_fn: Correction) -> str:

@@ -23,7 +23,7 @@ from offcorr.closeness import check_close, check_equal_numbers
 from offcorr.correction import Correction, Output
 from offcorr.kernels.dispatch import backend, use
 from offcorr.methods.registry import Method, find, from_config, get, illustration, registered
-from offcorr.stage_checks import check_controllers, check_finite, check_gradient_passes, check_slope, failure
+from offcorr.stage_checks import check_controllers, check_finite, check_gradient_passes, check_slope, failure, subject
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.checks import quietly
 from offcorr.stages.reference import gated
@@ -374,7 +374,7 @@ def _kernel_error(loss_fn: Correction, batch: Batch, of_batch: str) -> float:
     allowed = 8 * (plain.coefficient - exact.coefficient).abs().max() + 1e-5 * exact.coefficient.abs().max()
     error = float((fused.coefficient - exact.coefficient).abs().max())
     assert error <= float(allowed) + 1e-7, (
-        f"{loss_fn.method}: kernel and reference differ by {error:.3g} {of_batch}, expected at most "
+        f"{subject(loss_fn)}: kernel and reference differ by {error:.3g} {of_batch}, expected at most "
         f"{float(allowed):.3g}"
     )
     return error

@@ -171,7 +171,7 @@ def _check_numbers(what: str, stage: Stage) -> None:
 def check_resolved(
     controllers: Mapping[str, Controller], stages: Mapping[str, Stage], batch: Batch, strict: bool
 ) -> None:
-    """Warn of a number that is NaN or that its stage does not allow, of the stages that users' controllers resolved to.
+    """Warn of a number that is NaN or out of range, of the stages that users' controllers resolved to.
 
     On a CPU; with ``strict`` on every device, as an error where it is out of range.  On other devices reading
     a number would be a host synchronisation: there ``offcorr/loss/nonfinite`` counts the tokens that NaN leaves without

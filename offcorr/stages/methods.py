@@ -70,8 +70,8 @@ def check_methods(cls: Any) -> None:
     """Raise TypeError for a method that cannot be called as the library calls it, or that stands in for a value."""
     for name, value in vars(cls).items():
         if name in SIGNATURES and not _takes_one(cls, name):
-            takes = ", ".join(map(str, _parameters(getattr(cls, name))))
-            raise TypeError(f"{cls.__name__}.{name} takes ({takes}), expected {SIGNATURES[name]}{_instead(name)}")
+            takes = inspect.signature(getattr(cls, name))
+            raise TypeError(f"{cls.__name__}.{name} takes {takes}, expected {SIGNATURES[name]}{_instead(name)}")
         if isinstance(value, types.FunctionType) and name not in cls.PARTS and _is_value(cls, name):
             raise TypeError(
                 f"{cls.__name__}.{name} is a method, and the library reads a value there: expected @property above "
