@@ -397,7 +397,7 @@ def test_a_span_that_changes_its_input_is_refused(name):
         return x
 
     with pytest.raises(TypeError, match=f"span 'test_mine' of Mine changes {name} in place, which others see, too"):
-        of_span(changing)(BATCH)
+        of_span(changing)(offcorr.testing.example())
 
 
 def first_masked(self, tokens):

@@ -513,7 +513,7 @@ def test_engine_series_that_hold_the_lag_are_said_at_the_start(anchor, versions,
 def test_the_correction_of_a_step_cannot_be_set():
     step = Step(offcorr.get("ppo"))
     with pytest.raises(
-        AttributeError, match=r"^Step.correction cannot be set: .* Annealed; .*, without Step \(docs/ext"
+        AttributeError, match=r"^Step.correction cannot be set: .*Annealed; .*, without Step \(docs/ext"
     ):
         step.correction = offcorr.get("dapo")
     assert step.correction.method == "ppo"
