@@ -212,6 +212,8 @@ def _out_of_range(stage: Stage) -> str:
         dataclasses.replace(stage, **numbers)
     except ValueError as error:
         return str(error)
+    except Exception:  # of any kind: a user's stage may take tensors alone
+        return ""
     return ""
 
 

@@ -466,6 +466,17 @@ def test_bounds_in_the_wrong_order_are_named():
         dataclasses.replace(bound(0.5, crossed), strict=True)(BATCH)
 
 
+@dataclass(frozen=True)
+class TakesTensors(Far):
+    def __post_init__(self):
+        assert self.eps.ndim == 0
+
+
+def test_a_stage_that_takes_tensors_alone_is_no_mistake():
+    loss_fn = controller(resolve=lambda self, statistics: TakesTensors(torch.tensor(0.5)))
+    assert dataclasses.replace(loss_fn, strict=True)(BATCH).loss.isfinite()
+
+
 def test_a_bound_in_range_passes():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
