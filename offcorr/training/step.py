@@ -141,6 +141,7 @@ class Step:
 
     @correction.setter
     def correction(self, value: Any) -> NoReturn:
+        """Refuses any value; the error says what to do instead."""
         raise AttributeError(
             "Step.correction cannot be set: it is that of a whole optimizer step, with its statistics. For an option "
             "that varies over training give Step an offcorr.training.Annealed; for any other course call a correction "
