@@ -34,4 +34,6 @@ def check_equal_numbers(got: dict[str, float], wanted: dict[str, float], what: s
     """The same of numbers by name."""
     assert got.keys() == wanted.keys(), f"{what}: {sorted(got.keys() ^ wanted.keys())} on one side only"
     for name, value in wanted.items():
-        assert math.isclose(got[name], value, rel_tol=RTOL, abs_tol=ATOL), f"{what}: {name} {got[name]} != {value}"
+        assert math.isclose(got[name], value, rel_tol=RTOL, abs_tol=ATOL), (
+            f"{what}: {name} is {got[name]:.6g}, expected {value:.6g}"
+        )

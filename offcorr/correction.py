@@ -189,7 +189,7 @@ class Correction:
             resolved = self if statistics is None else self.resolve(statistics)
             control = self._control(resolved, batch.logp.device) if self.controllers else {}
             if self.controllers:
-                calls.warn_of_nan(self.controllers, resolved.stages, batch)
+                calls.check_resolved(self.controllers, resolved.stages, batch, self.strict)
             if resolved._preparing:
                 batch = resolved.prepared(batch)
             plan = resolved.plan(batch)

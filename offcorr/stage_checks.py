@@ -131,9 +131,25 @@ def _derivative(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
     return found
 
 
+def failure(run: Callable[[Correction], None], loss_fn: Correction, error: AssertionError) -> str:
+    """The message of a check that failed.
+
+    It begins with the method; for a custom correction with the class of the stage at fault, where a single one is.
+    """
+    place = culprit(run, loss_fn)
+    stage = type(loss_fn.stages[place]).__name__ if place else ""
+    without = f" Without {place} {stage} the check passes." if stage else ""
+    return f"{subject(loss_fn, stage)}: {run.__name__}: {error}. Expected: {run.__doc__}{without}"
+
+
+def subject(loss_fn: Correction, stage: str = "") -> str:
+    """The name that an error about a correction begins with: its method's, else the class of the stage at fault."""
+    return loss_fn.method if loss_fn.method != "custom" else stage or "Correction"
+
+
 def culprit(run: Callable[[Correction], None], loss_fn: Correction) -> str:
-    """The place and class of the stage without which a check that fails passes; "" where no single one is."""
-    for place, stage in loss_fn.stages.items():
+    """The place of the stage without which a check that fails passes; "" where no single one is."""
+    for place in loss_fn.stages:
         try:
             without = _without(loss_fn, place)
             if without == loss_fn:
@@ -141,7 +157,7 @@ def culprit(run: Callable[[Correction], None], loss_fn: Correction) -> str:
             run(without)
         except Exception:  # noqa: S112 - of any kind: then this stage is not the only one
             continue
-        return f"{place} {type(stage).__name__}"
+        return place
     return ""
 
 

@@ -1738,6 +1738,27 @@ MUTATIONS = [
         "moved)[0], logp)",
         "tests/test_testing.py wrong_slope",
     ),
+    Mutation(
+        "an __init__ that no dataclass wrote is accepted",
+        "offcorr/stages/methods.py",
+        '    for base in cls.__mro__[:-1]:\n        if "__init__"',
+        '    for base in ():\n        if "__init__"',
+        "tests/stages/test_methods.py own",
+    ),
+    Mutation(
+        "a tensor out of range that a controller resolves to is not looked at",
+        "offcorr/stages/calls.py",
+        "dataclasses.replace(stage, **numbers)",
+        "dataclasses.replace(stage)",
+        "tests/stages/test_calls.py bound",
+    ),
+    Mutation(
+        "a span may change its input in place",
+        "offcorr/stages/reference.py",
+        "with unchanged(what, changeable):",
+        "with unchanged(what, {}):",
+        "tests/stages/test_calls.py changes",
+    ),
 ]
 
 

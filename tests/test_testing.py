@@ -86,7 +86,7 @@ def test_the_contract_holds_for_every_aggregation(aggregate):
 
 def test_check_names_what_is_wrong():
     halved = offcorr.Correction(ratio=ratios.Token(), gate=gates.DetachedClip(cap=0.5))
-    with pytest.raises(AssertionError, match="custom: on_policy_gradient: on-policy coefficient"):
+    with pytest.raises(AssertionError, match="^DetachedClip: on_policy_gradient: on-policy coefficient"):
         testing.check(halved)
 
 
@@ -209,7 +209,7 @@ def _unregistered():
 def test_a_span_that_depends_on_the_width_of_the_padding_is_found():
     ratio = of_span("test_mine", lambda x, rows: x.mean(1, keepdim=True).expand_as(x))
     message = (
-        r"custom: padding_has_no_effect: loss with 0 .* and 5 after each row .* Without ratio Mine the check passes"
+        r"^Mine: padding_has_no_effect: loss with 0 .* and 5 after each row .* Without ratio Mine the check passes"
     )
     with pytest.raises(AssertionError, match=message):
         testing.check(offcorr.Correction(ratio=ratio, gate=gates.Unclipped()))
@@ -227,8 +227,44 @@ def test_a_failed_check_says_in_words_what_was_expected():
     with pytest.raises(AssertionError) as failed:
         testing.check(offcorr.Correction(gate=gate))
     message = str(failed.value)
-    assert "numbers differ, the most at [" in message and "Expected: The coefficient is the gradient" in message
+    assert "numbers differ, the most at [" in message and "Expected: Gate and ratio state the derivatives" in message
     assert "Without gate MinWithTwo the check passes." in message and "Tensor-likes" not in message
+
+
+def test_a_failure_begins_with_the_stage_or_the_method():
+    gate = type("MinWithTwo", (gates.Gate,), {"surrogate": staticmethod(min_with_two), "__module__": __name__})()
+    custom = offcorr.Correction(gate=gate)
+    with pytest.raises(AssertionError, match="^MinWithTwo: coefficient_is_the.* autograd of MinWithTwo.surrogate: "):
+        testing.check(custom)
+    with pytest.raises(AssertionError, match="^cispo: on_policy_gradient: "):
+        testing.check("cispo?cap=0.5")
+    with pytest.raises(AssertionError, match="^Correction: on_policy_gradient: "):  # each of the two is at fault
+        testing.check(offcorr.Correction(gate=gates.DetachedClip(cap=0.5), weight=weights.Bound(high=0.5)))
+
+
+def test_what_is_expected_is_one_plain_sentence():
+    for name, run in testing.CHECKS.items():
+        expected = run.__doc__ or ""
+        assert expected.endswith(".") and "\n" not in expected and "`" not in expected, f"{name}: {expected}"
+
+
+class Undeclared(gates.Gate):
+    """A gradient where the advantage is 0."""
+
+    surrogate = staticmethod(lambda logp, advantage: (logp * (advantage + 1), advantage + 1))
+    detached = True
+
+
+class Declared(gates.Unclipped):
+    scales_with_advantage = False
+
+
+def test_a_wrong_scales_with_advantage_is_said_in_words():
+    check = testing.CHECKS["no_advantage_no_gradient"]
+    with pytest.raises(AssertionError, match="^a coefficient is .* where the advantage is 0, expected 0$"):
+        check(offcorr.Correction(gate=Undeclared()))
+    with pytest.raises(AssertionError, match="^scales_with_advantage is False, and the coefficient is 0 .* expected T"):
+        check(offcorr.Correction(gate=Declared()))
 
 
 SEEN = []

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
+from offcorr.shapes import Mismatch
 from offcorr.stages.base import Controller, Number, Stage
-from offcorr.stages.checks import nearest, of_library, warn_once
+from offcorr.stages.checks import nearest, of_library, warn_first, warn_once
 from offcorr.stages.definition import checked_params
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError)
@@ -51,7 +53,7 @@ def _meant(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def unchanged(what: str, names: Sequence[str], inputs: Sequence[Any]) -> Iterator[None]:
+def unchanged(what: str, inputs: Mapping[str, Any]) -> Iterator[None]:
     """Raise TypeError where a function changed an input in place, which other functions and metrics see, too.
 
     ``torch.compile`` and inference mode keep no count of the changes.
@@ -59,15 +61,28 @@ def unchanged(what: str, names: Sequence[str], inputs: Sequence[Any]) -> Iterato
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         yield
         return
-    counted = [isinstance(value, Tensor) and not value.is_inference() for value in inputs]
-    before = [value._version if counts else 0 for value, counts in zip(inputs, counted, strict=True)]
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and not x.is_inference()}
+    before = {name: x._version for name, x in tensors.items()}
     yield
-    for name, value, counts, version in zip(names, inputs, counted, before, strict=True):
-        if counts and value._version != version:
+    for name, x in tensors.items():
+        if x._version != before[name]:
+            own = name if name.isidentifier() else "x"
             raise TypeError(
-                f"{what} changes {name} in place, which others see, too: write {name} = {name} + 1 in the place of "
-                f"{name} += 1, and no method that ends in _"
+                f"{what} changes {name} in place, which others see, too: write {own} = {own} + 1 in the place of "
+                f"{own} += 1, and no method that ends in _"
             )
+
+
+def held_by(given: Any) -> dict[str, Any]:
+    """The values that the argument of a stage's method holds, by name; for ``Tokens`` batch and log-ratios as well."""
+    held = dict(getattr(given, "__dict__", {}))
+    if not isinstance(given, Tokens):
+        return held
+    held |= {f"batch.{name}": value for name, value in vars(given.batch).items()}
+    pairs: tuple[Mismatch, ...] = ("staleness",) if given.batch.rollout_logp is None else get_args(Mismatch)
+    for pair in pairs:  # computed once, for the loss as well
+        held |= {f"log_ratio({pair!r}).{name}": value for name, value in given.log_ratio(pair)._asdict().items()}
+    return held
 
 
 def check_values(what: str, values: Any, gives: Sequence[str], like: Tensor) -> None:
@@ -153,25 +168,63 @@ def _check_numbers(what: str, stage: Stage) -> None:
             raise TypeError(f"{what}: {type(stage).__name__}.params.{name} is {number.dtype}, expected a number")
 
 
-def warn_of_nan(controllers: Mapping[str, Controller], stages: Mapping[str, Stage], batch: Batch) -> None:
-    """Warn of a number that is NaN, of the stages that users' controllers resolved to for a batch on a CPU.
+def check_resolved(
+    controllers: Mapping[str, Controller], stages: Mapping[str, Stage], batch: Batch, strict: bool
+) -> None:
+    """Warn of a number that is NaN or out of range, of the stages that users' controllers resolved to.
 
-    On other devices reading it would be a host synchronisation: there ``offcorr/loss/nonfinite`` counts the tokens that
-    it leaves without a gradient, and ``strict=True`` names it.
+    On a CPU; with ``strict`` on every device, as an error where it is out of range.  On other devices reading
+    a number would be a host synchronisation: there ``offcorr/loss/nonfinite`` counts the tokens that NaN leaves without
+    a gradient, and ``offcorr.testing.check`` finds a number that is out of range.
+
+    Raises:
+        ValueError: with ``strict``, a number is out of range; the message names class, method, stage and field.
     """
-    if batch.logp.device.type != "cpu" or torch.compiler.is_compiling() or not batch.mask.any():
+    on_host = batch.logp.device.type == "cpu" and not torch.compiler.is_compiling()
+    of_users = [place for place, controller in controllers.items() if not of_library(type(controller).resolve)]
+    if not of_users or not (strict or on_host) or not batch.mask.any():
         return
-    for place, controller in controllers.items():
-        if of_library(type(controller).resolve):
-            continue
-        params = stages[place].params
-        for name, number in zip(getattr(params, "_fields", ()), params, strict=True):
-            if math.isnan(number):
-                warn_once(
-                    f"{type(controller).__name__}.resolve: {type(stages[place]).__name__}.params.{name} is nan, "
-                    "expected a number: tokens that it reaches get no gradient (offcorr/loss/nonfinite counts them; "
-                    "strict=True makes it an error)"
-                )
+    for place in of_users:
+        controller = controllers[place]
+        what, stage = f"{type(controller).__name__}.resolve", stages[place]
+        if wrong := _out_of_range(stage):
+            if strict:
+                raise ValueError(f"{what}: {wrong}")
+            warn_first(
+                f"{what}: {type(stage).__name__}",
+                f"{what}: {wrong}. A plain number of this size is refused; strict=True refuses a tensor, too",
+            )
+        _warn_of_nan(what, stage)
+
+
+def _out_of_range(stage: Stage) -> str:
+    """The error of a stage whose tensors are plain numbers, "" if there is none; NaN is another matter.
+
+    A stage checks its numbers in ``__post_init__``, which does not read the value of a tensor.
+    """
+    if not dataclasses.is_dataclass(stage):
+        return ""
+    given = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)}
+    numbers = {name: value.item() for name, value in given.items() if isinstance(value, Tensor) and not value.ndim}
+    if not numbers or any(math.isnan(number) for number in numbers.values()):
+        return ""
+    try:
+        dataclasses.replace(stage, **numbers)
+    except ValueError as error:
+        return str(error)
+    except Exception:  # of any kind: a user's stage may take tensors alone
+        return ""
+    return ""
+
+
+def _warn_of_nan(what: str, stage: Stage) -> None:
+    """Warn of a number of a stage that is NaN."""
+    for name, number in zip(getattr(stage.params, "_fields", ()), stage.params, strict=True):
+        if math.isnan(number):
+            warn_once(
+                f"{what}: {type(stage).__name__}.params.{name} is nan, expected a number: tokens that it reaches get "
+                "no gradient (offcorr/loss/nonfinite counts them; strict=True makes it an error)"
+            )
 
 
 def numbers_logged(controller: Controller, stage: Stage) -> Mapping[str, Number]:
@@ -229,12 +282,16 @@ def _check_prepared(what: str, given: Batch, batch: Batch) -> None:
 
 
 def _by_method(stage: Stage, name: str, given: Any) -> Any:
-    """The result of a stage's method; the error of a user's begins with class and method, and ValueErrors stay so."""
-    method = getattr(stage, name)
+    """The result of a stage's method; the error of a user's begins with class and method, and ValueErrors stay so.
+
+    A tensor of ``given`` that a user's method changes in place is an error: the next call would see the change.
+    """
+    method, what = getattr(stage, name), f"{type(stage).__name__}.{name}"
     if of_library(getattr(type(stage), name)):
         return method(given)
     try:
-        return called(f"{type(stage).__name__}.{name}", method, [given])
+        with unchanged(what, held_by(given)):
+            return called(what, method, [given])
     except TypeError as error:
         if isinstance(error.__cause__, ValueError):
             raise ValueError(str(error)) from error.__cause__

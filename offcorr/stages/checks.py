@@ -76,15 +76,26 @@ def warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=outside())
 
 
+_WARNED_OF: set[str] = set()
+
+
+def warn_first(subject: str, message: str) -> None:
+    """Warns as ``warn_once``, once per subject: for a message with a number that changes from call to call."""
+    if subject not in _WARNED_OF:
+        warnings.warn(message, RuntimeWarning, stacklevel=outside())
+        _WARNED_OF.add(subject)
+
+
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Suppresses the warnings of a made-up batch, and no later ones: ``warn_once`` gives each where it is due."""
+    """Suppresses the warnings of a made-up batch, and no later ones: each is given where it is due."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         try:
             yield
         finally:
             warn_once.cache_clear()
+            _WARNED_OF.clear()
 
 
 def same_definition(one: Any, other: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from offcorr.shapes import Mismatch
 from offcorr.stages import spans
 from offcorr.stages.checks import nearest, one_of
+from offcorr.stages.methods import SIGNATURES, check_fields, check_init, check_methods, number_as_field
 
 INPUTS = {
     "log_ratio": "log-ratio of the stage's two policies at this token (nats), clamped to +-20",
@@ -50,7 +51,9 @@ def check(cls: Any) -> None:
                 f"{name} defines {method}, which nothing calls: a stage states what it does in "
                 f"{_listed(cls.PARTS) or 'statistics and resolve'}"
             )
+    check_init(cls)
     _check_attributes(cls)
+    check_methods(cls)
     if hasattr(cls, "resolve"):
         _check_controller(cls)
         return
@@ -230,29 +233,36 @@ def _computed(value: Any) -> bool:
 def _check_controller(cls: Any) -> None:
     if cls.KIND not in _BECOMES:
         raise TypeError(f"{cls.__name__}.becomes is {getattr(cls, 'becomes', None)!r}, expected one of {_BECOMES}")
-    for method, signature in _SIGNATURES.items():
+    for method in ("statistics", "resolve"):
         if getattr(cls, method).__qualname__ == f"Controller.{method}":
-            raise TypeError(f"{cls.__name__} has no {method}, expected a method {signature}")
+            raise TypeError(f"{cls.__name__} has no {method}, expected a method {SIGNATURES[method]}")
 
 
 def check_pointwise(label: str, function: Any, values: int) -> None:
     """``function`` can be called by the names of its arguments and returns ``values`` values, as far as is visible."""
     if not callable(function):
         raise TypeError(f"{label} is {function!r}, expected a function")
-    asked = list(inspect.signature(function).parameters)
-    known = [*INPUTS, "p"]
-    for argument in asked:
-        if argument not in known:
-            raise TypeError(f"{label} asks for {argument!r}{nearest(argument, known, '.')} It may ask for {known}")
+    for argument in inspect.signature(function).parameters.values():
+        _check_input(label, argument)
     returned = _values_returned(function)
     if returned is not None and returned != values:
         wanted = "a tuple of two values" if values == 2 else "one value"
         raise TypeError(f"{label} returns {returned} value{'s' if returned > 1 else ''}, expected {wanted}")
 
 
+def _check_input(label: str, argument: inspect.Parameter) -> None:
+    """Raise TypeError for an argument of a pointwise function that is no input: misspelt, or a number of its own."""
+    known, name = [*INPUTS, "p"], argument.name
+    if name in known:
+        return
+    near = nearest(name, known) if argument.default is argument.empty else ""
+    number = "" if near else " " + number_as_field(label.partition(".")[0], name, argument.default) + "."
+    raise TypeError(f"{label} asks for {name!r}{near or ', which is no input.'}{number} It may ask for {known}")
+
+
 @cache
 def check_dataclass(cls: Any) -> None:
-    """Raise TypeError for a class that declares fields but is not a frozen dataclass."""
+    """Raise TypeError for a class that declares fields but is not a frozen dataclass, or whose fields it would lose."""
     annotations = vars(cls).get("__annotations__", {})
     declared = [name for name, annotation in annotations.items() if "ClassVar" not in str(annotation)]
     is_dataclass = "__dataclass_params__" in vars(cls)
@@ -262,6 +272,8 @@ def check_dataclass(cls: Any) -> None:
         )
     if is_dataclass and not cls.__dataclass_params__.frozen:
         raise TypeError(f"{cls.__name__} is a dataclass that can change, expected @dataclass(frozen=True)")
+    if is_dataclass:
+        check_fields(cls)
 
 
 def checked_params(stage: Any) -> tuple[Any, ...]:
@@ -287,7 +299,6 @@ def checked_params(stage: Any) -> tuple[Any, ...]:
 
 
 _BECOMES = ["gate", "weight", "rejection", "advantages"]
-_SIGNATURES = {"statistics": "statistics(self, tokens)", "resolve": "resolve(self, statistics)"}
 
 
 def _listed(names: Any) -> str:

@@ -48,7 +48,10 @@ def carried(spec: Spec, tokens: Tokens) -> PerToken:
     if of_library(span):
         return span(*inputs)
     what = f"span {spec.span!r} of {spec.owner}"
-    value: PerToken = called(what, span, inputs)
+    rows = tokens.rows
+    changeable = {"x": measured, "rows.mask": rows.mask, "rows.position": rows.position, "rows.count": rows.count}
+    with unchanged(what, changeable):
+        value: PerToken = called(what, span, inputs)
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} returned a {type(value).__name__}, expected a tensor like its measure")
     if value.shape != measured.shape:
@@ -117,7 +120,7 @@ def call(spec: Spec | GateSpec, part: str, gives: Sequence[str], tokens: Tokens,
     if of_library(function):
         return function(*inputs)
     what = f"{spec.owner}.{part}"
-    with unchanged(what, arguments(function), inputs):
+    with unchanged(what, dict(zip(arguments(function), inputs, strict=True))):
         values = called(what, function, inputs)
     check_values(what, values, gives, tokens.old_logp)
     return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -138,6 +138,15 @@ class Step:
         if self._correction is None:
             raise ValueError("loss is None: this Step measures batches whose loss is computed elsewhere")
         return self._correction
+
+    @correction.setter
+    def correction(self, value: Any) -> NoReturn:
+        """Refuses any value; the error says what to do instead."""
+        raise AttributeError(
+            "Step.correction cannot be set: it is that of a whole optimizer step, with its statistics. For an option "
+            "that varies over training give Step an offcorr.training.Annealed; for any other course call a correction "
+            "of your own for each step, without Step (docs/extending.md: A bound that follows the last step)"
+        )
 
     @property
     def anchor(self) -> Anchor | None:

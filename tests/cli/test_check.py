@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import offcorr
 from offcorr import cli, optional
 from offcorr.testing import CHECKS
 
@@ -33,6 +34,25 @@ def test_the_kernel_is_compared_under_the_interpreter_or_on_a_gpu(run):
     done = run("check", "ppo", "--kernel")
     assert done.returncode == 0, done.stderr
     assert "checks passed; kernel and reference differ by " in done.stdout
+
+
+def test_a_method_without_a_kernel_runs_on_the_reference(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    file = tmp_path / "twin.py"
+    file.write_text(
+        "import offcorr\n"
+        "offcorr.spans.register('test_without_twin')(lambda x, rows: x)\n"
+        "class NoTwin(offcorr.ratios.Ratio):\n"
+        "    span = 'test_without_twin'\n"
+        "finished = offcorr.Correction(ratio=NoTwin())\n"
+    )
+    try:
+        assert cli.main(["check", f"{file}:finished", "--kernel"]) == 0
+    finally:
+        offcorr.spans.unregister("test_without_twin")
+    reason = "runs on the reference: the span 'test_without_twin' has no Triton twin"
+    assert capsys.readouterr().out == f"{file}:finished: {len(CHECKS)} checks passed; {reason}\n"
 
 
 def test_the_kernel_needs_triton(refused, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from dataclasses import dataclass
@@ -386,6 +387,102 @@ def in_place(log_ratio, advantage):
 def test_a_function_that_changes_its_input_is_refused(run):
     with pytest.raises(TypeError, match="^Mine.surrogate changes log_ratio in place, .* write log_ratio = log_ratio"):
         run(gate(in_place))
+
+
+@pytest.mark.usefixtures("_unregistered")
+@pytest.mark.parametrize("name", ["x", "rows.mask", "rows.position", "rows.count"])
+def test_a_span_that_changes_its_input_is_refused(name):
+    def changing(x, rows):
+        {"x": x, "rows.mask": rows.mask, "rows.position": rows.position, "rows.count": rows.count}[name].zero_()
+        return x
+
+    with pytest.raises(TypeError, match=f"span 'test_mine' of Mine changes {name} in place, which others see, too"):
+        of_span(changing)(offcorr.testing.example())
+
+
+def first_masked(self, tokens):
+    tokens.mask[:, 0] = False
+    return Count(tokens.mask.sum())
+
+
+def doubled(self, tokens):
+    """The log-ratios of the loss are these."""
+    return Count(tokens.log_ratio("staleness").clamped.mul_(2).sum())
+
+
+def halved(self, statistics):
+    statistics.tokens.div_(2)
+    return gates.Clip(0.2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda: controller(statistics=first_masked), "Mine.statistics changes .*mask in place"),
+        (
+            lambda: controller(statistics=doubled),
+            r"Mine.statistics changes log_ratio\('staleness'\).clamped .* x = x . 1",
+        ),
+        (
+            lambda: controller(statistics=lambda self, tokens: Count(tokens.mask.sum() * 1.0), resolve=halved),
+            "Mine.resolve changes tokens in place",
+        ),
+        (
+            lambda: advantages(lambda self, batch: batch.replaced(advantages=batch.advantages.sub_(1))),
+            "Mine.prepare changes advantages in place",
+        ),
+    ],
+)
+def test_a_method_that_changes_what_it_is_given_is_refused(loss_fn, message):
+    with pytest.raises(TypeError, match=message):
+        loss_fn()(offcorr.testing.example())
+
+
+# -- numbers of resolved stages that are out of range -----------------------------------------------------------
+
+
+def bound(eps: float, stage: Any = gates.Clip) -> offcorr.Correction:
+    """A controller's, as tensors, which the stage itself does not read."""
+    return controller(resolve=lambda self, statistics: stage(torch.tensor(eps), torch.tensor(eps)))
+
+
+def test_a_bound_out_of_range_is_named():
+    wrong = r"Mine.resolve: Clip: eps_low is -5.0, expected a finite number >= 0 and <= 1"
+    with pytest.warns(RuntimeWarning, match=wrong) as warned:
+        bound(-5.0)(BATCH)
+        bound(-4.0)(BATCH)
+    assert len(warned) == 1, "once, whatever the number"
+    with pytest.raises(ValueError, match=f"^{wrong}"):
+        dataclasses.replace(bound(-5.0), strict=True)(BATCH)
+    with pytest.raises(AssertionError, match=f"^Mine: finite_on_ordinary_batches: {wrong}"):
+        offcorr.testing.check(bound(-5.0))
+
+
+def test_bounds_in_the_wrong_order_are_named():
+    def crossed(cap, low):
+        return gates.DetachedClip(cap=cap, low=2 * low)
+
+    with pytest.raises(ValueError, match="^Mine.resolve: DetachedClip: low = 1.0 is above cap = 0.5"):
+        dataclasses.replace(bound(0.5, crossed), strict=True)(BATCH)
+
+
+@dataclass(frozen=True)
+class TakesTensors(Far):
+    def __post_init__(self):
+        assert self.eps.ndim == 0
+
+
+def test_a_stage_that_takes_tensors_alone_is_no_mistake():
+    loss_fn = controller(resolve=lambda self, statistics: TakesTensors(torch.tensor(0.5)))
+    assert dataclasses.replace(loss_fn, strict=True)(BATCH).loss.isfinite()
+
+
+def test_a_bound_in_range_passes():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bound(0.2)(BATCH)
+        bound(-5.0)(BATCH.replaced(mask=torch.zeros_like(BATCH.mask)))
+    dataclasses.replace(bound(0.2), strict=True)(BATCH)
 
 
 def test_inference_mode_counts_no_changes():

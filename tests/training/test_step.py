@@ -508,3 +508,12 @@ def test_engine_series_that_hold_the_lag_are_said_at_the_start(anchor, versions,
     step = Step(offcorr.get("tis"), anchor=anchor())
     placed = step.place(batch, recomputed=torch.zeros(ROWS, WIDTH))
     assert ("offcorr/engine holds the lag as well (anchor='snapshot'" in step.describe(placed)) == said
+
+
+def test_the_correction_of_a_step_cannot_be_set():
+    step = Step(offcorr.get("ppo"))
+    with pytest.raises(
+        AttributeError, match=r"^Step.correction cannot be set: .*Annealed; .*, without Step \(docs/ext"
+    ):
+        step.correction = offcorr.get("dapo")
+    assert step.correction.method == "ppo"
