@@ -478,9 +478,9 @@ EFFECT = {
 """What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
 
 CAPTION = (
-    "Below the accuracies: means over the run. ESS: effective sample size, 1 where all count alike; a correction may "
-    "lower it, since it weighs tokens differently on purpose. Tokens: those with an advantage; damped, amplified: by "
-    "more than 1 %. docs/metrics.md explains each."
+    "Below the accuracies: means over the run. ESS: effective sample size, 1 where all count alike (a correction may "
+    "lower it on purpose). Tokens: those with an advantage; damped, amplified: by more than 1 %. docs/metrics.md "
+    "explains each."
 )
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 

@@ -38,10 +38,13 @@ def check(recipe: Path, flags: Sequence[str], config: Path | None = None, proces
     except (OSError, KeyError):  # another version of TRL has its options elsewhere, and its parser knows them
         return
     found, unknown = _parser(options).parse_known_args(list(flags))
-    values = ({} if config is None else _file(config)) | vars(found)
+    written = {} if config is None else _file(config)
+    values = written | vars(found)
     unknown = [*(word.partition("=")[0].removeprefix("--") for word in unknown), *(values.keys() - options.keys())]
     if unknown := [name for name in unknown if name != "env"]:  # the key of TRL's parser for environment variables
         raise Refusal(unknown_flag(unknown[0], options))
+    if config is not None:
+        _check_file(config, written, options)
     try:
         _check_values(values, options, processes)
     except (TypeError, ValueError) as error:
@@ -101,11 +104,15 @@ def _file(config: Path) -> dict[str, Any]:
     return dict(yaml.safe_load(config.read_text()) or {})
 
 
-def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], processes: int | None) -> None:
+def _check_file(config: Path, values: Mapping[str, Any], options: Mapping[str, Option]) -> None:
+    """Numbers of a file that are none; those of flags are read by the parser."""
     for name, value in values.items():
         kind = options[name].annotation if name in options else ""
         if kind in NUMBERS and isinstance(value, str) and not _is_number(value, NUMBERS[kind]):
-            raise ValueError(f"{name} is {value!r}, expected a number")
+            raise Refusal(f"{config}: {name}: invalid {kind} value: {value!r}")
+
+
+def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], processes: int | None) -> None:
     loss_type = values.get("loss_type")
     if isinstance(loss_type, str) and loss_type not in TRL_LOSSES:
         named_loss(loss_type, _mapping(values.get("loss_kwargs")))
