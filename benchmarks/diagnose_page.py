@@ -196,18 +196,19 @@ def served() -> str:
     rows: list[Row] = found["dumps"]
     table = [
         {
-            "sequences": size,
+            "sequences": str(size),
             "from the logs": f"{count(rows, size)} of {len(rows)}",
-            "as families": count(rows, size, family),
-            "with `--model`": count(rows, size, by="informed"),
+            "as families": str(count(rows, size, family)),
+            "with `--model`": str(count(rows, size, by="informed")),
         }
         for size in found["sizes"]
     ]
-    seeds = listed(sorted({str(row["seed"]) for row in rows}))
+    seeds = sorted({str(row["seed"]) for row in rows})
+    of = f"the {'seed' if len(seeds) == 1 else 'seeds'} {listed(seeds)}"
     return (
         "A vLLM server on a CPU as the sampler (`python benchmarks/mismatch_served.py`, then "
-        f"`{found['about']['command']}`); {len(rows)} dumps with one cause or none, of {_architectures(rows)} and the "
-        f"{'seed' if len(seeds) == 1 else 'seeds'} {seeds}, which no rule was written on:\n\n{markdown(table)}\n\n"
+        f"`{found['about']['command']}`); {len(rows)} dumps with one cause or none, of {_architectures(rows)} and "
+        f"{of}, which no rule was written on:\n\n{markdown(table)}\n\n"
         f"Wrong at 32 from the logs: {_missed(rows, 'named')}; with `--model`: {_missed(rows, 'informed')}."
     )
 
