@@ -40,6 +40,30 @@ def other_prompts(records: Sequence[Record]) -> dict[Name, list[Record]]:
     }
 
 
+def without(record: Record, first: int, last: int) -> Record:
+    """The record with a prompt that lacks its first and last tokens."""
+    ids = record.prompt_ids
+    return dataclasses.replace(record, prompt_ids=ids[first : len(ids) - last])
+
+
+def shared_ends(records: Sequence[Record], most: int) -> tuple[int, int]:
+    """The number of first and of last tokens, up to ``most``, that all prompts share and a template may have added.
+
+    >>> rows = [{"prompt_ids": [7, 8, x, 9], "completion_ids": [1], "rollout_logp": [-1], "logp": [-1]} for x in (3, 4)]
+    >>> shared_ends([Record.of(row) for row in rows], 16)
+    (2, 1)
+    """
+    prompts = [record.prompt_ids for record in records]
+    shortest = min(map(len, prompts))
+
+    def alike(at: int) -> bool:
+        return len({int(prompt[at]) for prompt in prompts}) == 1
+
+    first = next((n for n in range(min(most, shortest - 1)) if not alike(n)), min(most, shortest - 1))
+    room = min(most, shortest - 1 - first)
+    return first, next((n for n in range(room) if not alike(-1 - n)), room)
+
+
 def shifted(logp: Floats) -> dict[Name, Floats]:
     """Hypotheses about the place of a log-prob; the token that has no neighbour keeps its own."""
     return {

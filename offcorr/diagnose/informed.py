@@ -8,10 +8,7 @@ import math
 from offcorr.diagnose.causes import CAUSES, Finding
 from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.questions import open_questions
-from offcorr.diagnose.rescore import TRANSFORMS, Rescored
-
-EXPLAINS = 0.6
-"""A hypothesis is named as the cause if it explains more than this share of the gap."""
+from offcorr.diagnose.rescore import EXPLAINS, TRANSFORMS, Rescored
 
 SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised"), "stale_weights": ("adapter_not_synced",)}
 """Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from offcorr.diagnose.evidence import SAME
-from offcorr.diagnose.hypotheses import TEMPERATURES, Name, chosen, other_prompts, shifted, transformed
+from offcorr.diagnose.hypotheses import (
+    TEMPERATURES,
+    Name,
+    chosen,
+    other_prompts,
+    shared_ends,
+    shifted,
+    transformed,
+    without,
+)
 from offcorr.diagnose.passes import passes
 from offcorr.diagnose.record import Floats, Record
 from offcorr.diagnose.variants import cast, has_adapter, rounded_caches, without_adapter
@@ -29,8 +38,17 @@ TRANSFORMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FALSE_ALARMS = 1e-3
 """Share of the dumps, at most, whose tokens were drawn as they were logged and would be said not to be."""
 
+EXPLAINS = 0.6
+"""A hypothesis is named as the cause if it explains more than this share of the gap."""
+
+NEARLY_ALL = 0.9
+"""Share of the gap from which no other template is looked for."""
+
 FEW = 8
-"""Sequences that the trainer's temperature is found from."""
+"""Sequences that the trainer's temperature, and another template, are found from."""
+
+TEMPLATE = 16
+"""First and last tokens of a prompt, at most, that are tried as another template's."""
 
 AS_IT_IS: Name = ("", "")
 
@@ -93,8 +111,11 @@ class Rescored:
 
     @property
     def as_the_model(self) -> bool:
-        """Whether the sampler did what the model does, so that the trainer's log-probs are what differs."""
-        return self.gap < 0.1 * self.logged
+        """Whether the sampler did what the model does, so that the trainer's log-probs are what differs.
+
+        Where those are noisy, the trainer's temperature is found roughly, and the model at it is the sampler's nearly.
+        """
+        return self.gap < 0.1 * self.logged or self.gap < 0.5 * self.logged < self.trainer
 
     @property
     def other_model(self) -> bool:
@@ -198,8 +219,37 @@ def rescore(
     if noise > SAME and logged / 3 < noise < logged * 3:  # the trainer is off by as much as dropout makes
         hypotheses.append(_hypothesis("dropout", "dropout off", gap, logged))
     hypotheses.sort(key=lambda one: -one.share)
+    if gap > SAME and hypotheses[0].share <= NEARLY_ALL:
+        first, last = template(records, lambda some: _gap_of(some, again("other templates", model, some)))
+        if first or last:
+            cut = [without(record, first, last) for record in records]
+            words = f"the prompt without its first {first} and last {last} tokens"
+            logp = np.concatenate(again(words, model, cut))[valid]
+            hypotheses.append(_hypothesis("chat_template", words, _gap(logp, sampler), gap, _likelier(logp, ours)))
+            hypotheses.sort(key=lambda one: -one.share)
     as_logged = _likelier(sampler, ours, slips=0.0)
     return Rescored(len(records), gap, logged, _gap(ours, trainer), hypotheses, left_out, as_logged, temperature)
+
+
+def template(records: Sequence[Record], gap: Callable[[Sequence[Record]], float]) -> tuple[int, int]:
+    """The first and last tokens of the prompts that the sampler most likely did not read: those that all share.
+
+    Args:
+        gap: mean |d| of records.
+    """
+    some = records[:: max(1, len(records) // FEW)][:FEW]
+    most_first, most_last = shared_ends(records, TEMPLATE)
+    first = last = 0
+    for _ in range(2):  # what stands next to the completion weighs most
+        last = min(range(most_last + 1), key=lambda n: gap([without(record, first, n) for record in some]))
+        first = min(range(most_first + 1), key=lambda n: gap([without(record, n, last) for record in some]))
+    return first, last
+
+
+def _gap_of(records: Sequence[Record], logps: Sequence[Floats]) -> float:
+    valid = np.concatenate([_valid(record) for record in records])
+    sampler = np.concatenate([record.rollout_logp for record in records])
+    return _gap(np.concatenate(logps)[valid], sampler[valid])
 
 
 @torch.no_grad()

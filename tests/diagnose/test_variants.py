@@ -277,3 +277,19 @@ def test_an_adapter_that_is_not_synced(wrapped):
     assert rescored.hypotheses[0].words == "the weights without the adapter" and rescored.hypotheses[0].share > 0.99
     assert informed(diagnose(records), rescored).verdict == "adapter_not_synced"
     assert torch.equal(trained(input_ids=ids).logits, before)  # the adapter is on again
+
+
+@pytest.mark.parametrize("first, last", [(3, 0), (0, 2), (2, 3)])
+def test_another_template(model, first, last):
+    """The trainer reads tokens around every prompt that the sampler did not read."""
+    around = np.array([14, 3, 9, 12, 5, 11, 2, 8])
+    records = []
+    for record in dump(model, sequences=8):
+        prompt = np.concatenate([around[:first], record.prompt_ids, around[first : first + last]])
+        (old,), _ = score(model, [prompt.tolist()], [record.completion_ids.tolist()])
+        records.append(dataclasses.replace(record, prompt_ids=prompt, old_logp=old.double().numpy()))
+    rescored = rescore(records, model)
+    best = rescored.hypotheses[0]
+    assert best.cause == "chat_template" and best.gap < 1e-4 < rescored.gap
+    assert best.words == f"the prompt without its first {first} and last {last} tokens"
+    assert informed(diagnose(records), rescored).verdict == "chat_template"
