@@ -2,8 +2,8 @@
 
     python benchmarks/diagnose_page.py [--check]
 
-It reads diagnose.json and diagnose_served.json of benchmarks/results, which benchmarks/diagnose.py makes, and
-diagnose_large.json of benchmarks/diagnose_large.py.  A table stands between ``<!-- diagnose NAME -->`` and
+It reads diagnose.json, diagnose_again.json and diagnose_served.json of benchmarks/results, which benchmarks/diagnose.py
+makes, and diagnose_large.json of benchmarks/diagnose_large.py.  A table stands between ``<!-- diagnose NAME -->`` and
 ``<!-- end -->``; ``--check`` changes nothing and fails where one is out of date.
 """
 
@@ -26,6 +26,7 @@ from offcorr.diagnose.causes import CAUSES, STAGES
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "mismatch.md"
 RESULT = ROOT / "benchmarks" / "results" / "diagnose.json"
+AGAIN = RESULT.with_name("diagnose_again.json")
 SERVED = RESULT.with_name("diagnose_served.json")
 LARGE = RESULT.with_name("diagnose_large.json")
 BLOCK = re.compile(r"(<!-- diagnose (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
@@ -190,6 +191,26 @@ def setup() -> str:
     return " ".join(said) + f" Made by `{about['command']}` with {listed(versions)}."
 
 
+def again() -> str:
+    """The sentence about dumps that were made after the last change of the hypotheses."""
+    found = json.loads(AGAIN.read_text())
+    rows: list[Row] = found["dumps"]
+    shares = [
+        f"{hits / len(rows):.1%} ({hits}; {low:.0%} to {high:.0%}) at {size}"
+        for size in found["sizes"]
+        for hits in [count(rows, size, by="informed")]
+        for low, high in [interval(hits, len(rows))]
+    ]
+    seeds = listed(sorted({str(row["seed"]) for row in rows}))
+    return (
+        f"These changes were complete before {len(rows)} other dumps with one cause or none were made, of "
+        f"{_architectures(rows)} and the seeds {seeds} (`{found['about']['command']}`). Of them the verdict with "
+        f"`--model` is right for {listed(shares)} sequences (95 % intervals), and from the logs for "
+        f"{listed([f'{count(rows, size)} at {size}' for size in found['sizes']])}. Wrong at 32 with `--model`: "
+        f"{_missed(rows, 'informed')}."
+    )
+
+
 def served() -> str:
     """Dumps with a real engine."""
     found = json.loads(SERVED.read_text())
@@ -298,7 +319,7 @@ def large() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (setup, served, verdict, targets, confusion, pairs, large)
+    table.__name__: table for table in (setup, served, verdict, targets, confusion, pairs, again, large)
 }
 
 
