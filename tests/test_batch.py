@@ -360,7 +360,7 @@ def test_options_without_a_default_are_required_and_illustrated(capsys):
 
 
 def test_pointwise_parts_ask_for_known_inputs():
-    with pytest.raises(TypeError, match=r"Odd.surrogate asks for 'colour'. It may ask for"):
+    with pytest.raises(TypeError, match=r"Odd.surrogate asks for 'colour', which is no input.*It may ask for"):
         type("Odd", (gates.Gate,), {"surrogate": staticmethod(lambda colour: colour)})
 
 

@@ -68,5 +68,5 @@ def test_its_probabilities_are_the_trainers(tmp_path):
 
 def test_a_group_on_two_ranks_is_refused(monkeypatch):
     monkeypatch.setattr(vcpo.Arguments, "world_size", 2)
-    with pytest.raises(ValueError, match="is 12, expected a multiple of num_generations, 8"):
+    with pytest.raises(ValueError, match="12\\) must be divisible by num_generations \\(8\\); the 12 are 6 x 1 x 2"):
         vcpo.Arguments("out", per_device_train_batch_size=6, steps_per_generation=2)
