@@ -149,7 +149,8 @@ def rescore(
     at a time takes about 500 MB at most, beside the model.
 
     Args:
-        records: some tens of sequences; each costs about fifteen forward passes, and one per checkpoint.
+        records: some tens of sequences; each costs about twenty forward passes, and one per checkpoint; some more where
+            another template is looked for.
         model: a causal language model of transformers, with the weights that the trainer held.
         checkpoints: names and models that the sampler may have had in its place; taken one after the other.
         temperature: the trainer's; None: the one at which the model's log-probs are nearest to the trainer's.
