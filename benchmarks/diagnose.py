@@ -13,8 +13,9 @@ dumps.
 
 diagnoses the dumps of ``benchmarks/mismatch_served.py``, whose sampler is a vLLM server.  ``--with-model`` also scores
 every dump again with the trainer's model, as `offcorr diagnose --model` does (about four seconds of CPU time per dump);
-what is counted as "informed" is the verdict after it.  No checkpoint is given, so that older weights have to be told
-without them.
+what is counted as "informed" is the verdict after it.  No checkpoint is given there, so that older weights have to be
+told without them; "with_checkpoint" counts the verdict where one is: of the weights that the sampler had, or, where it
+had the trainer's, of another optimizer step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from offcorr.diagnose import DumpWriter, Record, Report, diagnose, read
 from offcorr.diagnose.informed import informed
 from offcorr.diagnose.rescore import Rescored, rescore
 from offcorr.lab import results
-from offcorr.lab.mismatch import ARCHITECTURES, CAUSES, check, make, trainer_model
+from offcorr.lab.mismatch import ARCHITECTURES, CAUSES, check, make, other_model, trainer_model
 from offcorr.lab.text import duration
 
 DEVELOPMENT = {"architectures": ("llama", "mixtral", "gpt2"), "seeds": (0, 1)}
@@ -41,10 +42,10 @@ LOOKED_AT = {
     "architectures": ("llama", "qwen2", "qwen3", "gpt_neox", "gpt2", "mixtral", "qwen3_moe", "toy", "random"),
     "seeds": (
         *(0, 1, 2, 3, 6, 9, 12, 20, 21, 22, 30, 31, 32, 40, 50, 51, 52, 60, 61, 62, 63),
-        *(*range(70, 75), 80, 81, *range(83, 87), *range(90, 94), *range(100, 104)),
+        *(*range(70, 75), 80, 81, *range(83, 87), *range(90, 94), *range(100, 104), 110, 111),
     ),
 }
-HELD_OUT = {"architectures": ("qwen3", "qwen3_moe", "gpt_neox"), "seeds": (110, 111, 112, 113)}
+HELD_OUT = {"architectures": ("qwen3", "qwen3_moe", "gpt_neox"), "seeds": (112, 113, 114, 115)}
 SIZES = (32, 16, 8)
 PAIRS = (
     ("temperature", "stale_weights"),
@@ -116,22 +117,26 @@ def served(folder: Path, with_model: bool) -> Iterator[dict[str, Any]]:
         yield found | verdicts(records, _scored(dump) if with_model else None)
 
 
-def _scored(dump: Dump) -> Callable[[Sequence[Record]], Rescored]:
-    """Scores records of a dump again with its trainer's model."""
-    model = trainer_model(dump.causes, architecture=dump.architecture.removeprefix("vllm-"), seed=dump.seed)
-    return lambda records: rescore(records, model)
+def _scored(dump: Dump) -> dict[str, Callable[[Sequence[Record]], Rescored]]:
+    """Ways to score records of a dump again: with its trainer's model, and with a checkpoint beside it."""
+    made = {"architecture": dump.architecture.removeprefix("vllm-"), "seed": dump.seed}
+    model, other = trainer_model(dump.causes, **made), other_model(dump.causes, **made)
+    return {
+        "informed": lambda records: rescore(records, model),
+        "with_checkpoint": lambda records: rescore(records, model, checkpoints=[("the checkpoint", other)]),
+    }
 
 
 def verdicts(
-    records: list[Record], scored: Callable[[Sequence[Record]], Rescored] | None = None
+    records: list[Record], ways: Mapping[str, Callable[[Sequence[Record]], Rescored]] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """What is named at every size: "named" from the logs, "informed" with a model that scores them again."""
+    """What is named at every size: "named" from the logs, and with what scores them again in each way."""
     found: dict[str, dict[str, Any]] = {"named": {}}
     for size in SIZES:
         report = diagnose(records[:size])
         found["named"][str(size)] = _named(report)
-        if scored is not None:
-            found.setdefault("informed", {})[str(size)] = _named(informed(report, scored(records[:size])))
+        for way, scored in (ways or {}).items():
+            found.setdefault(way, {})[str(size)] = _named(informed(report, scored(records[:size])))
     return found
 
 
@@ -161,11 +166,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 continue
             shares = {str(size): sum(right(row, size) for row in chosen) / len(chosen) for size in SIZES}
             found[f"{part} {kind}"] = {"dumps": len(chosen), "right": shares}
-            if all("informed" in row for row in chosen):
-                shares = {
-                    str(size): sum(right(row, size, "informed") for row in chosen) / len(chosen) for size in SIZES
-                }
-                found[f"{part} {kind} with the model"] = {"dumps": len(chosen), "right": shares}
+            for way, words in (("informed", "with the model"), ("with_checkpoint", "with the model and a checkpoint")):
+                if all(way in row for row in chosen):
+                    shares = {str(size): sum(right(row, size, way) for row in chosen) / len(chosen) for size in SIZES}
+                    found[f"{part} {kind} {words}"] = {"dumps": len(chosen), "right": shares}
         singles = [row for row in rows if row["part"] == part and len(row["causes"]) == 1]
         found[f"{part} confusion"] = {
             cause: dict(Counter(row["named"]["32"]["verdict"] for row in singles if row["causes"] == [cause]))

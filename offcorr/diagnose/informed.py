@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
+
 from offcorr.diagnose.causes import CAUSES, Finding
+from offcorr.diagnose.causes.policies import FAR, same_version
+from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.rescore import EXPLAINS, TRANSFORMS, Rescored
@@ -23,6 +27,16 @@ SILENT = {
 """The cause of a hypothesis, and its name where neither side logged it."""
 
 
+TRAINERS = ("dropout", "position", "policy_updates")
+"""Causes in how the trainer scores."""
+
+EXACTLY = 0.02
+"""Share of mean |d| up to which two log-probs are the same."""
+
+FIRSTS = 6
+"""Completions whose first tokens tell."""
+
+
 def informed(report: Report, rescored: Rescored) -> Report:
     """The report with what the hypotheses add: the cause of the gap, and a transform that neither side logged.
 
@@ -32,7 +46,8 @@ def informed(report: Report, rescored: Rescored) -> Report:
     """
     if rescored.other_model:
         return report
-    silent, gap = _of_the_draws(rescored), _of_the_gap(report, rescored)
+    silent = _of_the_draws(rescored)
+    gap = _of_the_gap(report, rescored) or _of_the_trainer(report, rescored)
     # What is drawn wrongly precedes two policies that differ.
     first, second = (silent, gap) if gap is not None and CAUSES[gap.cause].stage == "policies" else (gap, silent)
     found = [one for one in (first, second) if one is not None]
@@ -78,6 +93,32 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
         f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
     )
     return _finding(id, best.share, best.share, EXPLAINS, best.share, said)
+
+
+def _of_the_trainer(report: Report, rescored: Rescored) -> Finding | None:
+    """What the trainer does, where the sampler's log-probs are those of the model and the trainer's are not.
+
+    Nothing that the sampler does is a cause then.
+    """
+    evidence = report.evidence
+    cause = CAUSES.get(report.verdict)
+    if rescored.gap > EXACTLY * rescored.logged or report.verdict in TRAINERS:
+        return None
+    if report.verdict != "unknown" and (cause is None or cause.stage != "policies"):
+        return None
+    same = evidence.size < EXACTLY * evidence.gap
+    whole = np.bincount(evidence.sequence, ~same, len(evidence.records)) == 0
+    first = same[evidence.position == 0]
+    agree = max(float(whole.mean()), float(first.mean()) if len(first) else 0.0)
+    known = "scored again, the sampler's log-probs are the model's own, and the trainer's differ by "
+    known += f"{rescored.logged:.2g} nats on average; "
+    if 0 < whole.mean() < 1 or (len(first) >= FIRSTS and first.all()):
+        where = "at the first token of every completion" if agree == 1 else f"in {whole.mean():.0%} of the sequences"
+        return _finding("position", 0.9, agree, 0.0, 1.0, f"{known}they agree exactly {where}, and nowhere else")
+    if same_version(evidence) and Profile.of(evidence).mean > FAR:
+        said = f"{known}both sides had the same weights, as the logged versions say, and no sequence agrees"
+        return _finding("dropout", 0.8, agree, 0.0, 1.0, said)
+    return None
 
 
 def _of_the_draws(rescored: Rescored) -> Finding | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,12 +24,26 @@ ROWS = 16
 """Sequences of a batch, at most."""
 
 
+@dataclass(frozen=True)
+class Before:
+    """Other weights that read the first tokens of each sequence; their keys and values stay.
+
+    Args:
+        model: with these weights.
+        places: number of tokens, prompt included, that it reads of each record.
+    """
+
+    model: nn.Module
+    places: Sequence[int]
+
+
 def passes(
     model: nn.Module,
     records: Sequence[Record],
     *,
     training: bool = False,
     cache: Callable[[int], Any] | None = None,
+    before: Before | None = None,
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """The logits of every token of the completions, a piece at a time, as the model gives them.
 
@@ -39,6 +54,7 @@ def passes(
         model: in whatever mode; its modules are in the mode that they were in afterwards.
         training: the mode of the passes.
         cache: makes an empty cache from the length of the prompt, which is then read first, by itself.
+        before: what reads the first tokens in place of the model.
 
     Yields:
         number of a record, place of the first token in its completion, logits [t, V] (float32), token ids [t].
@@ -50,14 +66,17 @@ def passes(
     vocabulary: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr, assignment]
     rows = [_ids(record, vocabulary) for record in records]
     size = max(1, PIECE // (COPIES * vocabulary))
-    with _mode(model, training):
-        for batch in _batches(records, size):
+    other = model if before is None else before.model
+    places = [0] * len(records) if before is None else before.places
+    with _mode(model, training), _mode(other, training):
+        for batch in _batches(records, places, size):
             prompt = len(records[batch[0]].prompt_ids)
             ids = np.zeros((len(batch), max(len(rows[row]) for row in batch)), dtype=np.int64)
             for at, row in enumerate(batch):
                 ids[at, : len(rows[row])] = rows[row]  # a causal model does not look at what follows
             tokens = torch.from_numpy(ids).to(next(model.parameters()).device)
-            for start, logits in _pieces(model, tokens, prompt, size, cache, records[batch[0]].where):
+            where, first = records[batch[0]].where, (other, places[batch[0]])
+            for start, logits in _pieces(model, tokens, prompt, size, cache, first, where):
                 for at, row in enumerate(batch):
                     stop = min(start + logits.shape[1], len(rows[row]) - 1)
                     begin = max(start, prompt - 1)
@@ -92,9 +111,15 @@ def _ids(record: Record, vocabulary: int) -> Integers:
     return ids
 
 
-def _batches(records: Sequence[Record], size: int) -> Iterator[list[int]]:
-    """Numbers of records with prompts of one length; a batch has at most ``size`` tokens, or is one record."""
-    lengths = [(len(record.prompt_ids), len(record.prompt_ids) + len(record)) for record in records]
+def _batches(records: Sequence[Record], places: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Numbers of records with prompts of one length, and one place.
+
+    A batch has at most ``size`` tokens, or is one record.
+    """
+    lengths = [
+        ((len(record.prompt_ids), place), len(record.prompt_ids) + len(record))
+        for record, place in zip(records, places, strict=True)
+    ]
     batch: list[int] = []
     for row in sorted(range(len(records)), key=lambda row: lengths[row]):
         full = len(batch) == ROWS or (len(batch) + 1) * lengths[row][1] > size
@@ -107,20 +132,28 @@ def _batches(records: Sequence[Record], size: int) -> Iterator[list[int]]:
 
 
 def _pieces(
-    model: nn.Module, tokens: Tensor, prompt: int, size: int, cache: Callable[[int], Any] | None, where: str
+    model: nn.Module,
+    tokens: Tensor,
+    prompt: int,
+    size: int,
+    cache: Callable[[int], Any] | None,
+    first: tuple[nn.Module, int],
+    where: str,
 ) -> Iterator[tuple[int, Tensor]]:
-    """First place and logits [B, t, V] of each piece."""
+    """First place and logits [B, t, V] of each piece; ``first``: what reads the first tokens, and how many."""
+    other, place = first
     last = tokens.shape[1] - 1
     piece = last if len(tokens) > 1 else size
-    cuts = sorted({*range(0, last, piece), last} | ({prompt} if cache else set()))
+    cuts = sorted({*range(0, last, piece), last, min(place, last)} | ({prompt} if cache else set()))
     keep = len(cuts) > 2 or cache is not None
     kept: Any = cache(prompt) if cache else None
     for start, stop in pairwise(cuts):
-        output = model(input_ids=tokens[:, start:stop], past_key_values=kept, use_cache=keep)
+        reader = other if stop <= place else model
+        output = reader(input_ids=tokens[:, start:stop], past_key_values=kept, use_cache=keep)
         kept = getattr(output, "past_key_values", None)
         if keep and (kept is None or not kept.get_seq_length()):
             said = "" if cache else f"a sequence of {last + 1} tokens is scored in pieces of {piece}, and "
             advice = "" if cache else ": leave longer sequences out"
-            place = f"{where}: " if where else ""
-            raise ValueError(f"{place}{said}{type(model).__name__} keeps no keys and values between them{advice}")
+            named = f"{where}: " if where else ""
+            raise ValueError(f"{named}{said}{type(model).__name__} keeps no keys and values between them{advice}")
         yield start, output.logits

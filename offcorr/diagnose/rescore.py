@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from offcorr.diagnose.earlier import earlier
 from offcorr.diagnose.evidence import SAME
 from offcorr.diagnose.hypotheses import (
     TEMPERATURES,
@@ -149,10 +151,11 @@ def rescore(
     at a time takes about 500 MB at most, beside the model.
 
     Args:
-        records: some tens of sequences; each costs about twenty forward passes, and one per checkpoint; some more where
-            another template is looked for.
+        records: some tens of sequences; each costs about twenty forward passes, and three to five per checkpoint; some
+            more where another template is looked for.
         model: a causal language model of transformers, with the weights that the trainer held.
-        checkpoints: names and models that the sampler may have had in its place; taken one after the other.
+        checkpoints: names and models whose weights the sampler may have had in place of the model's, throughout, for
+            the prompt, or up to some token; taken one after the other.
         temperature: the trainer's; None: the one at which the model's log-probs are nearest to the trainer's.
         report: called with a hypothesis, the number of sequences scored under it and their total.
 
@@ -167,42 +170,15 @@ def rescore(
     elif not (np.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature is {temperature}, expected a number > 0")
 
-    def plain(raw: Tensor, ids: Tensor, record: Record, start: int) -> dict[Name, Floats]:
-        return {AS_IT_IS: chosen(raw / temperature, ids)}
-
-    def with_transforms(raw: Tensor, ids: Tensor, record: Record, start: int) -> dict[Name, Floats]:
-        found = transformed(raw, ids, temperature, record.prompt_ids, record.completion_ids[:start])
-        return found | plain(raw, ids, record, start)
-
-    def again(words: str, module: nn.Module, changed: Sequence[Record] = records, **how: Any) -> list[Floats]:
-        return _scored(module, changed, plain, lambda done: report(words, done, len(records)), **how)[AS_IT_IS]
-
-    scored = _scored(model, records, with_transforms, lambda done: report("as it is", done, len(records)))
-    base = scored.pop(AS_IT_IS)
-    for name in shifted(base[0]):
-        scored[name] = [shifted(logp)[name] for logp in base]
-    for name, changed in other_prompts(records).items():
-        scored[name] = again(name[1], model, changed)
+    scorer = _Scorer(records, model, temperature, report)
+    base, scored = scorer.as_it_is()
     left_out = []
-    for precision in PRECISIONS:
-        words = f"weights in {precision}"
+    for words, make in scorer.variants(checkpoints, base):
         try:
-            scored["precision", words] = again(words, cast(model, precision))
+            scored |= make()
         except ValueError as error:
             left_out.append(f"{words}: {error}")
-    for words, cache in rounded_caches().items():
-        try:
-            scored["kv_cache", words] = again(words, model, cache=cache)
-        except ValueError as error:
-            left_out.append(f"{words}: {error}")
-    if has_adapter(model):
-        words = "the weights without the adapter"
-        with without_adapter(model):
-            scored["adapter_not_synced", words] = again(words, model)
-    for named, module in checkpoints:
-        words = f"the weights of {named}"
-        scored["stale_weights", words] = again(words, module)
-    dropped = np.concatenate(again("dropout on", model, training=True))
+    dropped = np.concatenate(scorer.again("dropout on", model, training=True))
 
     valid = np.concatenate([_valid(record) for record in records])
     if not valid.any():
@@ -211,25 +187,80 @@ def rescore(
     sampler = np.concatenate([record.rollout_logp for record in records])[valid]
     trainer = np.concatenate([record.old_logp for record in records])[valid]
     gap, logged = _gap(ours, sampler), _gap(trainer, sampler)
-    hypotheses = []
-    for (cause, words), logps in scored.items():
+
+    def hypothesis(name: Name, logps: list[Floats]) -> Hypothesis:
         logp = np.concatenate(logps)[valid]
-        drawn = 0.0 if cause == "shift" else _likelier(logp, ours)
-        hypotheses.append(_hypothesis(cause, words, _gap(logp, sampler), gap, drawn))
+        return _hypothesis(*name, _gap(logp, sampler), gap, 0.0 if name[0] == "shift" else _likelier(logp, ours))
+
+    hypotheses = [hypothesis(name, logps) for name, logps in scored.items()]
     noise = _gap(dropped[valid], ours)
     if noise > SAME and logged / 3 < noise < logged * 3:  # the trainer is off by as much as dropout makes
         hypotheses.append(_hypothesis("dropout", "dropout off", gap, logged))
     hypotheses.sort(key=lambda one: -one.share)
     if gap > SAME and hypotheses[0].share <= NEARLY_ALL:
-        first, last = template(records, lambda some: _gap_of(some, again("other templates", model, some)))
+        first, last = template(records, lambda some: _gap_of(some, scorer.again("other templates", model, some)))
         if first or last:
-            cut = [without(record, first, last) for record in records]
             words = f"the prompt without its first {first} and last {last} tokens"
-            logp = np.concatenate(again(words, model, cut))[valid]
-            hypotheses.append(_hypothesis("chat_template", words, _gap(logp, sampler), gap, _likelier(logp, ours)))
+            cut = [without(record, first, last) for record in records]
+            hypotheses.append(hypothesis(("chat_template", words), scorer.again(words, model, cut)))
             hypotheses.sort(key=lambda one: -one.share)
     as_logged = _likelier(sampler, ours, slips=0.0)
     return Rescored(len(records), gap, logged, _gap(ours, trainer), hypotheses, left_out, as_logged, temperature)
+
+
+@dataclass(frozen=True)
+class _Scorer:
+    """Log-probs of the records under hypotheses; see ``rescore``."""
+
+    records: Sequence[Record]
+    model: nn.Module
+    temperature: float
+    report: Callable[[str, int, int], None]
+
+    def again(self, words: str, module: nn.Module, records: Sequence[Record] | None = None, **how: Any) -> list[Floats]:
+        """[T] log-probs of each record; ``how``: see ``passes``."""
+        changed = self.records if records is None else records
+        return _scored(module, changed, self._plain, lambda done: self._said(words, done), **how)[AS_IT_IS]
+
+    def as_it_is(self) -> tuple[list[Floats], dict[Name, list[Floats]]]:
+        """The model's log-probs, and those under the hypotheses that need no other pass."""
+        scored = _scored(self.model, self.records, self._transforms, lambda done: self._said("as it is", done))
+        base = scored.pop(AS_IT_IS)
+        for name in shifted(base[0]):
+            scored[name] = [shifted(logp)[name] for logp in base]
+        return base, scored
+
+    def variants(
+        self, checkpoints: Iterable[tuple[str, nn.Module]], base: list[Floats]
+    ) -> Iterator[tuple[str, Callable[[], dict[Name, list[Floats]]]]]:
+        """Hypotheses in words, and what scores each; it raises ValueError where the model cannot be changed so."""
+        for name, changed in other_prompts(self.records).items():
+            yield name[1], partial(self._one, name, lambda: self.model, records=changed)
+        for precision in PRECISIONS:
+            words = f"weights in {precision}"
+            yield words, partial(self._one, ("precision", words), partial(cast, self.model, precision))
+        for words, cache in rounded_caches().items():
+            yield words, partial(self._one, ("kv_cache", words), lambda: self.model, cache=cache)
+        if has_adapter(self.model):
+            words = "the weights without the adapter"
+            with without_adapter(self.model):
+                yield words, partial(self._one, ("adapter_not_synced", words), lambda: self.model)
+        for named, module in checkpoints:
+            found = earlier(named, module, self.model, self.records, base, self.again)
+            yield f"the weights of {named}", partial(dict, found)
+
+    def _one(self, name: Name, module: Callable[[], nn.Module], **how: Any) -> dict[Name, list[Floats]]:
+        return {name: self.again(name[1], module(), **how)}
+
+    def _plain(self, raw: Tensor, ids: Tensor, record: Record, start: int) -> dict[Name, Floats]:
+        return {AS_IT_IS: chosen(raw / self.temperature, ids)}
+
+    def _transforms(self, raw: Tensor, ids: Tensor, record: Record, start: int) -> dict[Name, Floats]:
+        found = transformed(raw, ids, self.temperature, record.prompt_ids, record.completion_ids[:start])
+        return found | self._plain(raw, ids, record, start)
+
+    def _said(self, words: str, done: int) -> None:
+        self.report(words, done, len(self.records))
 
 
 def template(records: Sequence[Record], gap: Callable[[Sequence[Record]], float]) -> tuple[int, int]:

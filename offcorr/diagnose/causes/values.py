@@ -12,6 +12,10 @@ FEWEST = 3
 """Tokens that a test of single tokens needs."""
 
 
+IMPOSSIBLE = -50.0
+"""Log-prob (nats) of a token that is not sampled once in all of training."""
+
+
 class Sentinel(Cause):
     """Values that stand for "no log-prob": infinite, above 0, or one constant far from the trainer's values."""
 
@@ -25,15 +29,16 @@ class Sentinel(Cause):
         alone = _zeros(evidence) & ~evidence.last
         if alone.any() and not _in_runs(evidence, alone):
             odd, value = (odd | alone, value if odd.sum() > alone.sum() else 0.0)
-        if odd.sum() < FEWEST:
+        impossible = int((~np.isfinite(evidence.sampler[odd]) | (evidence.sampler[odd] <= IMPOSSIBLE)).sum())
+        if not impossible and odd.sum() < FEWEST:
             return None
         values, times = np.unique(evidence.sampler[odd], return_counts=True)  # taken away at likely tokens, too
         share = float(odd.mean())
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence))),
-            FEWEST / len(evidence),
-            float(odd.sum()) / FEWEST,
+            (1 if impossible else FEWEST) / len(evidence),
+            max(float(odd.sum()) / FEWEST, 3.0 if impossible else 0.0),
             f"{odd.sum()} of {len(evidence)} tokens have a value from the sampler that cannot be their log-prob, most "
             f"often {value:g}",
             evidence.keep(~(odd | np.isin(evidence.sampler, values[times >= FEWEST]))),
@@ -179,30 +184,77 @@ class Retokenised(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        after = np.zeros(len(evidence), bool)
-        firsts = []
+        before, after = np.zeros(len(evidence), bool), np.zeros(len(evidence), bool)
+        firsts, slips = [], []
+        at_place = moved_by = 0.0
         for at in range(len(evidence.records)):
             tokens = evidence.of_sequence(at)
-            first = _onset(evidence.size[tokens])
+            trainer, sampler = evidence.trainer[tokens], evidence.sampler[tokens]
+            first, by = _slip(trainer, sampler) or (_onset(evidence.size[tokens]), 0)
             if first is not None:
                 firsts.append(first)
+                slips += [by] * (by != 0)
+                places = np.arange(max(0, -by), first)
+                at_place += float(np.abs(trainer - sampler)[places].sum())
+                moved_by += float(np.abs(trainer[places] - sampler[places + by]).sum())
+                before[tokens.start : tokens.start + first] = True
                 after[tokens.start + first : tokens.stop] = True
-        if len(firsts) < 2 or (np.std(firsts) < 1.5 and len(firsts) > 4) or (~after).sum() < 16:
+        if len(firsts) < 2 or (np.std(firsts) < 1.5 and len(firsts) > 4) or before.sum() < 16:
             return None
-        before_size, after_size = float(evidence.size[~after].mean()), float(evidence.size[after].mean())
-        if after_size < 8 * before_size:
+        before_size, after_size = float(evidence.size[before].mean()), float(evidence.size[after].mean())
+        if after_size < 8 * before_size and len(slips) < 2:
             return None
+        if len(slips) > len(firsts) / 2 and moved_by < 4 * at_place + 1:  # all is shifted, from the first token on
+            return None
+        if before_size < 0.02:  # the others that differ do for the same reason, early or just before they end
+            for at in range(len(evidence.records)):
+                tokens = evidence.of_sequence(at)
+                after[tokens] |= np.maximum.accumulate(evidence.size[tokens] > 0.5)
         share = len(firsts) / len(evidence.records)
+        again = (
+            f"; in {len(slips)} of them the sampler's log-probs fit again when they are moved by {_amounts(slips)}"
+            if slips
+            else ""
+        )
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence.records))),
             2 / len(evidence.records),
-            len(firsts) / 2,
+            len(firsts) / 2 + len(slips),
             f"in {len(firsts)} of {len(evidence.records)} sequences trainer and sampler agree (mean |d| "
             f"{before_size:.2g} nats) up to a token that the trainer finds next to impossible, at index {min(firsts)} "
-            f"to {max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats)",
+            f"to {max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}",
             evidence.keep(~after),
         )
+
+
+FARTHEST_SLIP = 4
+"""Tokens, at most, by which encoding a text again is seen to move what follows."""
+
+
+def _slip(trainer: Floats, sampler: Floats) -> tuple[int, int] | None:
+    """The index from which one sequence's log-probs fit only when they are moved, and by how many tokens."""
+    far = np.abs(trainer - sampler) > 0.5
+    if not far.any():
+        return None
+    first = int(far.argmax())
+    places = np.arange(first + FARTHEST_SLIP, len(trainer) - FARTHEST_SLIP)
+    if len(places) < 8 or (first and np.abs(trainer - sampler)[:first].mean() > 0.1):
+        return None
+    left = {
+        by: float(np.median(np.abs(trainer[places] - sampler[places + by])))
+        for by in range(-FARTHEST_SLIP, FARTHEST_SLIP + 1)
+    }
+    best = min(left, key=lambda by: left[by])
+    return (first, best) if left[0] > 0.2 and left[best] < 0.25 * left[0] else None
+
+
+def _amounts(slips: list[int]) -> str:
+    """How many tokens, in words."""
+    amounts = sorted({abs(by) for by in slips})
+    return (
+        f"{amounts[0]} token{'s' * (amounts[0] > 1)}" if len(amounts) == 1 else f"{amounts[0]} to {amounts[-1]} tokens"
+    )
 
 
 GROSS = 4.0
@@ -254,7 +306,7 @@ def _neighbours(evidence: Evidence, which: Booleans) -> Floats:
 def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
     """Tokens with a value that stands for none, and the commonest such value."""
     sampler = evidence.sampler
-    odd = ~np.isfinite(sampler) | (sampler > 1e-6) | (sampler <= -50) & (evidence.trainer > sampler / 2)
+    odd = ~np.isfinite(sampler) | (sampler > 1e-6) | (sampler <= IMPOSSIBLE) & (evidence.trainer > sampler / 2)
     values, inverse, times = np.unique(sampler, return_inverse=True, return_counts=True)
     far = np.bincount(inverse, np.nan_to_num(evidence.size, posinf=1e3) > 0.5) / times
     mean = np.bincount(inverse, evidence.trainer) / times

@@ -8,7 +8,18 @@ Tokens are drawn from the sampler's own distribution by its own decode loop; the
 passes of the trainer.  `python -m offcorr.lab.mismatch` writes such records to files.
 """
 
-from offcorr.lab.mismatch.generate import Dump, apart, check, generate, logged, make, pairs, prepare, trainer_model
+from offcorr.lab.mismatch.generate import (
+    Dump,
+    apart,
+    check,
+    generate,
+    logged,
+    make,
+    other_model,
+    pairs,
+    prepare,
+    trainer_model,
+)
 from offcorr.lab.mismatch.models import ARCHITECTURES, VARIANTS, Recipe
 from offcorr.lab.mismatch.setup import CAUSES, STRENGTHS, Cause, Log, Setup, cause
 
@@ -28,6 +39,7 @@ __all__ = [
     "generate",
     "logged",
     "make",
+    "other_model",
     "pairs",
     "prepare",
     "trainer_model",

@@ -17,7 +17,7 @@ from offcorr.diagnose.record import Floats, Integers, Record
 from offcorr.lab.mismatch import logs, numerics, tokens, transforms, weights  # noqa: F401  (they register causes)
 from offcorr.lab.mismatch.decode import Decoded, Transform, decode, score
 from offcorr.lab.mismatch.language import EOS
-from offcorr.lab.mismatch.models import VARIANTS, Recipe, advantages, policy_gradient, subject
+from offcorr.lab.mismatch.models import KEPT, VARIANTS, Recipe, advantages, policy_gradient, subject
 from offcorr.lab.mismatch.setup import CAUSES, KINDS, STRENGTHS, Log, Setup
 
 GROUP = 4
@@ -113,6 +113,20 @@ def trainer_model(causes: Sequence[str], *, architecture: str, seed: int, streng
     """
     setup = prepare(causes, architecture=architecture, seed=seed, strength=strength)
     return setup.saved or setup.trainer
+
+
+def other_model(causes: Sequence[str], *, architecture: str, seed: int, strength: str = "usual") -> nn.Module:
+    """A checkpoint that somebody has beside ``trainer_model``: of the sampler's weights, or of no policy of the dump.
+
+    The latter where the sampler has the trainer's weights.  Arguments and errors as there.
+    """
+    setup = prepare(causes, architecture=architecture, seed=seed, strength=strength)
+    own = (setup.saved or setup.trainer).state_dict()
+    for module in setup.sampler:
+        others = module.state_dict()
+        if others.keys() != own.keys() or any(not torch.equal(others[key], own[key]) for key in own):
+            return module
+    return setup.subject.at("rl", KEPT[-1])
 
 
 def check(causes: Sequence[str], architecture: str, strength: str = "usual") -> tuple[str, ...]:
