@@ -109,6 +109,8 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
     whole = max(evidence.gap, 1e-12)
     left = evidence
     for stage in STAGES:
+        if not np.isfinite(left.floor) and stage != "updates":  # nothing of d is left to explain
+            continue
         causes = {id: cause for id, cause in CAUSES.items() if cause.stage == stage}
         while causes and len(findings) < ROUNDS:
             found = {id: found for id, cause in causes.items() if (found := cause.found(left)) is not None}

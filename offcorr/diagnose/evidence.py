@@ -186,6 +186,22 @@ class Evidence:
         known = np.isfinite(self.entropy)
         return None if known.sum() < min(64, len(self)) else self if known.all() else self.keep(known)
 
+    @cached_property
+    def as_logged(self) -> bool:
+        """Whether the sampler's values are those of the dump, with nothing taken away but whole tokens."""
+        logged = [record.rollout_logp[self.position[self.of_sequence(at)]] for at, record in enumerate(self.records)]
+        return np.array_equal(self.sampler, np.concatenate(logged) if logged else np.empty(0), equal_nan=True)
+
+    @cached_property
+    def beside_masked(self) -> Booleans:
+        """[N] whether the token before or after it in the completion is masked out."""
+        found = []
+        for at, record in enumerate(self.records):
+            sampled = np.ones(len(record), bool) if record.mask is None else record.mask
+            before, after = np.r_[True, sampled[:-1]], np.r_[sampled[1:], True]
+            found.append(~(before & after)[self.position[self.of_sequence(at)]])
+        return np.concatenate(found) if found else np.empty(0, bool)
+
     # -- tests -----------------------------------------------------------------------------------------------
 
     @cached_property
@@ -285,14 +301,16 @@ def _contexts(records: Sequence[Record]) -> NDArray[np.uint64]:
 def _head(record: Record) -> bytes:
     """A hash of the prompt and of the weights on both sides: the sampler's version, and the trainer's step.
 
-    The trainer's weights may move from step to step while those that sampled stay (a sampler that lags).
+    The trainer's weights may move from step to step while those that sampled stay (a sampler that lags).  Several runs
+    may have been dumped, to folders of their own.
     """
     weights = f"{_weights(record)}/{record.trainer_version if record.step is None else record.step}"
     return hashlib.blake2b(record.prompt_ids.tobytes() + weights.encode(), digest_size=8).digest()
 
 
 def _weights(record: Record) -> str:
-    return f"{record.step if record.rollout_version is None else np.asarray(record.rollout_version).flat[0]}"
+    version = record.step if record.rollout_version is None else np.asarray(record.rollout_version).flat[0]
+    return f"{version} of {record.where.rpartition('/')[0]}"
 
 
 DEEPEST = 32

@@ -44,7 +44,14 @@ trainer_version, or give --model'
     if not draws_known and (off := _unexplained(evidence, named)):
         said.append(
             f"why the tokens are {off} surprising than draws from the trainer's distributions would be. To find out, "
-            "give --model, or read the engine's sampling options: temperature, top_p, top_k, min_p, penalties"
+            "give --model, or read the engine's sampling options (temperature, top_p, top_k, min_p, penalties), and "
+            "check that the weights that sampled are those that scored"
+        )
+    if "temperature" in named and not draws_known and _lost(evidence, named):
+        said.append(
+            f"why the mean ratio e^d is {evidence.ratio_identity.value:.2f}, further below 1 than a temperature makes "
+            "it: the sampler may also leave tokens out. To find out, give --model, or read the engine's top_p, top_k "
+            "and min_p"
         )
     if "dropout" not in named and not repeatable(evidence):
         said.append(f"whether the trainer's dropout is on. To find out, {_repeated_contexts(evidence)}")
@@ -63,6 +70,17 @@ def _unexplained(evidence: Evidence, named: Sequence[str]) -> str:
     if balance is None or abs(balance.z) < OFF or any(CAUSES[id].stage in MOVE_THE_BALANCE for id in named):
         return ""
     return "less" if balance.value < 0 else "more"
+
+
+LOST = 0.9
+"""Mean ratio below which a temperature alone is no explanation: both sides can draw every token."""
+
+
+def _lost(evidence: Evidence, named: Sequence[str]) -> bool:
+    """Whether the mean ratio is far below 1, and no cause was found that lowers it."""
+    ratio = evidence.ratio_identity
+    others = {id for id in named if CAUSES[id].stage in ("values", "sampling")} - {"temperature", "repetition_penalty"}
+    return not others and ratio.value < LOST and ratio.value - 1 < -2 * OFF * ratio.error
 
 
 def _repeated_contexts(evidence: Evidence) -> str:

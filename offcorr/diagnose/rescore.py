@@ -117,6 +117,8 @@ class Rescored:
 
         Where those are noisy, the trainer's temperature is found roughly, and the model at it is the sampler's nearly.
         """
+        if self.logged <= SAME:
+            return False
         return self.gap < 0.1 * self.logged or self.gap < 0.5 * self.logged < self.trainer
 
     @property
@@ -334,7 +336,7 @@ def described(rescored: Rescored, most: int = 6) -> list[str]:
             "is earlier than the last step), or the trainer's --temperature"
         )
         return said
-    if rescored.as_the_model:
+    if rescored.as_the_model and rescored.best_drawn[1] <= rescored.threshold:
         said.append(
             f"the trainer's logged ones differ from the sampler's by {rescored.logged:.2g} nats, so the sampler did "
             "what the model does: look for the cause in how the trainer computes log-probs"

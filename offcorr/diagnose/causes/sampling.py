@@ -236,6 +236,7 @@ class Kept:
     left: Evidence
     least: float  # the smallest kept mass
     tail: float  # the 2 % quantile of the truncated d over their mean
+    among_others: bool = False  # d has both signs
 
 
 TOLD = 32
@@ -280,7 +281,8 @@ def _kept_among_others(evidence: Evidence, lost: Estimate) -> Kept | None:
         return None
     alone = (evidence.sampler > -1e-6) & (evidence.trainer < -1e-3)
     left = evidence.unbalanced().explained(np.full(len(evidence), np.log1p(-lost.value))).with_floor(0.6 * lost.value)
-    return Kept(lost, int(alone.sum()), 1.0 if alone.any() else 0.0, 0.0, balance, left, 1 - lost.value, 2.0)
+    certain = 1.0 if alone.any() else 0.0
+    return Kept(lost, int(alone.sum()), certain, 0.0, balance, left, 1 - lost.value, 2.0, among_others=True)
 
 
 ADVICE = (
@@ -368,7 +370,8 @@ class TopK(Cause):
             f"it differs from context to context, from {found.least:.3f} on, as under no single top_p, and no sampled "
             "token has probability 1 at the sampler, as some have under min_p"
         )
-        return _truncated(found, said, 2.0)
+        # Other weights that were sampled at another temperature than is logged leave this, too.
+        return _truncated(found, said, 0.1 if found.among_others else 2.0)
 
 
 class LogitMask(Cause):

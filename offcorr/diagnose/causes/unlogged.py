@@ -31,6 +31,17 @@ def _other_policies(evidence: Evidence) -> float:
     return 2 * (known.gap + known.moved)
 
 
+OPTIONS = "give --model, or read the engine's sampling options"
+
+UNSURE = 0.35
+"""Margin of a cause that others are like, at most: a confidence of .65."""
+
+
+def _surprise(evidence: Evidence) -> float:
+    """The surprisal balance, and 0 where it is not known."""
+    return 0.0 if evidence.balance is None else evidence.balance.value
+
+
 class TemperatureSilent(Cause):
     """The tokens were drawn at a temperature that neither side's log-probs carry."""
 
@@ -39,9 +50,11 @@ class TemperatureSilent(Cause):
     title = "the sampler applies a temperature, and both sides log log-probs without it"
     advice = f"set the sampler's temperature= for the trainer, too, and {PROCESSED}"
     not_told_from = (
+        Alternative("a truncation (top_p, top_k, min_p)", OPTIONS, settled=lambda evidence: _surprise(evidence) > 0),
         Alternative(
-            "a truncation (top_p, top_k, min_p) or a penalty on repeated tokens",
-            "give --model, or read the engine's sampling options",
+            "a penalty on repeated tokens, or other weights that sampled than scored",
+            f"{OPTIONS}, and when it gets new weights",
+            settled=lambda evidence: _surprise(evidence) < 0,
         ),
     )
 
@@ -51,9 +64,9 @@ class TemperatureSilent(Cause):
             if balance is None:
                 continue
             if sign > 0:
-                return None if _penalised(evidence) else _silent(evidence, balance, "more", abs(balance.z) / 8)
+                return None if _penalised(evidence) else _silent(evidence, balance, "more", UNSURE)
             ended = _truncation(evidence).support
-            return None if ended > ENDS else _silent(evidence, balance, "less", 0.2 + (ENDS - ended) / 2)
+            return None if ended > ENDS else _silent(evidence, balance, "less", min(UNSURE, 0.2 + (ENDS - ended) / 2))
         return None
 
 
@@ -64,6 +77,7 @@ class TopPSilent(Cause):
     stage = "unlogged"
     title = "the sampler truncates (top_p), and both sides log log-probs of the untruncated distribution"
     advice = f"sample with top_p=1.0, top_k=0, min_p=0.0, and {PROCESSED}"
+    not_told_from = (Alternative("a low temperature", OPTIONS),)
 
     def found(self, evidence: Evidence) -> Found | None:
         balance, ended = _unlogged(evidence, -1), _truncation(evidence)

@@ -25,9 +25,12 @@ class Sentinel(Cause):
     advice = "log NaN or None where the engine reports nothing, and mask those tokens; never -9999, -100 or 0"
 
     def found(self, evidence: Evidence) -> Found | None:
+        constant = _constant(evidence)
+        if constant is not None:
+            return constant
         odd, value = _placeholders(evidence)
         alone = _zeros(evidence) & ~evidence.last
-        if alone.any() and not _in_runs(evidence, alone):
+        if alone.any() and not _in_runs(evidence, alone) and not _at_edges(evidence, alone):
             odd, value = (odd | alone, value if odd.sum() > alone.sum() else 0.0)
         impossible = int((~np.isfinite(evidence.sampler[odd]) | (evidence.sampler[odd] <= IMPOSSIBLE)).sum())
         if not impossible and odd.sum() < FEWEST:
@@ -59,7 +62,8 @@ class Mask(Cause):
         zeros = _zeros(evidence)
         zeros &= ~(evidence.last & (_neighbours(evidence, evidence.sampler == 0) == 0))
         count = int(zeros.sum())
-        if count < FEWEST or not _in_runs(evidence, zeros):
+        in_runs = _in_runs(evidence, zeros)
+        if count < FEWEST or not (in_runs or _at_edges(evidence, zeros)) or _constant(evidence):
             return None
         share = count / len(evidence)
         depth = float(evidence.trainer[zeros].mean())
@@ -68,9 +72,9 @@ class Mask(Cause):
             float(np.sqrt(share * (1 - share) / len(evidence))),
             FEWEST / len(evidence),
             count / FEWEST,
-            f"{count} of {len(evidence)} tokens, mostly side by side, have a log-prob of exactly 0 from the sampler, "
-            f"and of {depth:.1f} nats on average from the trainer",
-            evidence.keep(~_with_neighbours(evidence, zeros)),
+            f"{count} of {len(evidence)} tokens, mostly {'side by side' if in_runs else 'beside masked ones'}, have a "
+            f"log-prob of exactly 0 from the sampler, and of {depth:.1f} nats on average from the trainer",
+            evidence.keep(~_with_neighbours(evidence, zeros) & ~((evidence.sampler == 0) & evidence.beside_masked)),
         )
 
 
@@ -285,6 +289,36 @@ def _in_runs(evidence: Evidence, zeros: Booleans) -> bool:
     return float((_neighbours(evidence, evidence.sampler == 0) > 0)[zeros].mean()) > 0.6
 
 
+def _at_edges(evidence: Evidence, zeros: Booleans) -> bool:
+    """Whether most zeros stand beside a masked token, as under a mask that is shifted by one."""
+    return float(evidence.beside_masked[zeros].mean()) > 0.8 and float(evidence.beside_masked.mean()) < 0.4
+
+
+UNCERTAIN = -0.05
+"""The trainer's log-prob (nats) below which a token was not certain."""
+
+
+def _constant(evidence: Evidence) -> Found | None:
+    """The sampler's value is the same at every token of nearly every sequence, where the trainer's is not."""
+    rows = [evidence.of_sequence(at) for at in range(len(evidence.records))]
+    rows = [row for row in rows if (evidence.trainer[row] < UNCERTAIN).sum() >= 4]
+    same = [row for row in rows if np.ptp(evidence.sampler[row]) == 0 and np.ptp(evidence.trainer[row]) > 0.1]
+    if len(same) < max(2, 0.9 * len(rows)):
+        return None
+    values = {float(evidence.sampler[row][0]) for row in same}
+    what = f"it is {values.pop():g} everywhere" if len(values) == 1 else "an average or a sum, perhaps"
+    share = len(same) / len(rows)
+    return Found(
+        share,
+        float(np.sqrt(share * (1 - share) / len(rows))),
+        0.9,
+        3.0,
+        f"in {len(same)} of {len(rows)} sequences with uncertain tokens the sampler's value is the same at every token "
+        f"({what}), so it is no log-prob of single tokens",
+        share=1.0,
+    )
+
+
 def _with_neighbours(evidence: Evidence, zeros: Booleans) -> Booleans:
     """The whole runs of exact zeros that these are in."""
     exact = evidence.sampler == 0
@@ -317,6 +351,8 @@ def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
     # moved while the sampler's did not.  Either way the token is the same.
     repeated = (times >= max(FEWEST, 0.002 * len(sampler))) & (far > 0.7) & (spread > 0.3) & (ends < 0.9)
     repeated &= tokens > 1
+    if not evidence.as_logged or _all_bf16(sampler):  # few numbers are left to the values, which return by chance
+        repeated[:] = False
     repeated &= values < -1e-6
     odd |= repeated[inverse]
     chosen = sampler[odd]
