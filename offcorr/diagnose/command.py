@@ -87,6 +87,11 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+OF_LOGS_ALONE = (
+    "This is from the logged data alone: --model is not the model that computed the trainer's log-probs (below)."
+)
+
+
 def run(options: argparse.Namespace) -> int:
     """Diagnoses, prints, and returns the exit code."""
     warnings: list[str] = []
@@ -101,8 +106,9 @@ def run(options: argparse.Namespace) -> int:
         if rescored is not None:
             report = informed(report, rescored)
         outcome = [] if rescored is None else described(rescored)
+        notice = OF_LOGS_ALONE if rescored is not None and rescored.other_model else ""
         if options.html is not None:
-            written = page(report, warnings, decode, outcome)
+            written = page(report, warnings, decode, outcome, notice)
             with open(options.html, "w" if options.overwrite else "x", encoding="utf-8") as file:
                 file.write(written)
             print(f"report: {options.html}", file=sys.stderr)
@@ -115,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
             made["rescored"] = dataclasses.asdict(rescored)
         print(json.dumps(finite(made), indent=1, allow_nan=False))
     else:
-        print(text(report, warnings, outcome))
+        print(text(report, warnings, outcome, notice))
     failing = set(options.fail_on)
     named = {finding.cause for finding in report.causes} | {report.verdict}
     return FAILED if failing & named or ("any" in failing and report.verdict != "clean") else 0

@@ -31,8 +31,8 @@ class Report:
         confidence: in the verdict, between 0 and 1.
         causes: the causes found, the one that explains most first.
         cannot_tell: what the data cannot decide, and which further field would.
-        numbers: sequences and tokens of the dump (``dump_*``) and of the sample that the tests read, and the mean |d|,
-            mean ratio and surprisal balance of the sample.
+        numbers: sequences and tokens of the dump (``dump_*``) and of the sample that the tests read, and of the sample
+            the mean |d|, mean ratio, surprisal balance and, where ``logp`` is logged, mean |logp - old_logp|.
         evidence: the tokens that the tests read.
     """
 
@@ -154,6 +154,8 @@ def _numbers(evidence: Evidence) -> dict[str, float]:
         "ratio_mean_se": evidence.ratio_identity.error,
         "k3": float((evidence.ratio - 1 - np.clip(evidence.d, -50, 50)).mean()),
     }
+    if evidence.moved > 0:
+        numbers |= {"updates_abs_mean": evidence.moved, "updates_abs_max": evidence.moved_most}
     if evidence.balance is not None:
         numbers |= {"surprisal_balance": evidence.balance.value, "surprisal_balance_se": evidence.balance.error}
     return numbers

@@ -21,6 +21,9 @@ PARTS = (0.1, 0.2, 0.35, 0.5, 0.7)
 CLEARLY = 0.1
 """Share of the gap by which a change within the sequences has to explain more than the checkpoint throughout."""
 
+REACH = 4
+"""Tokens by which the place of such a change may be found too late at first."""
+
 Score = Callable[..., list[Floats]]
 """Takes the hypothesis in words, a model, and arguments of ``passes``; returns [T] log-probs of each record."""
 
@@ -57,8 +60,14 @@ def earlier(
         ]
         alone = min(_far(records, ours), _far(records, throughout))
         if _far(records, either) < alone - CLEARLY * _far(records, ours):
-            places = [len(record.prompt_ids) - 1 + at for record, at in zip(records, changes, strict=True)]
-            yield ("weights_swapped", words), score(words, modules[1], before=Before(modules[0], places))
+            # The keys and values of the first weights stay, so what follows is not the last weights' own.
+            for reach in (REACH, 0):
+                begin = [max(0, at - reach) for at in changes]
+                places = [len(record.prompt_ids) - 1 + at for record, at in zip(records, begin, strict=True)]
+                after = score(words, modules[1], before=Before(modules[0], places))
+                if reach:
+                    changes = [_change(*four) for four in zip(records, first, after, begin, strict=True)]
+            yield ("weights_swapped", words), after
 
 
 def _on_the_way(
@@ -70,11 +79,11 @@ def _on_the_way(
         yield (cause, f"{words}, {part:.0%} of the way there"), between
 
 
-def _change(record: Record, first: Floats, last: Floats) -> int:
-    """The number of tokens that follow ``first``; the rest follows ``last``."""
+def _change(record: Record, first: Floats, last: Floats, least: int = 0) -> int:
+    """The number of tokens, ``least`` or more, that follow ``first``; the rest follows ``last``."""
     off = [np.nan_to_num(np.abs(logp - record.rollout_logp), nan=0.0, posinf=0.0) for logp in (first, last)]
     costs = np.r_[0.0, off[0].cumsum()] + np.r_[off[1][::-1].cumsum()[::-1], 0.0]
-    return int(costs.argmin())
+    return least + int(costs[least:].argmin())
 
 
 def _far(records: Sequence[Record], logps: Sequence[Any]) -> float:

@@ -189,8 +189,7 @@ class Evidence:
     @cached_property
     def as_logged(self) -> bool:
         """Whether the sampler's values are those of the dump, with nothing taken away but whole tokens."""
-        logged = [record.rollout_logp[self.position[self.of_sequence(at)]] for at, record in enumerate(self.records)]
-        return np.array_equal(self.sampler, np.concatenate(logged) if logged else np.empty(0), equal_nan=True)
+        return np.array_equal(self.sampler, self._logged("rollout_logp"), equal_nan=True)
 
     @cached_property
     def beside_masked(self) -> Booleans:
@@ -212,14 +211,33 @@ class Evidence:
     @cached_property
     def moved(self) -> float:
         """Mean |logp - old_logp| (nats): how far the updates on this batch moved the trainer; 0 where not logged."""
-        moved = [
-            np.abs(record.logp - record.old_logp)[self.position[self.of_sequence(at)]]
+        return float(np.nanmean(self._updates)) if np.isfinite(self._updates).any() else 0.0
+
+    @property
+    def moved_most(self) -> float:
+        """The largest |logp - old_logp|."""
+        return float(np.nanmax(self._updates)) if np.isfinite(self._updates).any() else 0.0
+
+    @cached_property
+    def _updates(self) -> Floats:
+        """[N] |logp - old_logp|; NaN where not logged."""
+        now = self.now
+        return np.abs(np.where(np.isfinite(now), now, np.nan) - self._logged("old_logp"))
+
+    @cached_property
+    def now(self) -> Floats:
+        """[N] ``logp``, the trainer's log-probs after its updates; NaN where not logged."""
+        return self._logged("logp")
+
+    def _logged(self, name: str) -> Floats:
+        """[N] a log-prob as the dump has it."""
+        parts = [
+            np.full(self.of_sequence(at).stop - self.of_sequence(at).start, np.nan)
+            if getattr(record, name) is None
+            else getattr(record, name)[self.position[self.of_sequence(at)]]
             for at, record in enumerate(self.records)
-            if record.logp is not None
         ]
-        both = np.concatenate(moved) if moved else np.empty(0)
-        both = both[np.isfinite(both)]
-        return float(both.mean()) if len(both) else 0.0
+        return np.concatenate(parts) if parts else np.empty(0)
 
     @cached_property
     def ratio_identity(self) -> Estimate:

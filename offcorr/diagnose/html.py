@@ -10,8 +10,8 @@ import numpy as np
 from offcorr.diagnose.captions import how_to_read
 from offcorr.diagnose.diagnosis import Report
 from offcorr.diagnose.evidence import Evidence
-from offcorr.diagnose.plots import bounded, figure, gaps, plots
-from offcorr.diagnose.text import headline, how_sure, measured, to_do
+from offcorr.diagnose.plots import bounded, by_sequence, figure, plots
+from offcorr.diagnose.text import UPDATES, headline, how_sure, measured, to_do, updated
 
 Decode = Callable[[int], str]
 WORST = 8
@@ -38,7 +38,11 @@ font-weight: 600 } }
 
 
 def page(
-    report: Report, warnings: Iterable[str] = (), decode: Decode | None = None, rescored: Iterable[str] = ()
+    report: Report,
+    warnings: Iterable[str] = (),
+    decode: Decode | None = None,
+    rescored: Iterable[str] = (),
+    notice: str = "",
 ) -> str:
     """The report as HTML with the plots inside; it loads nothing from elsewhere.
 
@@ -46,9 +50,12 @@ def page(
         warnings: sentences about the data.
         decode: the text of a token id; None: the ids are shown.
         rescored: sentences about the outcome of ``--model``.
+        notice: what has to be known before the verdict is read.
     """
-    evidence = report.evidence
-    parts = [f"<h1>{_said(headline(report))}</h1>", *(f"<p>{_said(one)}</p>" for one in to_do(report))]
+    parts = [
+        f"<h1>{_said(headline(report))}</h1>",
+        *(f"<p>{_said(one)}</p>" for one in (notice, *to_do(report)) if one),
+    ]
     parts += [_numbers(report)]
     if report.causes:
         parts += ["<h2>Causes and what to do</h2>", _causes(report)]
@@ -61,7 +68,7 @@ def page(
             parts += [f"<h2>{title}</h2>", "<ul>", *listed, "</ul>"]
     parts += ["<h2>Plots</h2>", f'<p class="note">{_said(how_to_read(report))}</p>']
     parts += ['<div class="plots">', *(figure(*plot) for plot in plots(report)), "</div>"]
-    parts += ["<h2>Sequences that are furthest off</h2>", _worst(evidence, decode)]
+    parts += ["<h2>Sequences that are furthest off</h2>", _worst(report, decode)]
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -76,9 +83,12 @@ def _said(text: object) -> str:
 
 
 MEANINGS = {
-    "mean |d|": "d is the trainer's log-prob of a sampled token minus the sampler's, and |d| its size without sign. "
-    "A log-prob is the natural logarithm of a token's probability, in nats; where d is 0.01 nats, the two "
-    "probabilities differ by 1 %. 0 everywhere would be exact agreement.",
+    "mean |d|": "d is the trainer's log-prob of a sampled token, under the weights that it takes for the sampler's "
+    "(old_logp), minus the sampler's own (rollout_logp), and |d| its size without sign. A log-prob is the natural "
+    "logarithm of a token's probability, in nats; where d is 0.01 nats, the two probabilities differ by 1 %. 0 "
+    "everywhere would be exact agreement.",
+    UPDATES: "How far the trainer's own updates have moved its log-probs since the tokens were sampled: staleness, "
+    "which is not part of d.",
     "mean ratio e^d": "e^d is the trainer's probability of a token divided by the sampler's. Its mean is 1 if both "
     "log-probs are right, even where the weights differ.",
     "k3": "The mean of e^d - 1 - d, an estimate of how far the two distributions are apart (the KL divergence): 0 if "
@@ -101,7 +111,7 @@ READING = (
 
 def _numbers(report: Report) -> str:
     rows = [(name, value) for name, value, _ in measured(report)]
-    rows.insert(3, ("k3", f"{report.numbers['k3']:.3g} nats"))
+    rows.insert(4 if updated(report) else 3, ("k3", f"{report.numbers['k3']:.3g} nats"))
     lines = "".join(
         f"<tr><td>{_said(name)}</td><td>{_said(value).replace('+-', '±')}</td>"
         f"<td>{_said(MEANINGS.get(name, ''))}</td></tr>"
@@ -125,14 +135,20 @@ def _causes(report: Report) -> str:
 # -- sequences -----------------------------------------------------------------------------------------------
 
 
-def _worst(evidence: Evidence, decode: Decode | None) -> str:
-    scale = min(max(float(np.quantile(bounded(evidence.size), 0.99)), 1e-6), 1.0)
-    sizes = gaps(evidence)
+def _worst(report: Report, decode: Decode | None) -> str:
+    """By d, or where updates of the trainer are the verdict, by the whole difference between trainer and sampler."""
+    evidence = report.evidence
+    with_updates = report.verdict == "policy_updates"
+    off = np.nan_to_num(evidence.now - evidence.sampler) if with_updates else evidence.d
+    name = "logp - rollout_logp" if with_updates else "d"
+    scale = min(max(float(np.quantile(bounded(np.abs(off)), 0.99)), 1e-6), 1.0)
+    sizes = by_sequence(evidence, np.abs(off))
     shown = np.argsort(-sizes, kind="stable")[:WORST].tolist()
     parts = [
-        '<p class="note">The largest mean |d| first; a heading names the file and the row in it. Each token of the '
-        "completion; red where the trainer finds it less likely than the "
-        f"sampler did, blue where more; full colour at |d| = {scale:.2g} nats. Point at one for its numbers.</p>"
+        f'<p class="note">The largest mean |{name}| first; a heading names the file and the row in it. Each token of '
+        "the completion; red where the trainer "
+        f"{'now finds' if with_updates else 'finds'} it less likely than the sampler did, blue where more; full colour "
+        f"at a difference of {scale:.2g} nats. Point at one for its numbers.</p>"
     ]
     if decode is None:
         parts.insert(0, f"<p>{WITHOUT_TEXT}</p>")
@@ -141,18 +157,27 @@ def _worst(evidence: Evidence, decode: Decode | None) -> str:
         where = record.where or f"sequence {at + 1}"
         pieces = []
         for place in range(tokens.start, min(tokens.stop, tokens.start + LONGEST_SHOWN)):
-            id, d = int(evidence.ids[place]), float(evidence.d[place])
+            id = int(evidence.ids[place])
             word = decode(id) if decode is not None else str(id)
-            colour = "220,40,40" if d < 0 else "40,80,220"
-            strength = min(abs(bounded(d)) / scale, 1.0)
-            numbers = (
-                f"id {id}: trainer {evidence.trainer[place]:.3f}, sampler {evidence.sampler[place]:.3f}, d {d:+.3f}"
-            )
+            colour = "220,40,40" if off[place] < 0 else "40,80,220"
+            strength = min(abs(bounded(off[place])) / scale, 1.0)
             pieces.append(
-                f'<span style="background:rgba({colour},{strength:.2f})" title="{numbers}">{_said(word)}</span>'
+                f'<span style="background:rgba({colour},{strength:.2f})" title="{_of_token(evidence, place)}">'
+                f"{_said(word)}</span>"
             )
         if (more := tokens.stop - tokens.start - LONGEST_SHOWN) > 0:
             pieces.append(f" … and {more:,} more tokens")
         gap = "" if decode is not None else " "
-        parts.append(f"<h3>{_said(where)}: mean |d| {sizes[at]:.3g} nats</h3><p class=tokens>{gap.join(pieces)}</p>")
+        parts.append(
+            f"<h3>{_said(where)}: mean |{name}| {sizes[at]:.3g} nats</h3><p class=tokens>{gap.join(pieces)}</p>"
+        )
     return "\n".join(parts)
+
+
+def _of_token(evidence: Evidence, place: int) -> str:
+    """The numbers of one token, by the names that the dump has for them."""
+    now = "" if np.isnan(evidence.now[place]) else f", logp {evidence.now[place]:.3f} (after the trainer's updates)"
+    return (
+        f"id {evidence.ids[place]}: old_logp {evidence.trainer[place]:.3f}, rollout_logp "
+        f"{evidence.sampler[place]:.3f}, d {evidence.d[place]:+.3f}{now}"
+    )

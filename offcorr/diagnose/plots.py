@@ -205,12 +205,12 @@ def _ages(evidence: Evidence) -> tuple[Any, Any]:
     ages = [_lag(record) for record in evidence.records]
     counted = np.bincount(evidence.sequence, minlength=len(ages)) > 0
     known = [at for at, age in enumerate(ages) if age is not None and counted[at]]
-    return [ages[at] for at in known], gaps(evidence)[known] if known else []
+    return [ages[at] for at in known], by_sequence(evidence, evidence.size)[known] if known else []
 
 
-def gaps(evidence: Evidence) -> Any:
-    """[sequences] mean |d| of each sequence; 0: none of its tokens was scored."""
-    total = np.bincount(evidence.sequence, bounded(evidence.size), minlength=len(evidence.records))
+def by_sequence(evidence: Evidence, sizes: Any) -> Any:
+    """[sequences] mean of [N] sizes; 0: none of its tokens was scored."""
+    total = np.bincount(evidence.sequence, bounded(sizes), minlength=len(evidence.records))
     return total / np.maximum(np.bincount(evidence.sequence, minlength=len(evidence.records)), 1)
 
 

@@ -11,20 +11,21 @@ from offcorr.diagnose.diagnosis import Report
 from offcorr.diagnose.questions import wanted
 
 
-def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] = ()) -> str:
+def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] = (), notice: str = "") -> str:
     """The report in words.
 
     Args:
         report: of ``diagnose``.
         warnings: sentences about the data.
         rescored: sentences about the outcome of ``--model``.
+        notice: what has to be known before the verdict is read.
 
     >>> from offcorr.diagnose import Record, diagnose
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
     >>> print(text(diagnose(map(Record.of, rows))).splitlines()[0])
     clean: trainer and sampler agree (confidence 1.00)
     """
-    lines = [headline(report)]
+    lines = [headline(report), *indented(notice)]
     lines += [line for one in to_do(report) for line in indented(one)]
     lines += ["", *_aligned(measured(report))]
     for place, finding in enumerate(report.causes, 1):
@@ -45,12 +46,12 @@ def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] =
 BULLET: Any = {"initial_indent": " - ", "subsequent_indent": "   ", "break_long_words": False}
 
 GLOSSARY = (
-    "d = the trainer's log-prob of a sampled token - the sampler's, in nats; p = the token's probability by the "
-    "trainer. Two models hardly differ about a token that is nearly certain, so their difference is also given "
-    "relative to 1 - p: |d| / (1 - p), the relative difference. "
-    "Surprisal balance: the mean of (- the trainer's log-prob - the entropy of its distribution). +- is one standard "
-    "error. Confidence: how clearly the cause is told from others that leave similar numbers; 0.5: only just, 1: "
-    "certainly."
+    "d = the trainer's log-prob of a sampled token (old_logp: under the weights that it takes for the sampler's) - the "
+    "sampler's (rollout_logp), in nats; p = the token's probability by the trainer. Two models hardly differ about a "
+    "token that is nearly certain, so their difference is also given relative to 1 - p: |d| / (1 - p), the relative "
+    "difference. Surprisal balance: the mean of (- the trainer's log-prob - the entropy of its distribution). +- is "
+    "one standard error. Confidence: how clearly the cause is told from others that leave similar numbers; 0.5: only "
+    "just, 1: certainly."
 )
 
 
@@ -108,7 +109,7 @@ def measured(report: Report) -> list[tuple[str, str, str]]:
         (
             "mean |d|",
             f"{numbers['abs_mean']:.3g} nats, largest {numbers['abs_max']:.3g}",
-            "d: the trainer's log-prob of a token - the sampler's",
+            "d: old_logp, the trainer's, - rollout_logp, the sampler's",
         ),
         (
             "mean ratio e^d",
@@ -118,6 +119,9 @@ def measured(report: Report) -> list[tuple[str, str, str]]:
             "1 if both log-probs are right, even where the weights differ",
         ),
     ]
+    if updated(report):
+        moved = f"{numbers['updates_abs_mean']:.3g} nats, largest {numbers['updates_abs_max']:.3g}"
+        rows.insert(2, (UPDATES, moved, "updates of the trainer since; d leaves them out"))
     if "surprisal_balance" in numbers:
         value, error = numbers["surprisal_balance"], numbers["surprisal_balance_se"]
         rows.append(
@@ -128,6 +132,14 @@ def measured(report: Report) -> list[tuple[str, str, str]]:
             )
         )
     return rows
+
+
+UPDATES = "mean |logp - old_logp|"
+
+
+def updated(report: Report) -> bool:
+    """Whether updates of the trainer since the samples were drawn are one of the causes."""
+    return any(one.cause == "policy_updates" for one in report.causes)
 
 
 def _data(numbers: Mapping[str, float]) -> str:

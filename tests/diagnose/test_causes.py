@@ -243,3 +243,124 @@ def test_repeated_contexts_are_of_one_step_of_the_trainer(version):
 
     assert len(Evidence.of([record(1, [-1.0, -1.0]), record(1, [-1.5, -1.0])]).same_context[0]) == 4
     assert len(Evidence.of([record(1, [-1.0, -1.0]), record(2, [-1.5, -1.0])]).same_context[0]) == 0
+
+
+# -- what looks like a cause and is another ------------------------------------------------------------------
+
+
+def with_values(records, change):
+    """The records with other values of the sampler; ``change`` takes and returns [T] log-probs."""
+    return [dataclasses.replace(one, rollout_logp=change(one.rollout_logp.copy())) for one in records]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda logp: np.zeros_like(logp), lambda logp: np.full_like(logp, logp.mean()), lambda logp: logp * 0 - 1.5],
+    ids=["zero", "mean of the sequence", "one constant"],
+)
+def test_values_that_are_the_same_at_every_token_are_no_log_probs(change):
+    report = diagnose(with_values(world().records(), change))
+    assert [one.cause for one in report.causes] == ["sentinel"]
+    assert "the same at every token" in report.causes[0].evidence
+
+
+def test_one_impossible_value_is_a_placeholder():
+    records = world().records()
+    records[3].rollout_logp[7] = -9999.0
+    assert [one.cause for one in diagnose(records).causes] == ["sentinel"]
+    records[3].rollout_logp[7] = records[3].old_logp[7] - 0.5  # one token that is off says nothing
+    assert "sentinel" not in {one.cause for one in diagnose(records).causes}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_numbers_of_bfloat16_return_by_chance(seed):
+    report = diagnose(world("stored_bf16", "stale_weights", seed=seed, tokens=96).records())
+    assert {one.cause for one in report.causes} == {"stored_bf16", "stale_weights"}
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("other", [None, "stale_weights"])
+def test_a_mask_that_is_shifted_by_one(by, other):
+    """One token of each tool answer is inside the mask, and one sampled token outside."""
+
+    def answers(columns, world):
+        for start in (8, 22, 37):
+            columns["rollout_logp"][:, start : start + 4] = 0.0
+            columns["old_logp"][:, start : start + 4] -= 6.0
+            columns["mask"][:, start : start + 4] = False
+        columns["mask"] = np.roll(columns["mask"], by, axis=1)
+
+    made = world(*filter(None, [other]))
+    made.edits.append(answers)
+    report = diagnose(made.records())
+    assert {one.cause for one in report.causes} == {"mask", *filter(None, [other])}
+    assert "beside masked ones" in next(one.evidence for one in report.causes if one.cause == "mask")
+
+
+def test_text_that_is_encoded_again_fits_when_it_is_moved():
+    """A token that the second encoding has more moves the log-probs behind it, as far as the next such place."""
+    records = []
+    for row, one in enumerate(world().records()):
+        at = 5 + row % 20
+        old = np.r_[one.old_logp[:at], -3.0, one.old_logp[at:-1]] if row % 2 else one.old_logp
+        records.append(dataclasses.replace(one, old_logp=old, entropy=None))
+    report = diagnose(records)
+    assert [one.cause for one in report.causes] == ["retokenised"]
+    assert "fit again when they are moved by 1 token" in report.causes[0].evidence
+    shifted = diagnose(world("shift").records())
+    assert [one.cause for one in shifted.causes] == ["shift"]
+
+
+def test_several_runs_are_not_forward_passes_that_differ():
+    """One prompt and prefix at one step of two runs has other weights in each."""
+    records = []
+    for run in ("a", "b"):
+        for one in world("policy_updates", seed=3).records():
+            off = 0.0 if run == "a" else 0.3
+            records.append(
+                dataclasses.replace(
+                    one,
+                    step=1,
+                    where=f"runs/{run}/step_1.parquet, {one.where}",
+                    **{name: getattr(one, name) - off for name in ("rollout_logp", "old_logp", "logp")},
+                )
+            )
+    assert [one.cause for one in diagnose(records).causes] == ["policy_updates"]
+
+
+def test_a_truncation_below_a_temperature_is_asked_about():
+    made = world("temperature")
+    made.sampler = lambda logits, world: simulated.nucleus(0.9)(logits / 0.7, world)
+    report = diagnose(made.records())
+    assert report.verdict == "temperature"
+    assert any("further below 1 than a temperature makes it" in one for one in report.cannot_tell)
+    alone = diagnose(world("temperature").records())
+    assert not any("further below 1" in one for one in alone.cannot_tell)
+
+
+@pytest.mark.parametrize("hotter", [False, True])
+def test_a_silent_temperature_is_no_surer_than_its_alternatives(hotter):
+    made = world("temperature_silent", tokens=96)
+    if hotter:
+        made.sampler = lambda logits, world: logits / 1.4
+    report = diagnose(made.records())
+    assert report.verdict == "temperature_silent" and report.confidence < 0.66
+    said = " ".join(report.cannot_tell)
+    assert ("other weights that sampled than scored" in said) == hotter
+    assert ("a truncation (top_p, top_k, min_p)" in said) != hotter
+
+
+def test_a_truncation_among_other_differences_is_unsure_without_a_token_that_is_alone(monkeypatch):
+    from offcorr.diagnose.causes import sampling
+
+    evidence = Evidence.of(world("top_k").records())
+    clear = CAUSES["top_k"].found(evidence)
+    monkeypatch.setattr(sampling, "kept", lambda _: dataclasses.replace(found, among_others=True))
+    found = dataclasses.replace(_kept_of(evidence))
+    assert CAUSES["top_k"].found(evidence).margin < 0.2 < clear.margin
+
+
+def _kept_of(evidence):
+    from offcorr.diagnose.causes.sampling import Kept
+
+    return Kept(evidence.ratio_identity, 0, 0.0, 0.5, evidence.balance, evidence, 0.7, 2.0)

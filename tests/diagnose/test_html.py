@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import json
 import re
@@ -289,10 +290,25 @@ def test_tokens_are_decoded():
     records = made(2, 5, completion_ids=ids)
     parsed = Checked(page(diagnose(records), decode=lambda id: words.decode([id])))
     assert "0=a12" in parsed.text
-    assert any(span.get("title", "").startswith(f"id {ids[0]}: trainer -") for span in parsed.all("span"))
+    assert any(span.get("title", "").startswith(f"id {ids[0]}: old_logp -") for span in parsed.all("span"))
     assert "--tokenizer" not in parsed.text
     undecoded = Checked(page(diagnose(records))).text
     assert " ".join(map(str, ids)) in undecoded and "with --tokenizer NAME, the folder or hub name" in undecoded
+
+
+def test_after_updates_the_tokens_show_the_whole_difference():
+    """d leaves the trainer's own updates out; where they are the verdict, a token that they moved is the first."""
+    records = world("policy_updates").records()
+    records[5] = dataclasses.replace(records[5], logp=records[5].rollout_logp - 9.0)
+    report = diagnose(records)
+    assert report.verdict == "policy_updates"
+    text = page(report)
+    worst = text[text.index("Sequences that are furthest off") :]
+    assert re.search(r"<h3>[^<]*row 6: mean \|logp - rollout_logp\| 9", worst), worst[:600]
+    first = next(span for span in Checked(page(report)).all("span") if span.get("title"))
+    assert "220,40,40" in first["style"] and "(after the trainer's updates)" in first["title"]
+    assert "mean |logp - old_logp|" in Checked(text).text
+    assert "logp - rollout_logp" not in Checked(page(diagnose(world("precision").records()))).text
 
 
 def test_a_narrow_screen_has_no_wide_element():

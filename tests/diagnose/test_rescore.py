@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -108,6 +109,121 @@ def test_an_earlier_checkpoint(model):
     found = rescore(dump(model, older), model, checkpoints=[("other", other), ("older", older)])
     assert found.hypotheses[0].words == "the weights of older" and found.hypotheses[0].share > 0.99
     assert next(one for one in found.hypotheses if one.words == "the weights of other").share < 0
+
+
+def moved_weights(size):
+    """The model with weights that lie ``size`` away in one direction."""
+    older = fresh_model(0).eval()
+    with torch.no_grad():
+        for parameter in older.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return older
+
+
+def test_a_checkpoint_that_is_older_than_the_samplers_weights(model):
+    found = rescore(dump(model, moved_weights(0.002)), model, checkpoints=[("old", moved_weights(0.004))])
+    best = found.hypotheses[0]
+    assert best.words == "the weights of old, 50% of the way there" and best.cause == "stale_weights"
+    assert 0.8 < best.share < 1
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_a_prompt_that_was_read_with_older_weights(model, block):
+    """The completion is drawn by the model after the older weights' keys and values."""
+    older = moved_weights(0.03)
+    records = []
+    for one in dump(model, sequences=6):
+        prompt = np.tile(one.prompt_ids, 4)[:36]
+        cut = (len(prompt) - 1) // block * block
+        records.append(scored_after(older, model, prompt, one.completion_ids, cut))
+    found = rescore(records, model, checkpoints=[("old", older)])
+    best = found.hypotheses[0]
+    assert best.cause == "stale_prefix_cache" and f"{block}-token blocks" in best.words and best.share > 0.99
+    assert informed(diagnose(records), found).verdict == "stale_prefix_cache"
+
+
+@pytest.mark.parametrize("trainer_is_new", [True, False])
+def test_weights_that_change_within_the_sequences(model, trainer_is_new):
+    older = moved_weights(0.01)
+    first, last = (older, model) if trainer_is_new else (model, older)
+    records = [
+        scored_after(first, last, one.prompt_ids, one.completion_ids, len(one.prompt_ids) + 3 + row % 8, model)
+        for row, one in enumerate(dump(model, sequences=8))
+    ]
+    found = rescore(records, model, checkpoints=[("old", older)])
+    best = found.hypotheses[0]
+    said = "the weights of old, then the model's" if trainer_is_new else "the model's weights, then those of old"
+    assert (best.cause, best.words) == ("weights_swapped", said) and best.share > 0.75
+    stale = rescore(dump(model, older, sequences=8), model, checkpoints=[("old", older)])
+    assert stale.hypotheses[0].cause == "stale_weights"
+
+
+def scored_after(first, last, prompt, completion, cut, trainer=None):
+    """A record whose sampler read ``cut`` tokens with ``first`` and the rest with ``last``."""
+    ids = torch.tensor([[*prompt, *completion]])
+    with torch.no_grad():
+        before = first(input_ids=ids[:, :cut], use_cache=True)
+        after = last(input_ids=ids[:, cut:], past_key_values=before.past_key_values, use_cache=True)
+    logits = torch.cat([before.logits, after.logits], 1)[0, len(prompt) - 1 : -1]
+    logp = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0].double().numpy()
+    old = logp_of(trainer or last, prompt.tolist(), completion.tolist())
+    return Record(np.asarray(prompt), np.asarray(completion), logp, old)
+
+
+def test_a_checkpoint_of_another_vocabulary_is_not_tried(model):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = LlamaForCausalLM(
+        LlamaConfig(vocab_size=4, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    found = rescore(dump(model, moved_weights(0.02), sequences=4), model, checkpoints=[("small", small)])
+    assert any(one.startswith("the weights of small: ") for one in found.left_out)
+
+
+def test_rounding_is_nobodys_fault(model):
+    """Two differences that float32 makes say nothing about the trainer, however far apart their sizes are."""
+    records = [
+        dataclasses.replace(one, old_logp=one.old_logp + 4e-7, rollout_logp=one.rollout_logp + 0.0)
+        for one in dump(model, sequences=4)
+    ]
+    found = rescore(records, model)
+    assert not found.as_the_model
+    assert "how the trainer computes" not in " ".join(described(found))
+
+
+def test_a_silent_transform_is_not_what_the_model_does(model):
+    """Log-probs of the plain model, tokens of another distribution, and a trainer that is off a little."""
+    drawn = dump(model, sampling=Sampling(temperature=0.4), sequences=32)
+    records = [
+        Record(one.prompt_ids, one.completion_ids, one.old_logp, one.old_logp + 2e-4 * (-1) ** row)
+        for row, one in enumerate(drawn)
+    ]
+    found = rescore(records, model, temperature=1.0)
+    assert found.as_the_model and found.best_drawn[1] > found.threshold
+    assert "how the trainer computes" not in " ".join(described(found))
+
+
+def test_what_the_trainer_does_is_named_where_the_sampler_does_what_the_model_does(model):
+    records = dump(model, sequences=8)
+    noisy = [
+        dataclasses.replace(
+            one,
+            old_logp=one.old_logp + 0.5 * np.random.default_rng(row).standard_normal(len(one)),
+            rollout_version=1,
+            trainer_version=1,
+        )
+        for row, one in enumerate(records)
+    ]
+    found = rescore(noisy, model, temperature=1.0)
+    without = dataclasses.replace(diagnose(noisy), verdict="unknown", confidence=0.5, causes=())
+    assert informed(without, found).verdict == "dropout"
+    unversioned = [dataclasses.replace(one, rollout_version=None) for one in noisy]
+    report = dataclasses.replace(diagnose(unversioned), verdict="unknown", confidence=0.5, causes=())
+    assert informed(report, found).verdict == "unknown"  # the checkpoint may be the sampler's, and not the trainer's
+    padded = [one if row % 2 else same for row, (one, same) in enumerate(zip(noisy, records, strict=True))]
+    found = rescore(padded, model, temperature=1.0)
+    report = dataclasses.replace(diagnose(padded), verdict="unknown", confidence=0.5, causes=())
+    assert informed(report, found).verdict == "position"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,19 @@ def test_unknown_says_what_to_do_next(reports):
     assert "dump more sequences" in said and "--model" in said and "To do: nothing" not in said
 
 
+def test_updates_since_are_a_number_of_their_own():
+    rows = {name: (value, meaning) for name, value, meaning in measured(diagnose(world("policy_updates").records()))}
+    assert rows["mean |d|"][1] == "d: old_logp, the trainer's, - rollout_logp, the sampler's"
+    assert re.match(r"0\.\d+ nats, largest 0\.\d+", rows["mean |logp - old_logp|"][0])
+    assert "mean |logp - old_logp|" not in dict(
+        (name, value) for name, value, _ in measured(diagnose(world("top_p").records()))
+    )
+
+
+def test_a_notice_stands_below_the_verdict(reports):
+    assert text(reports["top_p"], notice="This is from the logs.").splitlines()[1].strip() == "This is from the logs."
+
+
 def test_several_causes_are_ranked(reports):
     report = reports["top_p+sentinel"]
     assert {finding.cause for finding in report.causes} == {"top_p", "sentinel"}

@@ -62,8 +62,10 @@ class Mask(Cause):
         zeros = _zeros(evidence)
         zeros &= ~(evidence.last & (_neighbours(evidence, evidence.sampler == 0) == 0))
         count = int(zeros.sum())
+        if count < FEWEST or _constant(evidence):
+            return None
         in_runs = _in_runs(evidence, zeros)
-        if count < FEWEST or not (in_runs or _at_edges(evidence, zeros)) or _constant(evidence):
+        if not in_runs and not _at_edges(evidence, zeros):
             return None
         share = count / len(evidence)
         depth = float(evidence.trainer[zeros].mean())
@@ -211,9 +213,10 @@ class Retokenised(Cause):
         if len(slips) > len(firsts) / 2 and moved_by < 4 * at_place + 1:  # all is shifted, from the first token on
             return None
         if before_size < 0.02:  # the others that differ do for the same reason, early or just before they end
+            far = evidence.size > max(0.01, 20 * float(np.median(evidence.size[before])))
             for at in range(len(evidence.records)):
                 tokens = evidence.of_sequence(at)
-                after[tokens] |= np.maximum.accumulate(evidence.size[tokens] > 0.5)
+                after[tokens] |= np.maximum.accumulate(far[tokens])
         share = len(firsts) / len(evidence.records)
         again = (
             f"; in {len(slips)} of them the sampler's log-probs fit again when they are moved by {_amounts(slips)}"
