@@ -274,7 +274,9 @@ def test_one_impossible_value_is_a_placeholder():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_numbers_of_bfloat16_return_by_chance(seed):
-    report = diagnose(world("stored_bf16", "stale_weights", seed=seed, tokens=96).records())
+    made = world("stored_bf16", seed=seed, sequences=64, tokens=96)
+    made.sampler = simulated.noise(1.0, shared=True)
+    report = diagnose(made.records())
     assert {one.cause for one in report.causes} == {"stored_bf16", "stale_weights"}
 
 
@@ -307,8 +309,20 @@ def test_text_that_is_encoded_again_fits_when_it_is_moved():
     report = diagnose(records)
     assert [one.cause for one in report.causes] == ["retokenised"]
     assert "fit again when they are moved by 1 token" in report.causes[0].evidence
-    shifted = diagnose(world("shift").records())
-    assert [one.cause for one in shifted.causes] == ["shift"]
+
+
+def test_a_shift_behind_tokens_that_are_certain_is_no_other_text():
+    """Where the completions begin with tokens that are certain, of various numbers, a shift shows only behind them."""
+
+    def certain(columns, world):
+        for row in range(world.sequences):
+            first = slice(0, 2 + row % 12)
+            columns["rollout_logp"][row, first] = columns["old_logp"][row, first] = -1e-4
+            columns["entropy"][row, first] = 1e-3
+
+    made = world("shift")
+    made.edits.insert(0, certain)
+    assert [one.cause for one in diagnose(made.records()).causes] == ["shift"]
 
 
 def test_several_runs_are_not_forward_passes_that_differ():
