@@ -186,9 +186,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _shown(steps: int) -> Iterator[int]:
+def _shown(steps: int, seed: int) -> Iterator[int]:
     """The updates, whose number is shown on stderr with or without a terminal."""
-    with Progress(steps, "training the toy model once, about half a minute on two free cores") as progress:
+    with Progress(steps, f"training the toy model of seed {seed} once, about half a minute on two free cores") as progress:
         for step in range(steps):
             yield step
             progress(step + 1, "updates of the toy model")
