@@ -54,8 +54,8 @@ GUIDE: dict[str, Advice] = {
         "A fall at a constant lag has two causes. Either each update moves the policy further, and `abs_mean` rises as "
         "well: lower the learning rate, or scale it by `ess_lr`. Or the outputs grow longer (TRL's "
         "`completions/mean_length`) while `abs_mean` stays: methods with token ratios do not feel that. A fall with "
-        "the lag: fewer updates per generation, or a method that bears it ([which one](which.md)). Near 1/n (n sequences) a sequence-level weight trains on one sequence: take token or "
-        "prefix ratios, or `ess_lr`.",
+        "the lag: fewer updates per generation, or a method that bears it ([which one](which.md)). Near 1/n (n "
+        "sequences) a sequence-level weight trains on one sequence: take token or prefix ratios, or `ess_lr`.",
     ),
     "offcorr/engine/abs_mean": Advice(
         "Mean |d| over the tokens that the engine scored.",
@@ -84,8 +84,8 @@ GUIDE: dict[str, Advice] = {
         "1 is the size of the update with the plain ratio. No source names a range; ours are in the table.",
         "Under SGD it is a factor on the learning rate; Adam divides a constant factor out, and sees its changes. "
         "So tune the learning rate for each method before comparing them. Far below 1, the correction drops "
-        "tokens or damps them: `dropped` and `damped` tell which (in the table MinPRO drops nothing). Above 1, the correction makes the update larger: a weight without a "
-        "cap, or a power of the ratio.",
+        "tokens or damps them: `dropped` and `damped` tell which (in the table MinPRO drops nothing). Above 1, the correction "
+        "makes the update larger: a weight without a cap, or a power of the ratio.",
     ),
     "offcorr/loss/dropped": Advice(
         "Share of the tokens with an advantage whose c is 0: clipped, masked or rejected.",

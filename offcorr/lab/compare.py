@@ -151,9 +151,9 @@ SCOPE = (
 TIE = 0.005
 """Directions that differ by less are printed as one."""
 ENGINE = (
-    "The engine has a mismatch here, which biases a method that compares staleness alone: sequence_is, unbiased without "
-    "one, is not. geo_mis and vcpo also weight each sequence by the engine's ratio; what they mask or cap is the bias that "
-    "is left."
+    "The engine has a mismatch here, which biases a method that compares staleness alone: sequence_is, unbiased "
+    "without one, is not. geo_mis and vcpo also weight each sequence by the engine's ratio; what they mask or "
+    "cap is the bias that is left."
 )
 COLLAPSES = "in training with old samples it is among the first to collapse (docs/which.md)."
 REACHED = (
@@ -497,8 +497,8 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--regime",
         metavar="NAME",
-        help="what has happened to the trainer's policy since it sampled: stale (8 natural-gradient steps), noise (a random "
-        "change of every logit), drift (both), early (a random change at the first two tokens alone) "
+        help="what has happened to the trainer's policy since it sampled: stale (8 natural-gradient steps), noise (a "
+        "random change of every logit), drift (both), early (a random change at the first two tokens alone) "
         f"(default {default.regime})",
     )
     add(
