@@ -84,8 +84,8 @@ GUIDE: dict[str, Advice] = {
         "1 is the size of the update with the plain ratio. No source names a range; ours are in the table.",
         "Under SGD it is a factor on the learning rate; Adam divides a constant factor out, and sees its changes. "
         "So tune the learning rate for each method before comparing them. Far below 1, the correction drops "
-        "tokens or damps them: `dropped` and `damped` tell which (in the table MinPRO drops nothing). Above 1, the correction "
-        "makes the update larger: a weight without a cap, or a power of the ratio.",
+        "tokens or damps them: `dropped` and `damped` tell which (in the table MinPRO drops nothing). Above 1, the "
+        "correction makes the update larger: a weight without a cap, or a power of the ratio.",
     ),
     "offcorr/loss/dropped": Advice(
         "Share of the tokens with an advantage whose c is 0: clipped, masked or rejected.",

@@ -191,8 +191,8 @@ class Step:
         if self._placed is not None and self._placed.contains_rollout:
             engine += "; the engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them)"
         elif lags is not False and self._holds_lag(batch):
-            held = "offcorr/engine holds the lag as well" if lags else "if the sampler lags, offcorr/engine holds that"
-            engine += f"; {holds} (anchor='snapshot' keeps the two apart)"
+            said = "offcorr/engine holds the lag as well" if lags else "if the sampler lags, offcorr/engine holds that"
+            engine += f"; {said} (anchor='snapshot' keeps the two apart)"
         return f"loss {self._correction.method!r}; old_logp: {old_logp}; {engine}"
 
     def _holds_lag(self, batch: Batch) -> bool:

@@ -1,4 +1,4 @@
-"""What is known of a trainer's sampler: settings that distort its distribution, its precision, whether it lags."""
+"""Properties of a trainer's sampler: settings that distort its distribution, its precision, whether it lags."""
 
 from __future__ import annotations
 
