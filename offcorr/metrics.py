@@ -62,7 +62,7 @@ class Metric(NamedTuple):
 MISMATCH = (
     Metric("abs_mean", "mean |d|", Mean),
     Metric("extremes", "max |d|, min e^d, max e^d", Extremes, ("abs_max", "ratio_min", "ratio_max")),
-    Metric("abs_histogram", "99th percentile of |d|, to a bin", Histogram, ("abs_p99",)),
+    Metric("abs_histogram", "99th percentile of |d|, within its bin", Histogram, ("abs_p99",)),
     Metric("k1", "mean -d: KL(second || first policy), unbiased", Mean),
     Metric("k3", "mean e^d - 1 - d: KL(second || first policy), never negative", Mean),
     Metric(
@@ -191,7 +191,7 @@ class Metrics:
                 known = zip(names, values, strict=True)
                 result.update({name: value for name, value in known if value is not None})
         for name in [name for name in result if name.endswith("abs_p99")]:
-            # A histogram knows a quantile to the upper edge of its bin, which may lie above the largest value.
+            # Inside a bin a histogram only estimates a quantile, which may then lie above the largest value.
             largest = result.get(name.removesuffix("p99") + "max", math.inf)
             result[name] = min(result[name], largest)
         valid, nonfinite, unscored = _valid_tokens(numbers_of), result.get(NONFINITE, 0.0), result.get(UNSCORED, 0.0)

@@ -112,7 +112,7 @@ def main() -> int:
     print(f"picture: {plot(logs, args.output / 'demo.png', sampler(steps))}")
     print(f"sequences, with the log-probs of sampler and trainer: {args.output}/*/rollouts")
     print(f"numbers: {record(logs, args.output / 'demo.json', vars(args) | {'updates': steps})}")
-    print(f"\n{next_commands(args.output / 'trl' / 'rollouts', model)}")
+    print(f"\n{next_commands(args.output / 'trl' / 'rollouts', model, args.seed)}")
     return 0
 
 
@@ -287,11 +287,12 @@ def change(run: str, entries: list[dict[str, Any]]) -> str:
     )
 
 
-def next_commands(dump: Path, tokenizer: str) -> str:
+def next_commands(dump: Path, tokenizer: str, seed: int) -> str:
     """Commands to type next, as they work in this environment.
 
     Args:
         dump: the folder of a run's sequences; tokenizer: that of its start model.
+        seed: of the demo, so that a run begins with the same model.
     """
     # `make` has the environment on its PATH, where the user's shell need not have it.
     on_path = sys.prefix == sys.base_prefix or {"VIRTUAL_ENV", "CONDA_PREFIX"} & os.environ.keys()
@@ -304,7 +305,7 @@ def next_commands(dump: Path, tokenizer: str) -> str:
     return (
         "This was one seed at one learning rate, and is no ranking; docs/which.md compares more. Next:\n"
         "A run of your own:\n"
-        f"  {offcorr} train --loss_type minpro --lag {LAG} --precision {PRECISION}\n"
+        f"  {offcorr} train --loss_type minpro --lag {LAG} --precision {PRECISION} --seed {seed}\n"
         "Why trainer and sampler disagree in a run:\n"
         f"  {diagnose(dump, tokenizer, offcorr='OFFCORR').replace('OFFCORR', offcorr, 1)}\n"
         "What a method is:\n"

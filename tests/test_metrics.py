@@ -49,7 +49,16 @@ def test_mismatch_series(series, ours, theirs):
     for name, value in expected.items():
         assert got[f"offcorr/{series}/{name}"] == pytest.approx(value, rel=1e-10), name
     p99 = np.quantile(np.abs(d), 0.99, method="inverted_cdf")
-    assert p99 <= got[f"offcorr/{series}/abs_p99"] <= p99 * 10 ** (9 / 62)
+    assert 10 ** (-9 / 62) <= got[f"offcorr/{series}/abs_p99"] / p99 <= 10 ** (9 / 62)
+
+
+@pytest.mark.parametrize("scale", np.geomspace(0.01, 0.014, 5))  # over the width of a bin
+@pytest.mark.parametrize("draw", ["standard_normal", "standard_cauchy", "standard_exponential"])
+def test_the_percentile_is_near_the_true_one(draw, scale):
+    d = scale * np.abs(getattr(np.random.default_rng(0), draw)(50_000))
+    parts = [Histogram(Histogram.of(part, torch.ones(len(part)).bool())) for part in torch.from_numpy(d).split(7_000)]
+    [got] = functools.reduce(Histogram.merge, parts).read()
+    assert got == pytest.approx(np.quantile(d, 0.99), rel=0.1)
 
 
 def test_first_token_is_the_first_valid_one():
@@ -274,3 +283,27 @@ def test_readings_that_no_distribution_has():
     got = offcorr.metrics.measure(batch).compute()
     assert got["offcorr/staleness/abs_p99"] == got["offcorr/staleness/abs_max"] == pytest.approx(0.3)
     assert got["offcorr/staleness/chi2_token"] == got["offcorr/staleness/chi2_seq"] == 0
+
+
+def test_narrow_bounds_drop_much_where_there_is_hardly_a_gap():
+    """docs/quickstart.md: above .99 a correction is not needed, and some drop much all the same."""
+    d = 0.022 * torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
+    old_logp, advantages = torch.full_like(d, -1.0), torch.tensor([1.0, -1.0]).repeat(128)
+    batch = Batch(
+        logp=old_logp + d, old_logp=old_logp, rollout_logp=old_logp - d, advantages=advantages, mask=torch.ones_like(d)
+    )
+    measured = {name: offcorr.get(name)(batch).metrics.compute() for name in ("gspo", "geo_rs", "minpro")}
+    assert all(measured["gspo"][f"offcorr/{series}/ess_seq"] > 0.99 for series in ("staleness", "engine"))
+    dropped = {name: numbers["offcorr/loss/dropped"] for name, numbers in measured.items()}
+    assert 0.4 < dropped["gspo"] < 0.6 and 0.75 < dropped["geo_rs"] < 0.9 and dropped["minpro"] == 0
+
+
+def test_length_alone_lowers_the_effective_sample_size():
+    """`offcorr metrics ess_seq`: no token is far off, and ESS / n is e^(-T s^2)."""
+    d = 0.02 * torch.randn(512, 2000, generator=torch.Generator().manual_seed(0))
+    old_logp = torch.full_like(d, -1.0)
+    batch = Batch(logp=old_logp, old_logp=old_logp, rollout_logp=old_logp - d, advantages=torch.ones(512), mask=d < 9)
+    got = offcorr.metrics.measure(batch).compute()
+    assert got["offcorr/engine/ess_seq"] == pytest.approx(math.exp(-2000 * 0.02**2), rel=0.15)
+    assert got["offcorr/engine/abs_mean"] == pytest.approx(0.016, abs=1e-3)
+    assert 0.89 < got["offcorr/engine/ratio_min"] < got["offcorr/engine/ratio_max"] < 1.12

@@ -14,6 +14,7 @@ from offcorr.cli.output import PAGES, Refusal, terminal_width
 from offcorr.cli.tables import TABLES, fill, markdown
 from offcorr.folders import check_file
 from offcorr.lab.text import entries
+from offcorr.stages.checks import nearest
 
 READERS = {
     "To begin": {
@@ -47,6 +48,9 @@ READERS = {
 }
 """The pages by what a reader wants to do, each with the reader it is for."""
 
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""The folder that the package lies in: of a checkout, the one with docs/."""
+
 GENERATED = ("docs/methods.md", "docs/metrics.md", "docs/trainers.md")
 
 
@@ -54,10 +58,12 @@ def add_parser(commands: Any) -> None:
     """Adds the subcommand ``docs``."""
     parser = commands.add_parser(
         "docs",
-        help="the pages of the documentation, and whom each is for",
-        description="Lists the pages of the documentation with the reader that each is for. --write and --check are "
+        help="the pages of the documentation, and whom each is for; with a PAGE, where it is",
+        description="Lists the pages of the documentation with the reader that each is for. With a PAGE: its file in "
+        "the checkout that offcorr is installed from, else its address. --write and --check are "
         "for those who change offcorr itself: they compare the tables on the pages of a checkout with the code.",
     )
+    parser.add_argument("page", nargs="?", metavar="PAGE", help="a page, as which or docs/which.md")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--write", action="store_true", help="write the generated tables into the pages of a checkout")
     either.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a table is out of date")
@@ -69,12 +75,24 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the subcommand and returns its exit code."""
+    if options.page and (options.write or options.check):
+        raise Refusal("--write and --check are about all generated pages and take no PAGE")
     if options.write or options.check:
         return _generate(options.root or Path.cwd(), options.check)
     if options.root is not None:
         raise Refusal("--root is given without --write or --check, which it belongs to")
-    print(_pages(terminal_width() or 100))
+    print(_place(options.page) if options.page else _pages(terminal_width() or 100))
     return 0
+
+
+def _place(page: str) -> str:
+    """The file of a page, where offcorr runs from a checkout, else its address; then the reader that it is for."""
+    name = page.removeprefix("docs/").removesuffix(".md")
+    readers = {known: reader for pages in READERS.values() for known, reader in pages.items()}
+    if name not in readers:
+        raise Refusal(f"unknown page {page!r}{nearest(name, readers, ';')} `offcorr docs` lists all")
+    file = CHECKOUT / "docs" / f"{name}.md"
+    return f"{file if file.is_file() else f'{PAGES}/{name}.md'}\nfor you if {readers[name]}"
 
 
 def _pages(width: int) -> str:

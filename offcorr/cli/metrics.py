@@ -158,7 +158,7 @@ def _formula(metric: Metric, output: str) -> str:
 def _labelled(label: str, text: str, width: int) -> str:
     """Markdown as plain text, after a label: of a link the words, and its address where that is one of the web."""
     text = re.sub(r"\[([^\]]+)\]\((https?:[^)]+)\)", r"\1 (\2)", text)
-    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text).replace("*", "")
+    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
     return textwrap.fill(
         text,
         max(40, width),

@@ -48,9 +48,10 @@ def add_parser(subparsers: Any) -> None:
         help="name the cause of a mismatch between trainer and sampler, from a dump of rollouts",
         description="Reads what trainer and sampler logged of each sampled token, says in one line why the two "
         "disagree and what to change, and then lists every cause with its statistic.",
-        epilog="A dump: a folder that dump_rollouts= wrote, jsonl, jsonl.gz, parquet or npz with prompt_ids, "
-        "completion_ids, rollout_logp and old_logp, or a dump of prime-rl, slime or NeMo-RL; docs/mismatch.md "
-        "describes them. Exit code: 0; 2, the command cannot run; 3, --fail-on applies.",
+        epilog="A dump: a folder that dump_rollouts= wrote, jsonl, jsonl.gz or parquet with a row "
+        "per sequence (prompt_ids, completion_ids, rollout_logp, old_logp), npz with these fields of all sequences end "
+        "to end and their tokens counted in lengths and prompt_lengths, or a dump of prime-rl, slime or NeMo-RL; "
+        "docs/mismatch.md describes them. Exit code: 0; 2, the command cannot run; 3, --fail-on applies.",
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", type=Path, help="files or folders of one run")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else to stdout")

@@ -150,6 +150,11 @@ SCOPE = (
 )
 TIE = 0.005
 """Directions that differ by less are printed as one."""
+ENGINE = (
+    "The engine has a mismatch here, which biases a method that compares staleness alone: sequence_is, unbiased "
+    "without one, is not. geo_mis and vcpo also weight each sequence by the engine's ratio; what they mask or "
+    "cap is the bias that is left."
+)
 COLLAPSES = "in training with old samples it is among the first to collapse (docs/which.md)."
 REACHED = (
     "A clip is a trust region, not an estimator: a small kept or a direction of 0 or below says that the trainer has "
@@ -369,6 +374,8 @@ def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: 
         notes.append(f"The same update in this setting: {', '.join(row.name for row in group)}.")
     if not world.setting.engine_gap and any("engine" in row.loss_fn.compares for row in rows):
         notes.append("The engine has no mismatch here; --engine-gap 0.05 shows what a correction of it does.")
+    if world.setting.engine_gap and not all(row.loss_fn.compares & {"engine", "total"} for row in rows):
+        notes.append(ENGINE)
     return [
         *entries([("", first)], width),
         *entries([(column.head, column.formula) for column in shown], width),
@@ -490,8 +497,8 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--regime",
         metavar="NAME",
-        help="what has happened to the trainer's policy since it sampled: stale (8 gradient steps), noise (a random "
-        "change of every logit), drift (both), early (a random change at the first two tokens alone) "
+        help="what has happened to the trainer's policy since it sampled: stale (8 natural-gradient steps), noise (a "
+        "random change of every logit), drift (both), early (a random change at the first two tokens alone) "
         f"(default {default.regime})",
     )
     add(

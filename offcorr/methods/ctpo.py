@@ -6,9 +6,9 @@
     c_t = 0 also for A_t < 0 and P_t > exp(log_dual t^power);  log_dual is log_high unless given
 
 r_t = exp(logp_t - old_logp_t) is the token's staleness ratio; t counts valid tokens from 1; A_t is the advantage and Z
-the denominator of the aggregation. log P_t is capped at 10. With ``level="prefix_geometric"`` the t-th root of P_t
-takes the place of P_t; its gradient keeps the token form, without a factor 1/t. The authors' script for it has power
--.5, with which the bounds narrow with the position.
+the denominator of the aggregation. log P_t is capped at 10, from above alone. With ``level="prefix_geometric"`` the
+t-th root of P_t takes the place of P_t; its gradient keeps the token form, without a factor 1/t. The authors' script
+for it has power -.5, with which the bounds narrow with the position.
 
 Source: the authors' code, 2605.07331; for the root its branch cum-token-geomean-la. Their script adds a truncated
 sequence weight of cap 5: ``weight=offcorr.weights.Truncate(5.0, level="sequence")``.

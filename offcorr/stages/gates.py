@@ -244,7 +244,7 @@ def position_clip(log_ratio: Any, advantage: Any, position: Any, p: Any) -> Any:
 class PositionClip(Gate):
     """Clip whose log-bounds change with position: [-log_low t^power, log_high t^power] (CTPO, 2605.07331).
 
-    t is the 1-based count of valid tokens.  The log-ratio is clamped to at most 10 nats before ``exp``.
+    t is the 1-based count of valid tokens.  The log-ratio is capped at 10 nats before ``exp``, from above alone.
 
     Args:
         log_low, log_high: nats at t = 1.

@@ -86,7 +86,7 @@ def train(recipe: Recipe, seed: int, progress: bool = False) -> Qwen3ForCausalLM
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: _schedule(recipe, n))
         model.train()
-        for _ in _shown(recipe.steps) if progress else range(recipe.steps):
+        for _ in _shown(recipe.steps, seed) if progress else range(recipe.steps):
             rows = []
             for terms in rng.choices(prompts, k=recipe.batch_size):
                 working = task.render_working(terms, rng, recipe.error_rate, recipe.filler_rate)
@@ -186,9 +186,11 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _shown(steps: int) -> Iterator[int]:
+def _shown(steps: int, seed: int) -> Iterator[int]:
     """The updates, whose number is shown on stderr with or without a terminal."""
-    with Progress(steps, "training the toy model once, about half a minute on two free cores") as progress:
+    with Progress(
+        steps, f"training the toy model of seed {seed} once, about half a minute on two free cores"
+    ) as progress:
         for step in range(steps):
             yield step
             progress(step + 1, "updates of the toy model")

@@ -166,10 +166,13 @@ class Step:
         """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was passed."""
         return self._placed or self._anchor
 
-    def describe(self, batch: Batch) -> str:
+    def describe(self, batch: Batch, lags: bool | None = None) -> str:
         """One line on a placed batch: the loss, the policy that supplies ``old_logp``, the engine's log-probs.
 
         Of a loss that is computed elsewhere it says what is measured.
+
+        Args:
+            lags: the sampler's weights are older than the trainer's at some generation; None: not known.
 
         >>> import offcorr
         >>> step = Step(offcorr.get("tis"))
@@ -187,8 +190,9 @@ class Step:
         old_logp = f"{policy or 'none, so that every staleness ratio is 1'} ({self._named_anchor(str)})"
         if self._placed is not None and self._placed.contains_rollout:
             engine += "; the engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them)"
-        elif self._holds_lag(batch):
-            engine += "; offcorr/engine holds the lag as well (anchor='snapshot' keeps the two apart)"
+        elif lags is not False and self._holds_lag(batch):
+            said = "offcorr/engine holds the lag as well" if lags else "if the sampler lags, offcorr/engine holds that"
+            engine += f"; {said} (anchor='snapshot' keeps the two apart)"
         return f"loss {self._correction.method!r}; old_logp: {old_logp}; {engine}"
 
     def _holds_lag(self, batch: Batch) -> bool:

@@ -1,4 +1,4 @@
-"""The settings with which a trainer's sampler draws from another distribution than the trainer scores."""
+"""Properties of a trainer's sampler: settings that distort its distribution, its precision, whether it lags."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from offcorr.data.around import Around
 from offcorr.rollout.off_policy import OffPolicy
+from offcorr.rollout.vllm_server import VLLMServer
 
 OFF: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1.0),
@@ -43,6 +44,15 @@ def precision_of(sampler: Any) -> str | None:
     while isinstance(sampler, Around):
         sampler = sampler.sampler
     return sampler.precision if isinstance(sampler, OffPolicy) else None
+
+
+def lags(sampler: Any) -> bool | None:
+    """Whether a sampler's weights are older than the trainer's at some generation; None: not known."""
+    while isinstance(sampler, Around):
+        sampler = sampler.sampler
+    if isinstance(sampler, OffPolicy):
+        return sampler.lag > 0
+    return sampler.sync_every > 1 if isinstance(sampler, VLLMServer) else None
 
 
 def distortion_warning(settings: Mapping[str, float], reported: bool) -> str:

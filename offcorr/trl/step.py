@@ -30,6 +30,7 @@ from offcorr.training.schedules import Annealed
 from offcorr.training.step import MONITORED, Step
 from offcorr.trl.config import monitor_options
 from offcorr.trl.resume import asked_for, cut_generation, differences, save_asked
+from offcorr.trl.sampling import lags
 
 logger = logging.getLogger("offcorr")
 
@@ -264,7 +265,8 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     sampler += f", {remark}" if remark else ""
     unversioned = batch.rollout_version is None and getattr(trainer, "_sampler", None) is not None
     bound = ", rollout_version is not returned: lag is a lower bound" if unversioned else ""
-    logger.warning("offcorr: %s%s; sampled by %s%s%s", whose, step.describe(batch), sampler, bound, agreement)
+    described = step.describe(batch, lags(getattr(trainer, "_sampler", None)))
+    logger.warning("offcorr: %s%s; sampled by %s%s%s", whose, described, sampler, bound, agreement)
     if found is None or not found.wrong:
         return ""
     refusal = "" if step.monitor is None else step.monitor.refusal(found)

@@ -26,3 +26,14 @@ def test_a_checkout_is_named_only_for_its_tables(refused):
 def test_docs_outside_a_checkout(tmp_path, refused):
     said = refused("docs", "--write", "--root", str(tmp_path))
     assert "not a checkout" in said and "docs/methods.md" in said and "--root" in said
+
+
+def test_a_page_is_named_with_the_place_where_it_is(capsys, monkeypatch, tmp_path, refused):
+    for page in ("which", "which.md", "docs/which.md"):
+        assert cli.main(["docs", page]) == 0
+        assert capsys.readouterr().out == f"{ROOT / 'docs' / 'which.md'}\nfor you if you must choose a method\n"
+    assert "unknown page 'metric', did you mean 'metrics'? `offcorr docs` lists all" in refused("docs", "metric")
+    assert "take no PAGE" in refused("docs", "which", "--check")
+    monkeypatch.setattr(docs, "CHECKOUT", tmp_path)  # installed without the pages
+    assert cli.main(["docs", "which"]) == 0
+    assert capsys.readouterr().out.startswith(f"{docs.PAGES}/which.md\n")

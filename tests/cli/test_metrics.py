@@ -62,3 +62,13 @@ def test_an_unknown_name(refused):
     assert "did you mean 'offcorr/loss/dropped'?" in near
     assert "unknown metric 'qqqq'; `offcorr metrics` lists all" in refused("metrics", "qqqq")
     assert "takes no NAME" in refused("metrics", "--markdown", "ess_seq")
+
+
+def test_a_product_in_a_formula_keeps_its_sign(capsys):
+    assert "of the gradient ratio * A that" in page(capsys, "clipped")
+
+
+def test_low_effective_sample_sizes_have_more_than_one_cause(capsys):
+    said = page(capsys, "ess_seq")
+    assert "either the outputs are long or a few tokens are far off; `ratio_min` and `ratio_max`" in said
+    assert "Or the outputs grow longer (TRL's `completions/mean_length`) while `abs_mean` stays" in said

@@ -604,3 +604,13 @@ def test_steps_of_several_runs_are_said(tmp_path):
     assert any("hold dumps of the same steps, so these are several runs" in one for one in warnings)
     _, warnings = read_all(tmp_path / "one")
     assert not any("several runs" in one for one in warnings)
+
+
+def test_the_npz_of_the_page_is_read(tmp_path, monkeypatch):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "mismatch.md").read_text()
+    [code] = re.findall(r"```python\n([^`]*np\.savez\([^`]*)```", page)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    found = read_all(tmp_path / "dump.npz")[0]
+    assert [one.completion_ids.tolist() for one in found] == [[5, 7, 1], [5, 1]]
+    assert [one.prompt_ids.tolist() for one in found] == [[2, 3], [2, 4]]

@@ -24,6 +24,7 @@ from offcorr.stages.checks import warn_once
 from tests.fresh import python
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+GEO_MIS = "geo_mis?low=0.5&high=2.0"
 TINY = ("--vocabulary", "2", "--length", "4", "--draws", "10")
 
 OWN = """
@@ -428,3 +429,11 @@ def test_the_timing_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert seconds_per_token(offcorr.get("tis"), repeats=1) > 0
+
+
+def test_with_an_engine_gap_the_caption_says_what_is_biased(command):
+    said = " ".join(command("sequence_is", GEO_MIS, *TINY, "--engine-gap", "0.1")[1].split())
+    assert "which biases a method that compares staleness alone: sequence_is, unbiased without one, is not" in said
+    assert "geo_mis and vcpo also weight each sequence by the engine's ratio" in said
+    for words in (["sequence_is"], [GEO_MIS, "--engine-gap", "0.1"]):
+        assert "which biases a method" not in " ".join(command(*words, *TINY)[1].split())

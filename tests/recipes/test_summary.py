@@ -179,7 +179,7 @@ def test_the_demo_ends_with_sentences_from_the_numbers(logs):
 
 
 def next_commands():
-    return demo.next_commands(Path("runs/demo/trl/rollouts"), "/cache/toy model")
+    return demo.next_commands(Path("runs/demo/trl/rollouts"), "/cache/toy model", seed=0)
 
 
 def test_the_next_commands_are_commands():
@@ -188,7 +188,8 @@ def test_the_next_commands_are_commands():
     commands = [line for line in next_commands().splitlines() if line.startswith("  ")]
     words = [shlex.split(command.partition("offcorr ")[2]) for command in commands]
     assert [word[0] for word in words] == ["train", "diagnose", "methods", "compare"]
-    grpo.TrlParser(grpo.Arguments).parse_args_and_config([*words[0][1:], "--use_cpu", "true"])
+    parser = grpo.TrlParser(grpo.Arguments)
+    assert parser.parse_args_and_config([*words[0][1:], "--use_cpu", "true"])[0].seed == 0  # the demo's model
     for rest in words[1:]:
         cli._parser().parse_args(rest)
     version = commands[2].split(" methods ")[0].split() + ["--version"]  # the command as it is printed

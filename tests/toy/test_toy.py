@@ -231,12 +231,12 @@ def test_accuracy_without_examples_is_refused():
 
 @pytest.mark.parametrize("progress", [True, False])
 def test_training_says_on_stderr_what_it_does_and_how_long_it_takes(own_cache, progress, capsys):
-    toy.model_path(0, progress=progress, recipe=TINY)
+    toy.model_path(3, progress=progress, recipe=TINY)
     said = capsys.readouterr()
     assert said.out == ""
-    line = "training the toy model once, about half a minute on two free cores\n"
+    line = "training the toy model of seed 3 once, about half a minute on two free cores\n"
     assert said.err == line * progress
-    toy.model_path(0, progress=progress, recipe=TINY)
+    toy.model_path(3, progress=progress, recipe=TINY)
     assert capsys.readouterr().err == ""  # it is there
 
 

@@ -507,7 +507,11 @@ def test_engine_series_that_hold_the_lag_are_said_at_the_start(anchor, versions,
     batch = dataclasses.replace(whole_batch(), **given)
     step = Step(offcorr.get("tis"), anchor=anchor())
     placed = step.place(batch, recomputed=torch.zeros(ROWS, WIDTH))
-    assert ("offcorr/engine holds the lag as well (anchor='snapshot'" in step.describe(placed)) == said
+    held = "offcorr/engine holds the lag as well (anchor='snapshot'"
+    unknown = "; if the sampler lags, offcorr/engine holds that (anchor='snapshot' keeps the two apart)"
+    assert (held in step.describe(placed, lags=True)) == said
+    assert (unknown in step.describe(placed)) == said
+    assert "(anchor='snapshot' keeps" not in step.describe(placed, lags=False)
 
 
 def test_the_correction_of_a_step_cannot_be_set():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from offcorr.rollout import OffPolicy
+from offcorr.data import Replay
+from offcorr.rollout import OffPolicy, VLLMServer
+from offcorr.trl.sampling import lags
 from tests.trl.test_never_updated import Copied, Updated
 
 SETTINGS = dict(
@@ -73,3 +75,17 @@ def test_a_long_run_with_a_lag_and_a_coarse_engine_is_quiet(make_trainer):
     trainer = make_trainer(rollout_func=OffPolicy(lag=8, precision="int8"), **SETTINGS | settings)
     trainer.train()
     assert trainer.correction_step.monitor.alarms == []
+
+
+def test_only_a_sampler_that_can_lag_is_said_to_put_the_lag_into_engine(make_trainer, caplog):
+    """With lag 0 the engine series is the same under both anchors."""
+    expected = {OffPolicy(): False, OffPolicy(lag=2): True, Replay(OffPolicy()): False}
+    expected |= {VLLMServer(url="127.0.0.1:9", sync_every=every): every > 1 for every in (1, 4)}
+    assert [lags(sampler) for sampler in expected] == list(expected.values())
+    assert lags(lambda prompts, trainer: {}) is lags(None) is None
+    for lag in (0, 2):
+        caplog.clear()
+        make_trainer(rollout_func=OffPolicy(lag=lag), **SETTINGS, anchor="recomputed", max_steps=1).train()
+        said = " ".join(record.getMessage() for record in caplog.records if record.name == "offcorr")
+        assert ("offcorr/engine holds the lag as well (anchor='snapshot' keeps the two apart)" in said) == (lag > 0)
+        assert "anchor 'recomputed'" in said and "if the sampler lags" not in said
