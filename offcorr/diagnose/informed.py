@@ -96,7 +96,7 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
 
 
 def _of_the_trainer(report: Report, rescored: Rescored) -> Finding | None:
-    """What the trainer does, where the sampler's log-probs are those of the model and the trainer's are not.
+    """A cause in how the trainer scores, where the sampler's log-probs are the model's and the trainer's are not.
 
     Nothing that the sampler does is a cause then.
     """

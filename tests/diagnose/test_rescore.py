@@ -182,10 +182,7 @@ def test_a_checkpoint_of_another_vocabulary_is_not_tried(model):
 
 def test_rounding_is_nobodys_fault(model):
     """Two differences that float32 makes say nothing about the trainer, however far apart their sizes are."""
-    records = [
-        dataclasses.replace(one, old_logp=one.old_logp + 2e-5)
-        for one in dump(model, sequences=4)
-    ]
+    records = [dataclasses.replace(one, old_logp=one.old_logp + 2e-5) for one in dump(model, sequences=4)]
     found = rescore(records, model)
     assert not found.as_the_model
     assert "how the trainer computes" not in " ".join(described(found))

@@ -257,7 +257,7 @@ def _slip(trainer: Floats, sampler: Floats) -> tuple[int, int] | None:
 
 
 def _amounts(slips: list[int]) -> str:
-    """How many tokens, in words."""
+    """A number of tokens, in words."""
     amounts = sorted({abs(by) for by in slips})
     return (
         f"{amounts[0]} token{'s' * (amounts[0] > 1)}" if len(amounts) == 1 else f"{amounts[0]} to {amounts[-1]} tokens"
