@@ -324,6 +324,7 @@ class Plan(NamedTuple):
     max_length: int | None
     count_rejected: bool
     strict: bool
+    asks_reward: bool  # whether a function of a stage reads the sequence's reward
 
     @classmethod
     def of(cls, correction: Any, engine_known: bool) -> Plan:
@@ -348,4 +349,5 @@ class Plan(NamedTuple):
             correction.max_length,
             correction.count_rejected,
             correction.strict,
+            any("reward" in stage.inputs for place, stage in stages.items() if place != "advantages"),
         )
