@@ -352,6 +352,50 @@ def test_small_probabilities_and_rounding_are_told_apart(values, warns, heard):
     )
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "field, values, warns",
+    [
+        ("entropy", [-2.0, 0.0, -0.3], True),
+        ("entropy", [-0.002, -0.009, -0.0001], True),  # of tokens that are all nearly sure
+        ("entropy", [-0.004, 1.0, 2.0], False),  # rounded bfloat16
+        ("entropy", [-1e-4, 0.0, math.nan], False),
+        ("entropy", [math.nan, -2.0, 1.0], True),
+        ("sum_sq_probs", [-0.5, 0.5, 1.0], True),
+        ("weight", [-1.0, 2.0, 1.0], True),
+        ("weight", [0.0, 1.0, math.nan], False),
+    ],
+)
+def test_a_field_below_0_that_cannot_be(field, values, warns, packed, heard):
+    """Under the mask it may be."""
+    given = torch.tensor([[*values, -7.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    fields = {"logp": torch.full((1, 4), -1.0), "mask": mask, field: given}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if packed:
+            fields = {name: value[0] for name, value in fields.items()} | {"cu_seqlens": torch.tensor([0, 4])}
+        make = offcorr.Batch.packed if packed else offcorr.Batch
+        make(advantages=torch.ones(1), **fields)
+    assert [f"{field} is below 0 on valid tokens" in str(one.message) for one in seen] == [True] * warns
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("weight, warns", [([1.0, -0.5], True), ([-0.5, 1.0], False)])
+def test_a_weight_below_0_of_a_sequence(weight, warns, packed, heard):
+    """The first sequence has no valid token."""
+    logp, mask = torch.full((2, 3), -1.0), torch.tensor([[False] * 3, [True] * 3])
+    fields = {"advantages": torch.ones(2), "weight": torch.tensor(weight)}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if packed:
+            ends = torch.tensor([0, 3, 6])
+            offcorr.Batch.packed(logp=logp.flatten(), mask=mask.flatten(), cu_seqlens=ends, **fields)
+        else:
+            offcorr.Batch(logp=logp, mask=mask, **fields)
+    assert ["weight is below 0 on valid tokens" in str(one.message) for one in seen] == [True] * warns
+
+
 @pytest.mark.parametrize("name, warns", [("prefix_is", True), ("sequence_is", True), ("seq_tis", True), ("ppo", False)])
 def test_half_precision_log_probs_under_a_product(name, warns, heard):
     batch = testing.example()
