@@ -396,6 +396,43 @@ def test_a_weight_below_0_of_a_sequence(weight, warns, packed, heard):
     assert ["weight is below 0 on valid tokens" in str(one.message) for one in seen] == [True] * warns
 
 
+CAPS = {
+    "cispo?cap=.28": "DetachedClip: cap is 0.28",
+    "cispo?low=1.5": "DetachedClip: low is 1.5",
+    "aipo?cap=.5": "DetachedClip: cap is 0.5",
+    "tis?cap=.5": "Truncate: cap is 0.5",
+    "vcpo?cap=.5": "Truncate: cap is 0.5",
+    "icepop?low=.1&high=.28": "Mask: high is 0.28",
+    "seq_mis?cap=.5": "Mask: high is 0.5",
+    "dispo?neg_high=.5": "SignClip: neg_high is 0.5",
+    "dispo?pos_low=2": "SignClip: pos_low is 2",
+    "geo_rs?low=.1&high=.2": "Geometric: high is 0.2",
+    "pnpo?low=1.1&high=1.2": "NarrowingInterval: low is 1.1",
+}
+
+
+@pytest.mark.parametrize("spec", CAPS)
+def test_a_bound_on_the_ratio_that_leaves_1_out(spec, heard):
+    """A distance from 1 in its place would scale, or drop, the tokens on-policy."""
+    with pytest.warns(RuntimeWarning, match=f"^{CAPS[spec]}, so that on-policy tokens, whose ratio is 1, are") as caught:
+        loss_fn = offcorr.get(spec)
+    (said,) = [str(one.message) for one in caught]
+    assert "pass 1 - epsilon_low" in said if "low is" in said else "pass 1 + epsilon_high" in said
+    batch = testing.example()
+    agree = dataclasses.replace(batch, old_logp=batch.logp, rollout_logp=batch.logp)
+    plain = offcorr.get("reinforce", aggregate=loss_fn.aggregate)(agree).coefficient
+    made = loss_fn(agree).coefficient
+    assert not torch.allclose(made, plain), "on-policy tokens are left alone"
+    assert ("are dropped" in said) == (not made.any())
+
+
+@pytest.mark.parametrize("name", offcorr.available())
+def test_published_bounds_have_1_inside(name, heard):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        illustration(name)
+
+
 @pytest.mark.parametrize("name, warns", [("prefix_is", True), ("sequence_is", True), ("seq_tis", True), ("ppo", False)])
 def test_half_precision_log_probs_under_a_product(name, warns, heard):
     batch = testing.example()
