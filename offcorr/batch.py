@@ -203,7 +203,7 @@ class Batch:
                 _refuse_none_finite("rollout_logp", valid, len(valid))
 
     def _check_numbers(self) -> None:
-        """Raise for a field without a finite number on any valid token, and warn of a wrong sign and of probabilities."""
+        """Raise for a field without a finite number on any valid token, and warn of wrong signs and probabilities."""
         mask = self.mask.bool()
         for name in ("logp", "old_logp", "rollout_logp"):
             values = getattr(self, name)

@@ -13,7 +13,7 @@ from offcorr import metrics as measures
 from offcorr.batch import Batch, Tokens
 from offcorr.shapes import Scalar
 from offcorr.stages import pointwise, reference
-from offcorr.stages.aggregate import AGGREGATIONS, own_total, row_constant
+from offcorr.stages.aggregate import AGGREGATIONS, check_lengths, own_total, row_constant
 from offcorr.stages.base import Plan
 from offcorr.stages.blame import maker_of_nonfinite
 
@@ -92,6 +92,8 @@ def _row_scale(plan: Plan, tokens: Any, kept: Tensor, denominator: float | Tenso
     if not plan.count_rejected:
         count = kept.sum(1).to(tokens.dtype)
         _, sequences = kept_counts(count, tokens)
+    if plan.max_length is not None:
+        check_lengths(plan.aggregate, plan.max_length, tokens.rows.count)
     constant = row_constant(plan.aggregate, plan.max_length, tokens.mask.shape[1])
     rows = pointwise.row_weight(count, constant, AGGREGATIONS[plan.aggregate].divides_by_count)
     z = own_total(plan.aggregate, count, sequences) if denominator is None else denominator

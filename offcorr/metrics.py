@@ -248,7 +248,8 @@ def _check_nonfinite(tokens: float, valid: float) -> None:
     if tokens:
         warnings.warn(
             f"{tokens:.0f} valid tokens gave no finite number to train on (NaN or infinity in logp, old_logp, "
-            "advantages or rewards, or made by a stage); their loss and gradient were set to 0. strict=True raises and says which",
+            "advantages or rewards, or made by a stage); their loss and gradient were set to 0. strict=True raises and "
+            "says which",
             RuntimeWarning,
             stacklevel=outside(),
         )

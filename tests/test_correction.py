@@ -396,6 +396,29 @@ def test_a_weight_below_0_of_a_sequence(weight, warns, packed, heard):
     assert ["weight is below 0 on valid tokens" in str(one.message) for one in seen] == [True] * warns
 
 
+@pytest.mark.parametrize("length, warns", [(3, True), (6, False), (None, False)])
+def test_a_max_length_that_is_exceeded(length, warns, heard, monkeypatch):
+    """By valid tokens, not by the width."""
+    monkeypatch.setattr("offcorr.stages.checks._WARNED_OF", set())
+    logp = torch.full((2, 9), -1.0)
+    mask = torch.arange(9) < torch.tensor([[6], [2]])
+    batch = offcorr.Batch(logp=logp, old_logp=logp, advantages=torch.ones(2), mask=mask)
+    loss_fn = offcorr.get("ppo", aggregate="seq-mean-token-sum-norm", max_length=length)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loss_fn(batch)
+        loss_fn(batch)
+    said = [str(one.message) for one in seen if "max_length is" in str(one.message)]
+    assert (
+        said
+        == [
+            "max_length is 3, and a sequence has 6 valid tokens: seq-mean-token-sum-norm divides by "
+            "max_length, which is to be the longest completion allowed"
+        ]
+        * warns
+    )
+
+
 CAPS = {
     "cispo?cap=.28": "DetachedClip: cap is 0.28",
     "cispo?low=1.5": "DetachedClip: low is 1.5",
@@ -414,7 +437,9 @@ CAPS = {
 @pytest.mark.parametrize("spec", CAPS)
 def test_a_bound_on_the_ratio_that_leaves_1_out(spec, heard):
     """A distance from 1 in its place would scale, or drop, the tokens on-policy."""
-    with pytest.warns(RuntimeWarning, match=f"^{CAPS[spec]}, so that on-policy tokens, whose ratio is 1, are") as caught:
+    with pytest.warns(
+        RuntimeWarning, match=f"^{CAPS[spec]}, so that on-policy tokens, whose ratio is 1, are"
+    ) as caught:
         loss_fn = offcorr.get(spec)
     (said,) = [str(one.message) for one in caught]
     assert "pass 1 - epsilon_low" in said if "low is" in said else "pass 1 + epsilon_high" in said
