@@ -212,7 +212,10 @@ def form(kind: str, name: str) -> Callable[..., Any]:
             return found
     if (kind, name) not in _FORMS:
         known = forms(kind)
-        raise ValueError(f"unknown {kind} {name!r}{nearest(name, known, '.')} Known: {', '.join(known)}")
+        raise ValueError(
+            f"unknown {kind} {name!r}{nearest(name, known, '.')} Known: {', '.join(known)}; your own are known once "
+            "the module that defines them is imported"
+        )
     return _FORMS[kind, name]
 
 
