@@ -25,6 +25,14 @@ LOG_LIMIT = 20.0
 ABOVE_ZERO = "{} is above 0 on valid tokens, as no log-prob is: were probabilities passed?"
 """The warning where ``above_zero`` holds of a field."""
 
+BELOW_ZERO = {
+    "entropy": "entropy is below 0 on valid tokens, as no entropy of a next-token distribution is: was sum p log p "
+    "passed without its minus sign?",
+    "sum_sq_probs": "sum_sq_probs is below 0 on valid tokens, as no sum of squares is",
+    "weight": "weight is below 0 on valid tokens, where it turns the sign of the loss: was another field meant?",
+}
+"""The warnings where a field is below 0; an entropy and a sum of squares by more than rounding."""
+
 ORIGINS = ("fresh", "replay", "demonstration", "prefix")
 """Names of where a sequence came from, at the index that stands for each in ``Batch.origin``:
 
@@ -66,7 +74,8 @@ class Batch:
             staleness ratio is 1.
         rollout_logp: [B, T] log-probs that the engine reported; NaN on a valid token: the engine could not score it.
         weight: [B] or [B, T] (packed: [S] or [N]), a detached weight from outside that multiplies each loss term.
-        rewards: [B], for methods that look at the reward.
+        rewards: [B], for methods that look at the reward; the tokens of a sequence whose reward is NaN or infinite are
+            then not trained on, and counted.
         group_ids: [B] int, the prompt each sequence belongs to.
         entropy, sum_sq_probs: [B, T] of the trainer's next-token distribution (nats; sum of squared probabilities).
         rollout_version: [B, T] int, the weights' version each token was sampled with.
@@ -194,7 +203,7 @@ class Batch:
                 _refuse_none_finite("rollout_logp", valid, len(valid))
 
     def _check_numbers(self) -> None:
-        """Raise for a field without a finite number on any valid token, and warn of probabilities."""
+        """Raise for a field without a finite number on any valid token, and warn of wrong signs and probabilities."""
         mask = self.mask.bool()
         for name in ("logp", "old_logp", "rollout_logp"):
             values = getattr(self, name)
@@ -212,6 +221,12 @@ class Batch:
             values = getattr(self, name)
             if values is not None and tokens:
                 _refuse_none_finite(name, self._of_valid(values.detach(), mask), tokens)
+        for name in ("entropy", "sum_sq_probs"):
+            values = getattr(self, name)
+            if values is not None and tokens and above_zero(-values.detach()[mask]):
+                warn_once(BELOW_ZERO[name])
+        if self.weight is not None and (self._of_valid(self.weight.detach(), mask) < 0).any():
+            warn_once(BELOW_ZERO["weight"])
 
     def _check_origin(self) -> None:
         """Raise for a number that stands for no origin, whose tokens would be in no series."""
@@ -224,10 +239,12 @@ class Batch:
                 )
 
     def _of_valid(self, values: Tensor, mask: Tensor) -> Tensor:
-        """The values [B] or [B, T] (packed: [S] or [N]) that belong to a valid token; of a packed [S] all."""
+        """The values [B] or [B, T] (packed: [S] or [N]) that belong to a valid token; of a packed [S] one per token."""
         if values.shape == mask.shape and (self.cu_seqlens is None or self.sequences != len(mask)):
             return values[mask]
-        return values[mask.any(1)] if mask.ndim == 2 else values
+        if self.cu_seqlens is None:
+            return values[mask.any(1)]
+        return values.repeat_interleave(self.cu_seqlens.diff(), output_size=len(mask))[mask]
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -367,7 +384,7 @@ def _word(values: Tensor) -> str:
 
 
 def above_zero(logp: Tensor) -> bool:
-    """Whether these [N] are no log-probs: above 0 by more than rounding."""
+    """Whether these [N], of log-probs or entropies, are above 0 by more than rounding."""
     # Rounding alone gives up to 1e-6 in float32, 5e-3 in bfloat16, and hardly on every token.
     return bool(((logp > 0.01) | ((logp > 1e-3) & (logp > 0).all())).any())
 

@@ -68,8 +68,8 @@ class Correction:
         aggregate: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "sum" or "seq-mean-token-sum-norm".
         max_length: the constant length of "seq-mean-token-sum-norm"; None: the padded width, with a warning.
         count_rejected: whether rejected tokens stay in the denominator.
-        strict: raise on NaN or infinity in ``logp``, ``old_logp`` or ``advantages`` (costs a synchronisation)
-            instead of setting loss and gradient to 0 there.
+        strict: raise on NaN or infinity in ``logp``, ``old_logp`` or ``advantages``, and in ``rewards`` where a stage
+            reads them (costs a synchronisation), instead of setting loss and gradient to 0 there.
 
     Raises:
         ValueError: a stage is not of its kind, or two of them count the same mismatch.

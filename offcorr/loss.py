@@ -13,7 +13,7 @@ from offcorr import metrics as measures
 from offcorr.batch import Batch, Tokens
 from offcorr.shapes import Scalar
 from offcorr.stages import pointwise, reference
-from offcorr.stages.aggregate import AGGREGATIONS, own_total, row_constant
+from offcorr.stages.aggregate import AGGREGATIONS, check_lengths, own_total, row_constant
 from offcorr.stages.base import Plan
 from offcorr.stages.blame import maker_of_nonfinite
 
@@ -33,15 +33,17 @@ def torch_loss(
     scale = _row_scale(plan, tokens, did.kept, denominator) * weight
     loss, coefficient = -scale * gate.surrogate, -scale * gate.derivative
     finite = tokens.trainable & pointwise.finite(loss + coefficient)
+    made = tokens.trainable & ~finite
+    if plan.asks_reward:  # a comparison with NaN is False, and its result a number
+        finite = finite & pointwise.finite(tokens.reward)
     nonfinite = tokens.mask & ~finite
     if plan.strict and nonfinite.any():  # looking synchronises
-        made = tokens.trainable & ~finite
         if made.any():
             raise ValueError(_made_by(plan, tokens, made, controllers))
         row, place = nonfinite.nonzero()[0].tolist()
         raise ValueError(
             f"{int(nonfinite.sum())} valid tokens gave no finite number to train on, the first at sequence "
-            f"{row}, position {place}: {_culprits(tokens.batch, row, place)}"
+            f"{row}, position {place}: {_culprits(tokens.batch, row, place, plan.asks_reward)}"
         )
     loss, coefficient = torch.where(finite, loss, 0), torch.where(finite, coefficient, 0)
     if not measured:
@@ -70,9 +72,10 @@ def _made_by(plan: Plan, tokens: Tokens, made: Tensor, controllers: Sequence[str
     )
 
 
-def _culprits(padded: Batch, row: int, place: int) -> str:
+def _culprits(padded: Batch, row: int, place: int, asks_reward: bool) -> str:
     """The fields that are not finite at a token, with their values; all where none is, but the loss overflows."""
-    given = {name: getattr(padded, name) for name in ("logp", "old_logp", "advantages", "weight")}
+    names = ("logp", "old_logp", "advantages", "weight", *(("rewards",) if asks_reward else ()))
+    given = {name: getattr(padded, name) for name in names}
     values = {
         name: float(value[row, place] if value.ndim == 2 else value[row])
         for name, value in given.items()
@@ -89,6 +92,8 @@ def _row_scale(plan: Plan, tokens: Any, kept: Tensor, denominator: float | Tenso
     if not plan.count_rejected:
         count = kept.sum(1).to(tokens.dtype)
         _, sequences = kept_counts(count, tokens)
+    if plan.max_length is not None:
+        check_lengths(plan.aggregate, plan.max_length, tokens.rows.count)
     constant = row_constant(plan.aggregate, plan.max_length, tokens.mask.shape[1])
     rows = pointwise.row_weight(count, constant, AGGREGATIONS[plan.aggregate].divides_by_count)
     z = own_total(plan.aggregate, count, sequences) if denominator is None else denominator

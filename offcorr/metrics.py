@@ -241,14 +241,15 @@ def _check_nonfinite(tokens: float, valid: float) -> None:
     """Raise where no valid token gave a finite number to train on, and warn where some did not."""
     if 0 < tokens == valid:
         raise ValueError(
-            f"not one of {tokens:.0f} valid tokens gave a finite number to train on: logp, old_logp, advantages or "
-            "weight is NaN or infinite on all of them, or a stage makes them so, expected finite numbers; "
+            f"not one of {tokens:.0f} valid tokens gave a finite number to train on: logp, old_logp, advantages, "
+            "weight or rewards is NaN or infinite on all of them, or a stage makes them so, expected finite numbers; "
             "strict=True says which, at the call"
         )
     if tokens:
         warnings.warn(
-            f"{tokens:.0f} valid tokens gave no finite number to train on (NaN or infinity in logp, old_logp or "
-            "advantages, or made by a stage); their loss and gradient were set to 0. strict=True raises and says which",
+            f"{tokens:.0f} valid tokens gave no finite number to train on (NaN or infinity in logp, old_logp, "
+            "advantages or rewards, or made by a stage); their loss and gradient were set to 0. strict=True raises and "
+            "says which",
             RuntimeWarning,
             stacklevel=outside(),
         )

@@ -352,6 +352,112 @@ def test_small_probabilities_and_rounding_are_told_apart(values, warns, heard):
     )
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "field, values, warns",
+    [
+        ("entropy", [-2.0, 0.0, -0.3], True),
+        ("entropy", [-0.002, -0.009, -0.0001], True),  # of tokens that are all nearly sure
+        ("entropy", [-0.004, 1.0, 2.0], False),  # rounded bfloat16
+        ("entropy", [-1e-4, 0.0, math.nan], False),
+        ("entropy", [math.nan, -2.0, 1.0], True),
+        ("sum_sq_probs", [-0.5, 0.5, 1.0], True),
+        ("weight", [-1.0, 2.0, 1.0], True),
+        ("weight", [0.0, 1.0, math.nan], False),
+    ],
+)
+def test_a_field_below_0_that_cannot_be(field, values, warns, packed, heard):
+    """Under the mask it may be."""
+    given = torch.tensor([[*values, -7.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    fields = {"logp": torch.full((1, 4), -1.0), "mask": mask, field: given}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if packed:
+            fields = {name: value[0] for name, value in fields.items()} | {"cu_seqlens": torch.tensor([0, 4])}
+        make = offcorr.Batch.packed if packed else offcorr.Batch
+        make(advantages=torch.ones(1), **fields)
+    assert [f"{field} is below 0 on valid tokens" in str(one.message) for one in seen] == [True] * warns
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("weight, warns", [([1.0, -0.5], True), ([-0.5, 1.0], False)])
+def test_a_weight_below_0_of_a_sequence(weight, warns, packed, heard):
+    """The first sequence has no valid token."""
+    logp, mask = torch.full((2, 3), -1.0), torch.tensor([[False] * 3, [True] * 3])
+    fields = {"advantages": torch.ones(2), "weight": torch.tensor(weight)}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if packed:
+            ends = torch.tensor([0, 3, 6])
+            offcorr.Batch.packed(logp=logp.flatten(), mask=mask.flatten(), cu_seqlens=ends, **fields)
+        else:
+            offcorr.Batch(logp=logp, mask=mask, **fields)
+    assert ["weight is below 0 on valid tokens" in str(one.message) for one in seen] == [True] * warns
+
+
+@pytest.mark.parametrize("length, warns", [(3, True), (6, False), (None, False)])
+def test_a_max_length_that_is_exceeded(length, warns, heard, monkeypatch):
+    """By valid tokens, not by the width."""
+    monkeypatch.setattr("offcorr.stages.checks._WARNED_OF", set())
+    logp = torch.full((2, 9), -1.0)
+    mask = torch.arange(9) < torch.tensor([[6], [2]])
+    batch = offcorr.Batch(logp=logp, old_logp=logp, advantages=torch.ones(2), mask=mask)
+    loss_fn = offcorr.get("ppo", aggregate="seq-mean-token-sum-norm", max_length=length)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loss_fn(batch)
+        loss_fn(batch)
+    said = [str(one.message) for one in seen if "max_length is" in str(one.message)]
+    assert (
+        said
+        == [
+            "max_length is 3, and a sequence has 6 valid tokens: seq-mean-token-sum-norm divides by "
+            "max_length, which is to be the longest completion allowed"
+        ]
+        * warns
+    )
+
+
+CAPS = {
+    "cispo?cap=.28": "DetachedClip: cap is 0.28",
+    "cispo?low=1.5": "DetachedClip: low is 1.5",
+    "aipo?cap=.5": "DetachedClip: cap is 0.5",
+    "tis?cap=.5": "Truncate: cap is 0.5",
+    "vcpo?cap=.5": "Truncate: cap is 0.5",
+    "icepop?low=.1&high=.28": "Mask: high is 0.28",
+    "seq_mis?cap=.5": "Mask: high is 0.5",
+    "dispo?neg_high=.5": "SignClip: neg_high is 0.5",
+    "dispo?pos_low=2": "SignClip: pos_low is 2",
+    "geo_rs?low=.1&high=.2": "Geometric: high is 0.2",
+    "pnpo?low=1.1&high=1.2": "NarrowingInterval: low is 1.1",
+}
+
+
+@pytest.mark.parametrize("spec", CAPS)
+def test_a_bound_on_the_ratio_that_leaves_1_out(spec, heard):
+    """A distance from 1 in its place would scale, or drop, the tokens on-policy."""
+    with pytest.warns(
+        RuntimeWarning, match=f"^{CAPS[spec]}, so that on-policy tokens, whose ratio is 1, are"
+    ) as caught:
+        loss_fn = offcorr.get(spec)
+    (said,) = [str(one.message) for one in caught]
+    assert "pass 1 - epsilon_low" in said if "low is" in said else "pass 1 + epsilon_high" in said
+    batch = testing.example()
+    agree = dataclasses.replace(batch, old_logp=batch.logp, rollout_logp=batch.logp)
+    plain = offcorr.get("reinforce", aggregate=loss_fn.aggregate)(agree).coefficient
+    made = loss_fn(agree).coefficient
+    assert not torch.allclose(made, plain), "on-policy tokens are left alone"
+    assert ("are dropped" in said) == (not made.any())
+
+
+@pytest.mark.parametrize("name", offcorr.available())
+def test_published_bounds_have_1_inside(name, heard):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        illustration(name)
+
+
 @pytest.mark.parametrize("name, warns", [("prefix_is", True), ("sequence_is", True), ("seq_tis", True), ("ppo", False)])
 def test_half_precision_log_probs_under_a_product(name, warns, heard):
     batch = testing.example()

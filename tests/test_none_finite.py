@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 
@@ -123,3 +124,68 @@ def test_ordinary_batches_give_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         offcorr.get("tis")(Batch(**fields())).metrics.compute()
+
+
+# -- rewards ---------------------------------------------------------------------------------------------------
+
+
+def rewarded(rewards, mask=None):
+    """A batch off-policy whose second sequence, with a finite reward that is not above 0, would be tapered."""
+    logp = torch.full((len(rewards), 4), -1.0)
+    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
+    return Batch(
+        logp=logp,
+        old_logp=logp + 0.3,
+        advantages=torch.ones(len(rewards)),
+        mask=mask,
+        rewards=torch.tensor(rewards),
+        group_ids=torch.arange(len(rewards)) // 2,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OfRewarded(offcorr.rejections.Rejection):
+    """Keeps sequences with a reward."""
+
+    span, mismatch = "token", "staleness"
+    rule = staticmethod(lambda value, reward: (offcorr.ops.zeros_like(value) + 1, ~(reward <= 0)))
+
+
+READERS = {
+    "topr": offcorr.get("topr"),
+    "topr per token": offcorr.get("topr", level="token"),
+    "asymre": offcorr.get("asymre"),
+    "a rejection": offcorr.get("ppo", reject=OfRewarded()),
+}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", READERS)
+def test_a_reward_that_is_not_finite_is_counted_where_it_is_read(name, value):
+    """The kernel: tests/kernels/test_correction.py."""
+    out = READERS[name](rewarded([1.0, 0.0, 1.0, value]))
+    assert not out.coefficient[3].any() and out.coefficient[0].any() and out.loss.isfinite()
+    tokens = 8 if name == "asymre" else 4  # the mean of its group is not finite either
+    with pytest.warns(RuntimeWarning, match=f"{tokens} valid tokens gave no finite number .*advantages or rewards"):
+        assert out.metrics.compute()["offcorr/loss/nonfinite"] == tokens
+
+
+def test_strict_names_the_reward():
+    with pytest.raises(ValueError, match="4 valid tokens gave .* at sequence 1, position 0: rewards nan"):
+        offcorr.get("topr", strict=True)(rewarded([1.0, math.nan]))
+    offcorr.get("ppo", strict=True)(rewarded([1.0, math.nan]))  # which does not read it
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_reward_of_a_sequence_without_valid_tokens_does_not_matter(name):
+    mask = torch.tensor([[True] * 4, [True] * 4, [False] * 4])
+    outs = [READERS[name](rewarded([1.0, 0.0, reward], mask)) for reward in (0.0, math.nan)]
+    assert torch.equal(outs[0].coefficient, outs[1].coefficient)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert outs[1].metrics.compute()["offcorr/loss/nonfinite"] == 0
+
+
+def test_a_group_leaves_out_the_reward_of_a_sequence_without_valid_tokens():
+    batch = rewarded([1.0, math.nan], torch.tensor([[True] * 4, [False] * 4]))
+    assert -4 * offcorr.get("asymre")(batch).coefficient[0, 0] == pytest.approx(0.1)  # V is its own reward

@@ -658,6 +658,8 @@ def correction(
         loss = -scale * weight * surrogate
         coefficient = -scale * weight * derivative
         good = block.trainable & finite(loss + coefficient)
+        if PLAN.asks_reward:
+            good = good & finite(block.reward)
         loss = tl.where(good, loss, 0.0)
         coefficient = tl.where(good, coefficient, 0.0)
         tl.store(buffers.coefficient + row.start + block.index, coefficient, mask=block.inside)

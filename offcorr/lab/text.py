@@ -31,10 +31,11 @@ def folded(name: str, width: int) -> list[str]:
 def for_a_shell(message: str) -> str:
     """An error of the library with the command in place of the Python call that lists the methods.
 
-    >>> for_a_shell("unknown method 'x'. offcorr.available() lists them")
-    "unknown method 'x'. `offcorr methods` lists them"
+    >>> for_a_shell("unknown method 'x'. offcorr.available() lists them; your own are known once they are imported")
+    "unknown method 'x'. `offcorr methods` lists them; FILE.py:NAME is one of your own"
     """
-    return message.replace("offcorr.available() lists", "`offcorr methods` lists")
+    message = message.replace("offcorr.available() lists", "`offcorr methods` lists")
+    return re.sub(r"; your own are known [^;]* imported", "; FILE.py:NAME is one of your own", message)
 
 
 def entries(given: Sequence[tuple[str, str]], width: int) -> list[str]:

@@ -56,11 +56,15 @@ class Asymmetric(Controller):
         check_number(self, "delta_v")
 
     def statistics(self, tokens: Tokens) -> GroupSums:
-        """Returns the reward and the count that each sequence adds to its group."""
+        """Returns the reward and the count that each sequence adds to its group.
+
+        A reward that is not finite, of a sequence without valid tokens, is left out.
+        """
         batch = tokens.batch
         assert batch.group_ids is not None and batch.rewards is not None  # ``needs`` asks for them
         rewards = batch.rewards.detach().to(tokens.dtype)
-        return GroupSums(batch.group_ids, rewards, torch.ones_like(rewards))
+        counted = rewards.isfinite() | (tokens.rows.count > 0)
+        return GroupSums(batch.group_ids, torch.where(counted, rewards, 0), counted.to(rewards.dtype))
 
     def resolve(self, statistics: GroupSums) -> gates.Gate:
         """Returns the gate with the mean reward of every group."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ops, ratios
-from offcorr.stages.checks import check_number, check_order
+from offcorr.stages.checks import check_number, check_order, warn_of_bounds
 
 
 class SignBounds(NamedTuple):
@@ -60,6 +60,8 @@ class SignClip(gates.Gate):
             check_number(self, field, low=0, above=field.endswith("high"))
         check_order(self, "pos_low", "pos_high")
         check_order(self, "neg_low", "neg_high")
+        warn_of_bounds("SignClip", "multiplied by it", "pos_high", pos_low=self.pos_low, pos_high=self.pos_high)
+        warn_of_bounds("SignClip", "multiplied by it", "neg_high", neg_low=self.neg_low, neg_high=self.neg_high)
 
     @property
     def params(self) -> SignBounds:

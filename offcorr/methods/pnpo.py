@@ -24,7 +24,7 @@ from offcorr.methods.registry import register
 from offcorr.shapes import Mismatch
 from offcorr.stages import gates, ops, ratios, rejections
 from offcorr.stages.base import Number
-from offcorr.stages.checks import check_mismatch, check_number, check_order
+from offcorr.stages.checks import check_mismatch, check_number, check_order, warn_of_bounds
 
 
 class Narrowing(NamedTuple):
@@ -62,6 +62,7 @@ class NarrowingInterval(rejections.Rejection):
         check_number(self, "low", low=0, above=True)
         check_number(self, "high", low=0, above=True)
         check_order(self, "low", "high")
+        warn_of_bounds("NarrowingInterval", "dropped", low=self.low, high=self.high)
         check_number(self, "length_power", low=0)
         check_mismatch(self)
 

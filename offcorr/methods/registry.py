@@ -254,7 +254,7 @@ def get(spec: str, **options: Any) -> Correction:
     True
     >>> offcorr.get("minprop")
     Traceback (most recent call last):
-    ValueError: unknown method 'minprop', did you mean 'minpro'? offcorr.available() lists them
+    ValueError: unknown method 'minprop', did you mean 'minpro'? offcorr.available() lists them; your own ...
     """
     name, given = split_spec(spec)
     return _method(name)(**_joined(spec, given, options))
@@ -350,6 +350,7 @@ def resolve(spec: str, **options: Any) -> Correction:
     """Builds a correction from a trainer's ``loss_type``.
 
     It is "minpro", "offcorr:dapo" or "my_file.py:my_loss", with options after a "?" if there are any (see ``get``).
+    ``my_loss`` is the method that the file registers under this name, or else what the file calls so.
     """
     name, given = split_spec(spec)
     options = _joined(spec, given, options)
@@ -390,13 +391,18 @@ def _load_symbol(path: str, symbol: str) -> Any:
     if not file.is_file():
         raise ValueError(f"{path} is not a file, expected the file that defines {symbol}")
     module = _load_file(file)
+    method = _METHODS.get(symbol)
+    if method is not None and method.build.__module__ == module.__name__ and _is_of(method.build, module):
+        return method.build  # the name it was registered under, though a helper may have it too
     if hasattr(module, symbol):
         return getattr(module, symbol)
-    method = _METHODS.get(symbol)
-    if method is not None and method.build.__module__ == module.__name__:  # by the name it was registered under
-        return method.build
     known = [*vars(module), *(name for name, one in _METHODS.items() if one.build.__module__ == module.__name__)]
     raise ValueError(f"{path} defines no {symbol!r}{nearest(symbol, known)}")
+
+
+def _is_of(build: Any, module: Any) -> bool:
+    """Whether a function is of the file as it was read last, and not of an earlier version; of a class, True."""
+    return getattr(inspect.unwrap(build), "__globals__", vars(module)) is vars(module)
 
 
 _LOADED: dict[Path, tuple[int, Any]] = {}
@@ -449,7 +455,10 @@ def _method(name: str) -> Method:
     if ".py:" in name:
         raise ValueError(f"unknown method {name!r}: it names a file, which offcorr.resolve({name!r}) reads")
     if name not in _METHODS:
-        raise ValueError(f"unknown method {name!r}{nearest(name, _METHODS, '.')} offcorr.available() lists them")
+        raise ValueError(
+            f"unknown method {name!r}{nearest(name, _METHODS, '.')} offcorr.available() lists them; your own are "
+            "known once the module that registers them is imported"
+        )
     return _METHODS[name]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offcorr.shapes import IntScalar, PerSequence, Scalar
-from offcorr.stages.checks import one_of, outside
+from offcorr.stages.checks import one_of, outside, warn_first
 
 __all__ = ["AGGREGATIONS", "Aggregation"]
 
@@ -70,6 +70,18 @@ def row_constant(name: str, max_length: int | None, width: int) -> float:
             stacklevel=outside(),
         )
     return 1.0 / (max_length or max(width, 1))
+
+
+def check_lengths(name: str, max_length: int, count: PerSequence) -> None:
+    """Warn once of a sequence with more valid tokens than ``max_length``; on a CPU, as this reads a value."""
+    if count.device.type != "cpu" or torch.compiler.is_compiling() or not len(count):
+        return
+    if (longest := int(count.max())) > max_length:
+        warn_first(
+            f"max_length {max_length}",
+            f"max_length is {max_length}, and a sequence has {longest} valid tokens: {name} divides by max_length, "
+            "which is to be the longest completion allowed",
+        )
 
 
 def own_total(name: str, count: PerSequence, sequences: Scalar | IntScalar | int) -> Scalar | IntScalar | float:

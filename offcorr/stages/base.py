@@ -212,7 +212,10 @@ def form(kind: str, name: str) -> Callable[..., Any]:
             return found
     if (kind, name) not in _FORMS:
         known = forms(kind)
-        raise ValueError(f"unknown {kind} {name!r}{nearest(name, known, '.')} Known: {', '.join(known)}")
+        raise ValueError(
+            f"unknown {kind} {name!r}{nearest(name, known, '.')} Known: {', '.join(known)}; your own are known once "
+            "the module that defines them is imported"
+        )
     return _FORMS[kind, name]
 
 
@@ -324,6 +327,7 @@ class Plan(NamedTuple):
     max_length: int | None
     count_rejected: bool
     strict: bool
+    asks_reward: bool  # whether a function of a stage reads the sequence's reward
 
     @classmethod
     def of(cls, correction: Any, engine_known: bool) -> Plan:
@@ -348,4 +352,5 @@ class Plan(NamedTuple):
             correction.max_length,
             correction.count_rejected,
             correction.strict,
+            any("reward" in stage.inputs for place, stage in stages.items() if place != "advantages"),
         )

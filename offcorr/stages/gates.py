@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 from offcorr.batch import LOG_LIMIT
 from offcorr.stages import ops
 from offcorr.stages.base import Number, Pointwise, Stage
-from offcorr.stages.checks import check_number, check_order
+from offcorr.stages.checks import check_number, check_order, warn_of_bounds
 
 __all__ = [
     "Clip",
@@ -170,6 +170,8 @@ def detached_clip(log_ratio: Any, logp: Any, advantage: Any, p: Any) -> Any:
 class DetachedClip(Gate):
     """sg(clip(ratio, low, cap)) A log pi: multiplier the clipped ratio, never 0 at ``low`` > 0 (CISPO, 2506.13585).
 
+    Warns where 1, the ratio of on-policy tokens, is outside.
+
     Args:
         cap: absolute upper bound on the ratio; None: none.
         low: absolute lower bound.
@@ -186,6 +188,7 @@ class DetachedClip(Gate):
         check_number(self, "low", low=0)
         if self.cap is not None:
             check_order(self, "low", "cap")
+        warn_of_bounds("DetachedClip", "multiplied by it", "cap", low=self.low, cap=self.cap)
 
     @property
     def params(self) -> RatioBounds:

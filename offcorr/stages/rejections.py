@@ -17,7 +17,15 @@ from torch import Tensor
 from offcorr.shapes import Mismatch
 from offcorr.stages import ops
 from offcorr.stages.base import Number, Pointwise, Stage, own
-from offcorr.stages.checks import check_choice, check_flag, check_mismatch, check_number, check_order, warn_of_unused
+from offcorr.stages.checks import (
+    check_choice,
+    check_flag,
+    check_mismatch,
+    check_number,
+    check_order,
+    warn_of_bounds,
+    warn_of_unused,
+)
 
 __all__ = [
     "BinaryKL",
@@ -119,6 +127,7 @@ class Geometric(Rejection):
         check_number(self, "low", low=0, above=True)
         check_number(self, "high", low=0, above=True)
         check_order(self, "low", "high")
+        warn_of_bounds(type(self).__name__, "dropped", low=self.low, high=self.high)
         check_mismatch(self)
 
     @cached_property
@@ -160,6 +169,7 @@ class K1(Rejection):
         check_number(self, "low", low=0, above=True)
         check_number(self, "high", low=0, above=True)
         check_order(self, "low", "high")
+        warn_of_bounds(type(self).__name__, "dropped", low=self.low, high=self.high)
         check_choice(self, "level", _SPAN_OF_LEVEL)
         check_mismatch(self)
 

@@ -24,6 +24,7 @@ from offcorr.stages.checks import (
     check_order,
     check_value,
     check_word,
+    warn_of_bounds,
 )
 from offcorr.stages.reference import weight_of
 
@@ -87,6 +88,8 @@ class Bound(Weight):
             turn) or prefix (running product).
         mismatch: the pair of policies that is compared.
 
+    Warns where 1, the ratio of on-policy tokens, is outside.
+
     Raises:
         ValueError: a lower bound below 0, an upper bound of 0 or less, low > high, or an unknown level or pair.
 
@@ -108,6 +111,10 @@ class Bound(Weight):
         check_choice(self, "outside", ("clamp", "mask"))
         check_choice(self, "level", get_args(Level))
         check_mismatch(self)
+        name, options = self._form
+        upper = "cap" if "cap" in options else "high"
+        outside = "multiplied by it" if self.outside == "clamp" else "dropped"
+        warn_of_bounds(name, outside, upper, **{"low": self.low, upper: self.high})
 
     @property
     def span(self) -> str:

@@ -42,7 +42,7 @@ def named_loss(
     'minpro'
     >>> named_loss("minprop", {})
     Traceback (most recent call last):
-    ValueError: loss_type: unknown method 'minprop', did you mean 'minpro'? offcorr.available() lists them
+    ValueError: loss_type: unknown method 'minprop', did you mean 'minpro'? offcorr.available() lists them; your own ...
     """
     try:
         found, (_, in_name) = find(name), split_spec(name)

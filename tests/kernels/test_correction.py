@@ -596,6 +596,18 @@ def test_an_external_weight_that_is_not_finite():
     assert out.metrics.compute()["offcorr/loss/nonfinite"] == 1
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["topr", "asymre"])
+def test_a_reward_that_is_not_finite(name, value):
+    batch = padded(rows=4, width=9)  # the second sequence has no valid token
+    one, empty = torch.tensor([0, 0, 0, 1]).bool(), torch.tensor([0, 1, 0, 0]).bool()
+    loss_fn, valid = offcorr.get(name), int(batch.mask[3].sum())
+    for where, tokens in ((one, valid), (empty, 0), (one | empty, valid)):
+        given = dataclasses.replace(batch, rewards=torch.where(where, value, batch.rewards))
+        for layout, counted in ((given, tokens), (packed(given, [9, 9, 9, 9]), tokens)):
+            assert within_budget(loss_fn, layout).metrics.data["offcorr/loss/nonfinite"].vector.item() == counted
+
+
 # -- denominators --------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import offcorr
+from tests.fresh import python
 
 STAGE = '''
 from __future__ import annotations
@@ -79,6 +80,72 @@ def test_a_registered_function_of_a_file_is_found_by_either_name(tmp_path):
             offcorr.resolve(f"{file}:minpro")
     finally:
         offcorr.unregister("test_by_name")
+
+
+HELPER = """
+import offcorr
+
+def test_hump(log_ratio, advantage, p):
+    return log_ratio * advantage, advantage
+
+@offcorr.register("test_hump", multiplier="as ppo")
+def method(eps: float = 0.2) -> offcorr.Correction:
+    return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))
+"""
+
+
+def test_a_registered_name_wins_over_a_helper_of_that_name(tmp_path):
+    file = tmp_path / "offcorr_test_helper.py"
+    file.write_text(HELPER)
+    try:
+        assert offcorr.resolve(f"{file}:test_hump?eps=0.1") == offcorr.get("test_hump", eps=0.1)
+        file.write_text(HELPER.partition("@")[0].replace("return", "return offcorr.Correction() #"))
+        os.utime(file, ns=(0, 0))  # no longer registered, and the function is what it names
+        with pytest.raises(ValueError, match="test_hump requires log_ratio and advantage and p"):
+            offcorr.resolve(f"{file}:test_hump")
+    finally:
+        offcorr.unregister("test_hump")
+
+
+CONFIG = """
+import json, offcorr
+config = json.loads({config!r})
+try:
+    offcorr.from_config(config)
+except ValueError as error:
+    print(error)
+import {module}
+assert offcorr.from_config(config).to_config() == config
+"""
+
+OWN = """
+from dataclasses import dataclass
+import offcorr
+
+@offcorr.register("test_own", multiplier="as ppo")
+def test_own(eps: float = 0.2) -> offcorr.Correction:
+    return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))
+
+@dataclass(frozen=True)
+class OwnClip(offcorr.gates.Clip):
+    pass
+
+composed = offcorr.Correction(gate=OwnClip())
+"""
+
+
+def test_the_configuration_of_an_own_method_or_stage_in_a_new_process(tmp_path):
+    """The error says that the module has to be imported first, and then it works."""
+    (tmp_path / "own_things.py").write_text(OWN)
+    found = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    code = (
+        "import json, own_things as own\nfor one in (own.test_own(), own.composed): print(json.dumps(one.to_config()))"
+    )
+    configs = python(found + code).stdout.splitlines()
+    for config, what in zip(configs, ("method 'test_own'", "gate 'own_clip'"), strict=True):
+        said = python(found + CONFIG.format(config=config, module="own_things")).stdout
+        assert said.startswith(f"unknown {what}") and said.endswith(" is imported\n")
+        assert "; your own are known once the module that " in said
 
 
 @pytest.mark.parametrize("name", ["my method?x", "a=b", "a&b", "a:b", "a/b", "", 3])
