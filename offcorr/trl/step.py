@@ -114,8 +114,9 @@ def make_monitor(args: Any, corrects: bool) -> Monitor | None:
         return None
     if "folder" in options:
         check_writable("folder of monitor", options["folder"])
-    options = {"folder": Path(getattr(args, "output_dir", None) or ".", "mismatch"), **options}
     monitor = Monitor(**options, temperature=getattr(args, "temperature", 1.0))
+    if "folder" not in options:
+        monitor.folder = Path(getattr(args, "output_dir", None) or ".", "mismatch")
     monitor.raises = False  # a checkpoint comes first
     if not corrects and any("mask" in actions for actions in monitor.actions.values()):
         raise ValueError(

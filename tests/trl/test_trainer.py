@@ -762,3 +762,24 @@ def test_options_only_trl_reads_are_named(model_folder, dataset, tokenizer, tmp_
             train_dataset=dataset,
             processing_class=tokenizer,
         )
+
+
+def warnings_of_ignored(loss_type, **options):
+    args = GRPOConfig("out", loss_type=loss_type, bf16=False, use_cpu=True, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        choose_correction(args)
+    return [str(one.message) for one in caught if "TRL's own losses read" in str(one.message)]
+
+
+def test_each_switch_of_trls_engine_correction_is_named_where_it_was_set():
+    """Nothing is said of a correction that is off under a loss that compares with no engine."""
+    (off,) = warnings_of_ignored("tis", vllm_importance_sampling_correction=False)
+    assert "vllm_importance_sampling_correction=False (here: weight=None" in off and "'tis' ignores this" in off
+    assert warnings_of_ignored("minpro", vllm_importance_sampling_correction=False) == []
+    assert warnings_of_ignored("tis") == []
+    (cap,) = warnings_of_ignored("tis", vllm_importance_sampling_cap=7.0)
+    assert "read vllm_importance_sampling_cap=7.0 (" in cap and "clip_max" not in cap
+    for name, value in {"mode": "token_mask", "clip_max": 7.0, "clip_min": 0.5}.items():
+        (said,) = warnings_of_ignored("tis", **{f"vllm_importance_sampling_{name}": value})
+        assert f"read vllm_importance_sampling_{name}={value!r} (" in said
