@@ -120,6 +120,8 @@ class Step:
         """The engine reported log-probs of the tokens whose metrics were read last, and none of them was finite."""
         self.none_advantaged = False
         """None of the tokens whose metrics were read last had an advantage."""
+        self.none_trained = False
+        """The batches whose metrics were read last, with ``entropy``, had no valid token."""
         self._begun = False
         self._train = True
         self._version = 0
@@ -511,6 +513,7 @@ class Step:
         computed = measured.all_reduce(self._gather).compute(none_scored="pass")
         computed |= {name: sum(value) / len(value) for name, value in values.items()}
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
+        self.none_trained = "entropy" in measured.data and "entropy" not in computed
         self.none_advantaged = computed.get(NO_ADVANTAGE) == 1.0 and not computed.get(NONFINITE)
         if self.monitor is not None and train:
             self.monitor.say_all_masked(computed)

@@ -40,7 +40,6 @@ from offcorr.trl.rewards import checked, reward_faults
 from offcorr.trl.sampling import distorting, distortion_warning, precision_of
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
-    ALL_CUT_OFF,
     StepCallback,
     lag_metrics,
     log_metrics,
@@ -48,6 +47,7 @@ from offcorr.trl.step import (
     refuse_nan_model,
     report_first_batch,
     share_done,
+    warn_of_cut_off,
     warn_on_main,
     warn_once_in_run,
 )
@@ -223,7 +223,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _warn_if_all_cut_off(self, completion_mask: Tensor) -> None:
         trained = self.accelerator.gather(completion_mask.any(1))
         if not trained.any():
-            warn_once_in_run(self, ALL_CUT_OFF.format(len(trained), self.args.max_completion_length))
+            warn_of_cut_off(self, self.state.global_step + 1, f"{len(trained)} completions of a generation")
 
     @property
     def _skips_dead(self) -> bool:

@@ -121,9 +121,27 @@ def test_a_generation_of_completions_that_are_all_masked_is_noticed(make_trainer
     trainer = make_trainer(loss_type="minpro", **SETTINGS | never)
     trainer.eos_token_ids = [-1]
     trainer.eos_token_id = -1
-    with pytest.warns(UserWarning, match="all 8 completions .* max_completion_length=2, and mask_tr") as caught:
+    with pytest.warns(UserWarning, match="step 1: all 8 completions .* max_completion_length=2, and mask_tr") as caught:
         trainer.train()
     assert len([1 for w in caught if "mask_truncated" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("loss_type", ["minpro", "dapo"])
+def test_a_step_whose_completions_are_all_masked_is_noticed(make_trainer, loss_type):
+    """One of the sixteen completions of a generation ends, so three of its four steps have no token."""
+
+    def unfinished(prompts, trainer):
+        ids = [[2, 3, 4 + i % 3, 1 if i == 0 else 5] for i in range(len(prompts))]
+        return {"prompt_ids": [[2, 3, 4]] * len(ids), "completion_ids": ids, "logprobs": None}
+
+    masked = {"mask_truncated_completions": True, "max_steps": 4, "gradient_accumulation_steps": 1}
+    settings = SETTINGS | masked | {"per_device_train_batch_size": 4, "steps_per_generation": 4, "monitor": "off"}
+    trainer = make_trainer(loss_type=loss_type, rollout_func=unfinished, **settings)
+    with pytest.warns(UserWarning, match=r"step [12]: all completions since the last log were cut off") as caught:
+        trainer.train()
+    assert len([1 for w in caught if "mask_truncated" in str(w.message)]) == 1
+    first = min(e["step"] for e in trainer.state.log_history if "loss" in e and "offcorr/staleness/lag" not in e)
+    assert any(f"step {first}: all" in str(w.message) for w in caught)
 
 
 def test_an_infinite_reward_is_noticed(make_trainer):
