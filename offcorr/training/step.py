@@ -165,7 +165,9 @@ class Step:
 
     @property
     def anchor_in_force(self) -> Anchor | None:
-        """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was passed."""
+        """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was passed, None where
+        that is a function which has not been called or the default, which depends on the batch.
+        """
         return self._placed or self._anchor
 
     def describe(self, batch: Batch) -> str:
@@ -219,6 +221,8 @@ class Step:
 
     def _named_anchor(self, text: Callable[[object], str] = repr) -> str:
         chosen = self._make_anchor is not None or self._anchor is not None
+        if chosen and self.anchor_in_force is None:
+            return "made when first needed"
         return f"{text(self.anchor_in_force)}{'' if chosen else ', by default'}"
 
     def __repr__(self) -> str:

@@ -302,6 +302,33 @@ def test_the_anchor_in_force_is_said_once(make_trainer, replay, caplog, keys, se
     assert repr(trainer.anchor) == anchor and f"anchor={anchor}" in repr(trainer.correction_step)
 
 
+@pytest.mark.parametrize(
+    ("sampler", "settings", "anchor"),
+    [
+        (OffPolicy, {"loss_type": "tis"}, "Supplied()"),
+        (None, {"loss_type": "ppo"}, "Recomputed()"),
+        (None, {"loss_type": "dapo"}, "Recomputed()"),
+        (None, {"loss_type": "ppo", "anchor": "ewma", "anchor_kwargs": {"window": 4}}, "EWMA(window=4, "),
+        (OffPolicy, {"loss_type": "ppo", "anchor": "rollout"}, "Rollout()"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:every staleness ratio")
+def test_the_anchor_is_known_before_the_first_batch(make_trainer, sampler, settings, anchor):
+    """It is then the one that the first batch gets."""
+    trainer = make_trainer(rollout_func=sampler and sampler(), max_steps=1, **settings)
+    before = repr(trainer.anchor)
+    assert before.startswith(anchor)
+    trainer.train()
+    assert repr(trainer.anchor) == before
+
+
+def test_the_anchor_of_an_unknown_sampler_is_known_with_the_first_batch(make_trainer, replay):
+    trainer = make_trainer(loss_type="ppo", rollout_func=replay("old_logp"), max_steps=1)
+    assert trainer.anchor is None
+    trainer.train()
+    assert repr(trainer.anchor) == "Supplied()"
+
+
 def at_temperature(sampler, temperature):
     """``sampler``, which reports its log-probs at this temperature, whatever it samples at."""
 
