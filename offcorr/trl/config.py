@@ -42,7 +42,7 @@ TRL_LOSS_OPTIONS = {
     "vespo_k_neg": "k_neg",
     "vespo_lambda_neg": "lam_neg",
     "off_policy_mask_threshold": 'reject={"name": "opsm", "delta": ...}',
-    "vllm_importance_sampling_correction": "weight=None, or a loss without an engine weight",
+    "vllm_importance_sampling_correction": "weight=None and reject=None, or a loss that compares with no engine",
     "vllm_importance_sampling_mode": 'weight={"name": "truncate", "cap": ...} or {"name": "mask", ...}',
     "vllm_importance_sampling_clip_max": 'the cap of weight={"name": "truncate", "cap": ...}',
     "vllm_importance_sampling_clip_min": 'the low of weight={"name": "mask", "low": ...}',
