@@ -580,8 +580,9 @@ def make_monitor(args: Arguments, accelerator: Accelerator) -> offcorr.Monitor |
     options = monitor_options(args.monitor)
     if options is None:
         return None
-    folder = Path(args.output_dir, "mismatch")
-    monitor = offcorr.Monitor(**{"folder": folder, **options}, temperature=args.temperature)
+    monitor = offcorr.Monitor(**options, temperature=args.temperature)
+    if "folder" not in options:
+        monitor.folder = Path(args.output_dir, "mismatch")
     monitor.on_main = accelerator.is_main_process
     return monitor
 

@@ -763,6 +763,13 @@ MUTATIONS = [
         "tests/training/test_semantics.py::test_the_temperature_is_estimated",
     ),
     Mutation(
+        "a temperature of twenty",
+        "offcorr/training/semantics.py",
+        "< HOTTEST and of_engine > 0.5",
+        "",
+        "tests/training/test_semantics.py::test_a_fit_that_no_temperature_gives_is_no_temperature",
+    ),
+    Mutation(
         "rare tokens absent from a sample taken for certainty",
         "offcorr/training/semantics.py",
         "max(value.error, least.sqrt().item())",

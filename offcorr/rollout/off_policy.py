@@ -77,6 +77,13 @@ class OffPolicy(Sampler):
         old_logp = trainer_logp(trainer, scorer, request.contexts, decoded.completion_ids)
         return request.output(decoded, old_logp, version)
 
+    def attach(self, trainer: Any) -> None:
+        """As ``Sampler.attach``; warns where ``max_steps`` is too small for any sample to be ``lag`` updates old."""
+        known = self._trainer is not None and self._trainer() is trainer
+        super().attach(trainer)
+        if not known and trainer.args.max_steps > 0:
+            self._warn_of_unreached(trainer, trainer.args.max_steps)
+
     def begin(self, trainer: Any) -> None:
         """Start, or resume, at the trainer's current version; called by ``on_train_begin``."""
         self._replica = None  # training may have moved, wrapped or sharded the model since
@@ -84,6 +91,8 @@ class OffPolicy(Sampler):
             self._restore_or_forget(trainer)
         self.record(trainer)
         self._warn_of_missing(trainer)
+        if trainer.args.max_steps <= 0:  # only now the epochs are counted
+            self._warn_of_unreached(trainer, trainer.state.max_steps)
 
     def record(self, trainer: Any) -> None:
         """Take a snapshot of the trainer's weights; every rank must call it, since sharded ones are gathered."""
@@ -98,6 +107,20 @@ class OffPolicy(Sampler):
         if not self.ring.versions:
             self.begin(trainer)  # the first call attached, after on_train_begin
         return max(now - self.lag, self.ring.versions[0])
+
+    def _warn_of_unreached(self, trainer: Any, steps: int) -> None:
+        """Say where no weights of a run of so many optimizer steps get as old as the lag asks for."""
+        args = trainer.args
+        generation = args.steps_per_generation * args.num_iterations
+        last = (steps * args.gradient_accumulation_steps - 1) // generation * generation
+        oldest = last // args.gradient_accumulation_steps
+        if steps > 0 and self.lag > oldest and trainer.accelerator.is_main_process:
+            warnings.warn(
+                f"lag={self.lag} is not reached: of {steps} optimizer steps the last generation is sampled after "
+                f"{oldest}, so every generation is sampled with the weights that the run begins with. Take a lag of at "
+                f"most {oldest}, or more steps",
+                stacklevel=outside(),
+            )
 
     def _warn_of_missing(self, trainer: Any) -> None:
         """Say where a resumed run does not hold the weights that the lag asks for."""

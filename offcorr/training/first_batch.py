@@ -9,7 +9,15 @@ from torch import Tensor
 
 from offcorr.batch import Batch, above_zero
 from offcorr.training.origins import watched_rows
-from offcorr.training.semantics import HEALTHY, UNCERTAIN, Estimate, Semantics, logprob_semantics, mean_of
+from offcorr.training.semantics import (
+    HEALTHY,
+    UNCERTAIN,
+    Estimate,
+    Semantics,
+    logprob_semantics,
+    mean_of,
+    not_per_token,
+)
 
 
 def batch_semantics(
@@ -31,6 +39,8 @@ def batch_semantics(
         padded = padded.rows(rows)
     if rows is not None and not rows.any():
         return None
+    if sampled and (whole := _old_logp_of_sequences(padded)):
+        return whole
     if sampled and (_same_version(padded) if current is None else current) and (wrong := _wrong_old_logp(padded)):
         return wrong
     if padded.rollout_logp is None:
@@ -72,6 +82,20 @@ def _same_version(batch: Batch) -> bool:
     if batch.rollout_version is None or batch.trainer_version is None:
         return False
     return bool((batch.rollout_version == batch.trainer_version)[batch.mask.bool()].all())
+
+
+def _old_logp_of_sequences(batch: Batch) -> Semantics | None:
+    """The finding that ``old_logp`` is no log-prob of single tokens, while ``logp`` is; None where it is one."""
+    if batch.old_logp is None:
+        return None
+    logp, old_logp = batch.logp.detach().cpu().double(), batch.old_logp.cpu().double()
+    seen = batch.mask.bool().cpu() & logp.isfinite() & old_logp.isfinite()
+    if not (finding := not_per_token(old_logp, logp, seen)):
+        return None
+    d = (logp - old_logp)[seen]
+    gap, ratio = d.abs().mean().item(), mean_of(d.clamp(-50, 50).exp())
+    sentence = f"the log-probs in old_logp {finding} (mean |d| {gap:.2g} over {len(d)} tokens)"
+    return Semantics("per_sequence", len(d), gap, ratio, None, None, sentence)
 
 
 def _wrong_old_logp(batch: Batch) -> Semantics | None:

@@ -70,7 +70,7 @@ class Monitor:
             first update where the log-probs are not the sampler's probabilities; "warn": warn; "off": do nothing.
         warmup, drift, threshold, persistence: as in ``Cusum``.
         limits: the fixed bounds.
-        folder: for "dump".
+        folder: for "dump"; None: "offcorr_mismatch".
         temperature: the trainer's, for the self-test.
         gather: as in ``Step``, where the monitor is not part of one.
         name_cause: names the cause of an alarm from the records of the last batches.
@@ -105,7 +105,7 @@ class Monitor:
         threshold: float = 8.0,
         persistence: int = 3,
         limits: Iterable[Limit] = LIMITS,
-        folder: str | Path = "offcorr_mismatch",
+        folder: str | Path | None = None,
         temperature: float = 1.0,
         gather: Gather | None = None,
         name_cause: Callable[[list[Record]], Report] = diagnose,
@@ -118,9 +118,15 @@ class Monitor:
         check_value("Monitor", "temperature", temperature, low=0.0, above=True)
         self.self_test = self_test
         self.persistence = persistence
-        self.folder = Path(folder)
+        self.folder = Path("offcorr_mismatch" if folder is None else folder)
         self.temperature = temperature
         self._limits = checked_limits(limits)
+        if folder is not None and not any("dump" in actions for actions in self.actions.values()):
+            warnings.warn(
+                f"folder={str(folder)!r} of the monitor does nothing without the action 'dump': name it in warning or "
+                "critical",
+                stacklevel=outside(),
+            )
         self._chart = (warmup, drift, threshold, persistence)
         self.learning_rate: float | None = None
         """The learning rate, where the loop sets it: where it rises during the warm-up, the baselines start again."""

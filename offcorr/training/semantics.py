@@ -25,6 +25,7 @@ Kind = Literal[
     "unlogged",
     "shifted",
     "placeholders",
+    "per_sequence",
     "differs",
     "old_logp",
     "unknown",
@@ -53,6 +54,13 @@ UNLIKELY, IMPOSSIBLE = -1.5, -50.0
 """The trainer's log-prob below which an engine's exact 0 is a placeholder; an engine's log-prob that is one, where the
 trainer's is not half as far."""
 
+SEVERAL, NEARLY_ALL = 4, 0.9
+"""Number of uncertain tokens from which a sequence shows that its log-probs are not those of single tokens; the share
+of such sequences that have to show it."""
+
+COLDEST, HOTTEST = 0.2, 5.0
+"""Temperatures beyond which no sampler is expected, so that a fit that gives one is no finding."""
+
 TRUNCATED: tuple[Kind, ...] = ("kept_mass", "unnormalised", "unlogged", "differs")
 """The kinds that a truncated or penalised distribution can be called."""
 
@@ -73,6 +81,8 @@ MENDS: dict[Kind, str] = {
     "shifted": "the log-prob at index t must be that of the token at index t: move one of the two by one token",
     "placeholders": "pass the engine's log-prob of every sampled token, and NaN or None where it has none; greedy "
     "sampling (top_k=1), whose processed log-probs are all 0, is no distribution to correct for",
+    "per_sequence": "pass the log-prob of each sampled token; where the engine gives only a sum or an average for a "
+    "sequence, pass none (rollout_func: logprobs=None)",
     "old_logp": "return as old_logp the log-probs of the sampled tokens under the weights that sampled, scored as the "
     "trainer scores them, or leave the key out",
     "differs": "score the same tokens with the same weights on both sides: look for a weight sync that missed "
@@ -107,6 +117,8 @@ class Semantics:
             - "unlogged": the two agree, but the tokens were drawn from another distribution;
             - "shifted": the engine's log-probs belong to the next or the previous token;
             - "placeholders": many of the engine's log-probs are 0, or another constant, in place of numbers;
+            - "per_sequence": the engine's log-probs are averages or sums over a sequence, in place of one number per
+              token; or those of ``old_logp`` are;
             - "differs": they differ in none of these ways;
             - "old_logp": ``old_logp`` is wrong: ``logp`` of the same weights is another, and the engine's, where it
               reports some, agree with ``logp``;
@@ -158,7 +170,7 @@ class Semantics:
             return self.gap > LARGE and self.ratio.value == self.ratio.value  # NaN: no engine bears logp out
         if self.kind == "differs":
             return abs(self.ratio.value - 1) > max(FATAL_RATIO, SIGNIFICANT * self.ratio.error)
-        return self.kind in ("probabilities", "shifted", "placeholders", "unnormalised")
+        return self.kind in ("probabilities", "shifted", "placeholders", "per_sequence", "unnormalised")
 
 
 @torch.no_grad()
@@ -240,6 +252,8 @@ def logprob_semantics(
         return result("unknown", "too few uncertain tokens to compare the engine's log-probs with the trainer's")
     if (e == e[0]).all():
         return result("placeholders", f"the engine reported the log-prob {e[0]:.3g} for every token")
+    if finding := not_per_token(theirs, ours, seen):
+        return result("per_sequence", f"the engine's log-probs {finding}")
     stands_in = ((e == 0) & (t < UNLIKELY)) | ((e <= IMPOSSIBLE) & (t > e / 2))
     if (share := stands_in.double().mean().item()) > PLACEHOLDERS:
         constant = e[stands_in].mode().values.item()
@@ -254,11 +268,12 @@ def logprob_semantics(
     if gap > 0.005 and (above > 20 * below or (below > 20 * above and proportional)):
         return result("unnormalised", "the engine's probabilities do not sum to 1 if the trainer's do")
 
-    power, explained = _power(t, d, h)
+    power, explained, of_engine = _power(t, d, h)
     evidence = d.sum().item()
     # Without entropy, noise in logp looks like a temperature of the engine above the trainer's.
     needed = 0.6 if h is not None else 0.25 if power.value > 1 or evidence > SIGNIFICANT else 0.5
-    if gap > 0.001 and explained > needed and power.value > 0 and below < 20 * above:
+    plausible = COLDEST < temperature / max(power.value, 1e-6) < HOTTEST and of_engine > 0.5
+    if gap > 0.001 and explained > needed and plausible and below < 20 * above:
         if abs(power.value - 1) > max(0.01, SIGNIFICANT * power.error):
             return result(*_tempered(power, evidence, temperature, known=h is not None, same=same_weights))
 
@@ -303,7 +318,7 @@ def _tempered(
         said = f"carry a temperature of about {carried.value:.2f}, the trainer's {temperature:.2f}"
     else:
         said = f"carry a {'lower' if power.value > 1 else 'higher'} temperature than the trainer's"
-    who = "too few tokens to see which of the two it sampled at"
+    who = "these tokens do not show which of the two it sampled at"
     if evidence > SIGNIFICANT:
         who = "it sampled at the trainer's"
     elif evidence < -SIGNIFICANT:
@@ -342,17 +357,49 @@ def _shift(ours: Tensor, theirs: Tensor, seen: Tensor) -> str:
     return nearest if own > LARGE and moved[nearest] < own / 2 else ""
 
 
-def _power(t: Tensor, d: Tensor, h: Tensor | None) -> tuple[Estimate, float]:
-    """p of rollout_logp = p logp - f(context), and the share of d's spread that it explains beside f.
+def not_per_token(values: Tensor, others: Tensor, seen: Tensor) -> str:
+    """The finding that ``values`` are averages or sums over a sequence, in words; "" where they are not.
+
+    Args:
+        values: [B, T] the log-probs to judge (nats).
+        others: [B, T] log-probs of the same tokens.
+        seen: [B, T] the tokens with both.
+    """
+    tokens, constant, falling, rising = 0, [], [], []
+    for row in range(len(values)):
+        own, other = values[row][seen[row]], others[row][seen[row]]
+        uncertain = other[other < CERTAIN]
+        if len(uncertain) < SEVERAL or uncertain.max() - uncertain.min() < LARGE:
+            continue
+        tokens += len(uncertain)
+        change, others_change, slack = own.diff(), other.diff(), 1e-6 * own.abs().max()
+        constant.append(bool((own.max() - own.min() <= slack).item()))
+        falling.append(bool((change <= slack).all() and (others_change > slack).any()))
+        rising.append(bool((change >= -slack).all() and (others_change < -slack).any()))
+    wanted = NEARLY_ALL * len(constant)
+    if tokens < UNCERTAIN or max(sum(constant), sum(falling), sum(rising)) < wanted:
+        return ""
+    if sum(constant) >= wanted:
+        return (
+            "are the same at every token of a sequence: they are no log-probs of single tokens (an average or a sum?)"
+        )
+    way = "fall" if sum(falling) >= wanted else "rise"
+    return f"only {way} from token to token of a sequence: they are no log-probs of single tokens (cumulative sums?)"
+
+
+def _power(t: Tensor, d: Tensor, h: Tensor | None) -> tuple[Estimate, float, float]:
+    """p of rollout_logp = p logp - f(context), and the shares that it explains, beside f, of the spread of d and of
+    that of rollout_logp.
 
     f is a polynomial of the entropy; without entropy, a constant: then p is nearer to 1 than the truth.
     """
     context = torch.stack([torch.ones_like(t), *([] if h is None else [h, h * h])], 1)
-    within, without = _robust_fit(context, t)[1], _robust_fit(context, d)[1]
+    within, without, engine = (_robust_fit(context, values)[1] for values in (t, d, t - d))
     slope, residual, weights = _robust_fit(torch.cat([t[:, None], context], 1), d)
     error = (within * residual * weights).square().sum().sqrt() / (within.square() * weights).sum()
-    left, spread = ((values.abs() * weights).mean() for values in (residual, without))
-    return Estimate(1 - slope[0].item(), error.item()), 1 - (left / spread.clamp(min=1e-12)).item() ** 2
+    left, *spreads = ((values.abs() * weights).mean() for values in (residual, without, engine))
+    of_d, of_engine = (1 - (left / spread.clamp(min=1e-12)).item() ** 2 for spread in spreads)
+    return Estimate(1 - slope[0].item(), error.item()), of_d, of_engine
 
 
 def _robust_fit(columns: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -120,6 +120,8 @@ class Step:
         """The engine reported log-probs of the tokens whose metrics were read last, and none of them was finite."""
         self.none_advantaged = False
         """None of the tokens whose metrics were read last had an advantage."""
+        self.none_trained = False
+        """The batches whose metrics were read last, with ``entropy``, had no valid token."""
         self._begun = False
         self._train = True
         self._version = 0
@@ -163,7 +165,9 @@ class Step:
 
     @property
     def anchor_in_force(self) -> Anchor | None:
-        """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was passed."""
+        """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was passed, None where
+        that is a function which has not been called or the default, which depends on the batch.
+        """
         return self._placed or self._anchor
 
     def describe(self, batch: Batch, lags: bool | None = None) -> str:
@@ -221,6 +225,8 @@ class Step:
 
     def _named_anchor(self, text: Callable[[object], str] = repr) -> str:
         chosen = self._make_anchor is not None or self._anchor is not None
+        if chosen and self.anchor_in_force is None:
+            return "made when first needed"
         return f"{text(self.anchor_in_force)}{'' if chosen else ', by default'}"
 
     def __repr__(self) -> str:
@@ -515,6 +521,7 @@ class Step:
         computed = measured.all_reduce(self._gather).compute(none_scored="pass")
         computed |= {name: sum(value) / len(value) for name, value in values.items()}
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
+        self.none_trained = "entropy" in measured.data and "entropy" not in computed
         self.none_advantaged = computed.get(NO_ADVANTAGE) == 1.0 and not computed.get(NONFINITE)
         if self.monitor is not None and train:
             self.monitor.say_all_masked(computed)

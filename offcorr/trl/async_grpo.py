@@ -157,8 +157,12 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
 
     @property
     def anchor(self) -> Anchor | None:
-        """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was asked for."""
-        return self.correction_step.anchor_in_force
+        """The anchor that supplied the last batch's ``old_logp``.
+
+        Before the first batch, the one that was asked for; None: the default depends on what the worker will put on
+        its buffer.
+        """
+        return self.correction_step.anchor_in_force or self.correction_step.anchor
 
     # The loss
 

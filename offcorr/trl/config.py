@@ -42,6 +42,7 @@ TRL_LOSS_OPTIONS = {
     "vespo_k_neg": "k_neg",
     "vespo_lambda_neg": "lam_neg",
     "off_policy_mask_threshold": 'reject={"name": "opsm", "delta": ...}',
+    "vllm_importance_sampling_correction": "weight=None and reject=None, or a loss that compares with no engine",
     "vllm_importance_sampling_mode": 'weight={"name": "truncate", "cap": ...} or {"name": "mask", ...}',
     "vllm_importance_sampling_clip_max": 'the cap of weight={"name": "truncate", "cap": ...}',
     "vllm_importance_sampling_clip_min": 'the low of weight={"name": "mask", "low": ...}',
@@ -309,7 +310,8 @@ def monitor_options(given: Any) -> dict[str, Any] | None:
         if name not in MONITOR_OPTIONS:
             raise ValueError(f"monitor has the option {name!r}{one_of(name, MONITOR_OPTIONS)}")
     try:
-        Monitor(**options)
+        Path(options.get("folder", "."))
+        Monitor(**{name: value for name, value in options.items() if name != "folder"})  # which may warn
     except (TypeError, ValueError) as error:
         raise ValueError(f"monitor: {error}") from error
     return dict(options)
@@ -404,6 +406,10 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
         for name, instead in TRL_LOSS_OPTIONS.items()
         if name in TRL_DEFAULTS and getattr(args, name, TRL_DEFAULTS[name]) != TRL_DEFAULTS[name]
     }
+    if "engine" not in correction.compares:  # then nothing is left on
+        ignored.pop("vllm_importance_sampling_correction", None)
+    if "vllm_importance_sampling_cap" in ignored:  # which TRL copies
+        ignored.pop("vllm_importance_sampling_clip_max", None)
     if ignored:
         listed = ", ".join(f"{name}={getattr(args, name)!r} (here: {instead})" for name, instead in ignored.items())
         warnings.warn(

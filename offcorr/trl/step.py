@@ -52,8 +52,8 @@ NO_ADVANTAGE = (
 )
 
 ALL_CUT_OFF = (
-    "all {} completions of a generation were cut off at max_completion_length={}, and mask_truncated_completions=True "
-    "leaves such completions out of the loss: none is trained on. Raise max_completion_length, or set "
+    "step {}: all {} were cut off at max_completion_length={}, and mask_truncated_completions=True leaves such "
+    "completions out of the loss: no token is trained on, loss and gradient are 0. Raise max_completion_length, or set "
     "mask_truncated_completions=False"
 )
 
@@ -115,8 +115,9 @@ def make_monitor(args: Any, corrects: bool) -> Monitor | None:
         return None
     if "folder" in options:
         check_writable("folder of monitor", options["folder"])
-    options = {"folder": Path(getattr(args, "output_dir", None) or ".", "mismatch"), **options}
     monitor = Monitor(**options, temperature=getattr(args, "temperature", 1.0))
+    if "folder" not in options:
+        monitor.folder = Path(getattr(args, "output_dir", None) or ".", "mismatch")
     monitor.raises = False  # a checkpoint comes first
     if not corrects and any("mask" in actions for actions in monitor.actions.values()):
         raise ValueError(
@@ -164,7 +165,7 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
 
     The monitor reads them; where it stops the training, a checkpoint is saved and the loop ends after this step.
     Warns once per run, on the main process, where the engine's log-probs since the last log are all NaN or infinite,
-    and once where no sequence had an advantage.
+    once where no sequence had an advantage, and once where every completion was masked as cut off.
     """
     mode = "train" if trainer.model.training else "eval"
     choice = getattr(trainer.args, "log_metrics", "short")
@@ -183,6 +184,8 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
         warn_once_in_run(trainer, UNSCORED + UNANCHORED if anchored and ratios else UNSCORED)
     if step.none_advantaged and mode == "train":
         warn_once_in_run(trainer, NO_ADVANTAGE)
+    if step.none_trained and mode == "train" and getattr(trainer.args, "mask_truncated_completions", False):
+        warn_of_cut_off(trainer, trainer.state.global_step, "completions since the last log")
 
 
 def _measured(trainer: Any, train: bool, choice: str) -> dict[str, float]:
@@ -225,10 +228,16 @@ def _nan_model(trainer: Any) -> str:
     return f"the model's weights are NaN or infinite {since}: {advice}"
 
 
-def warn_once_in_run(trainer: Any, message: str) -> None:
-    """Warn, on the main process alone, the first time in a run."""
-    if message not in trainer._warned:
-        trainer._warned.add(message)
+def warn_of_cut_off(trainer: Any, step: int, completions: str) -> None:
+    """Warn, once in a run, that ``completions`` are all masked as cut off."""
+    message = ALL_CUT_OFF.format(step, completions, trainer.args.max_completion_length)
+    warn_once_in_run(trainer, message, "cut off")
+
+
+def warn_once_in_run(trainer: Any, message: str, subject: str = "") -> None:
+    """Warn, on the main process alone, the first time in a run that the message, or any on the subject, is given."""
+    if (subject or message) not in trainer._warned:
+        trainer._warned.add(subject or message)
         warn_on_main(trainer, message)
 
 

@@ -20,9 +20,11 @@ from torch import Tensor
 
 import offcorr
 from offcorr.metrics import Mean
+from offcorr.rollout.off_policy import OffPolicy
 from offcorr.rollout.sampler import give_fused_head, in_mixed_precision
+from offcorr.rollout.vllm_server import VLLMServer
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.training.anchors import Anchor
+from offcorr.training.anchors import Anchor, default_anchor
 from offcorr.training.ess_lr import AUTO
 from offcorr.training.replica import base_of
 from offcorr.training.unrecorded import filled
@@ -40,7 +42,6 @@ from offcorr.trl.rewards import checked, reward_faults
 from offcorr.trl.sampling import distorting, distortion_warning, precision_of
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
-    ALL_CUT_OFF,
     StepCallback,
     lag_metrics,
     log_metrics,
@@ -48,6 +49,7 @@ from offcorr.trl.step import (
     refuse_nan_model,
     report_first_batch,
     share_done,
+    warn_of_cut_off,
     warn_on_main,
     warn_once_in_run,
 )
@@ -148,8 +150,24 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @property
     def anchor(self) -> Anchor | None:
-        """The anchor that supplied the last batch's ``old_logp``; before the first, the one that was asked for."""
-        return self.correction_step.anchor_in_force
+        """The anchor that supplied the last batch's ``old_logp``.
+
+        Before the first batch, the one that was asked for, else the default of this library's samplers, of vLLM or of
+        TRL's own generation; None: the default of another ``rollout_func`` depends on what it will return.
+        """
+        return self.correction_step.anchor_in_force or self.correction_step.anchor or self._expected_anchor()
+
+    def _expected_anchor(self) -> Anchor | None:
+        """The default anchor of the first batch, where the sampler is one whose log-probs are known."""
+        known = type(self._sampler) in (OffPolicy, VLLMServer)
+        if self._generates_elsewhere(self._sampler) and not known:
+            return None
+        return default_anchor(self.correction, old_logp=known, rollout_logp=known or self.use_vllm)
+
+    def _generates_elsewhere(self, rollout_func: Any) -> bool:
+        """Whether a ``rollout_func`` or a subclass samples, of whose log-probs nothing is known before they come."""
+        own = type(self).__mro__[: type(self).__mro__.index(GRPOTrainer)]
+        return rollout_func is not None or any(name in vars(cls) for cls in own for name in GENERATION)
 
     @property
     def _mode(self) -> str:
@@ -223,7 +241,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _warn_if_all_cut_off(self, completion_mask: Tensor) -> None:
         trained = self.accelerator.gather(completion_mask.any(1))
         if not trained.any():
-            warn_once_in_run(self, ALL_CUT_OFF.format(len(trained), self.args.max_completion_length))
+            warn_of_cut_off(self, self.state.global_step + 1, f"{len(trained)} completions of a generation")
 
     @property
     def _skips_dead(self) -> bool:
@@ -508,8 +526,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _check_ess_lr(self) -> None:
         """The effective sample size compares with the sampler's log-probs, or those that TRL takes before an update."""
-        own = type(self).__mro__[: type(self).__mro__.index(GRPOTrainer)]
-        generates = self.rollout_func is None and not any(name in vars(cls) for cls in own for name in GENERATION)
+        generates = not self._generates_elsewhere(self.rollout_func)
         generation = self.args.steps_per_generation * self.num_iterations
         if getattr(self.args, "ess_lr", None) is None or self.use_vllm or not generates:
             return
@@ -522,8 +539,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _check_sources(self, args: Any, rollout_func: Any) -> None:
         """Log-probs that correction and anchor need must come from somewhere: TRL's own generation has none."""
-        own = type(self).__mro__[: type(self).__mro__.index(GRPOTrainer)]
-        if rollout_func is not None or any(name in vars(cls) for cls in own for name in GENERATION):
+        if self._generates_elsewhere(rollout_func):
             return  # seen when it returns
         anchor, vllm = getattr(args, "anchor", None), getattr(args, "use_vllm", False)
         method = self.correction_step.correction.method

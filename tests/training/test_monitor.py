@@ -250,6 +250,15 @@ def test_dump(tmp_path):
     assert (records[-1].reward, records[-1].group_id, records[-1].advantage) == (7.0, 1, 1.0)
 
 
+def test_a_folder_without_the_action_dump_is_said():
+    with pytest.warns(UserWarning, match="folder='mine' of the monitor does nothing without the action 'dump'"):
+        quiet(folder="mine")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert quiet().folder.name == "offcorr_mismatch"
+        assert quiet(folder="mine", critical=("dump", "stop")).folder.name == "mine"
+
+
 @pytest.mark.filterwarnings("ignore:step 28")
 def test_a_mask_leaves_out_only_what_is_above_the_limit():
     """An alarm at k3 = .00125 masks nothing: no sequence is above .015."""
@@ -323,8 +332,8 @@ def test_every_rank_decides_alike_and_one_writes(action, tmp_path):
         warnings.simplefilter("always")
         for main in (True, False):
             caught.clear()
-            monitor = quiet(warning=action, folder=tmp_path / str(main), name_cause=lambda records: 1 / 0)
-            monitor.on_main, monitor.raises = main, False
+            monitor = quiet(warning=action, name_cause=lambda records: 1 / 0)
+            monitor.on_main, monitor.raises, monitor.folder = main, False, tmp_path / str(main)
             assert alarms_of(monitor, FAULTY) == [(28, "engine", "warning")]
             assert len(caught) == (main and action != "log")
             assert (tmp_path / str(main)).exists() == (main and action == "dump")

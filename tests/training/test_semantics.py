@@ -187,6 +187,61 @@ def test_one_number_for_every_token():
     assert result.kind == "placeholders" and "the log-prob 0 for every token" in result.sentence
 
 
+OF_A_SEQUENCE = {
+    "mean": (lambda e: e.mean(1, keepdim=True).expand_as(e), "the same at every token of a sequence: they are no log"),
+    "sum": (lambda e: e.sum(1, keepdim=True).expand_as(e), r"the same at .* \(an average or a sum\?\)"),
+    "so far": (lambda e: e.cumsum(1), r"only fall from token to token of a sequence.*\(cumulative sums\?\)"),
+    "to come": (lambda e: e.flip(1).cumsum(1).flip(1), "only rise from token to token"),
+}
+
+
+@pytest.mark.parametrize("reported", OF_A_SEQUENCE)
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_numbers_of_a_whole_sequence_are_no_log_probs_of_tokens(reported, with_entropy):
+    """As from an API that gives only a cumulative log-prob; no temperature is named."""
+    logp, rollout_logp, mask, entropy = sampled()
+    make, said = OF_A_SEQUENCE[reported]
+    result = logprob_semantics(logp, make(rollout_logp), mask, entropy=entropy if with_entropy else None)
+    assert result.kind == "per_sequence" and result.fatal and "logprobs=None" in result.mend
+    assert re.search(said, result.sentence) and "temperature" not in result.sentence
+
+
+@pytest.mark.parametrize("engine", ["the same", "absent"])
+def test_an_old_logp_of_whole_sequences_is_named(engine):
+    """At any lag, and where the engine's log-probs have the same fault or there are none."""
+    logp, rollout_logp, mask, entropy = sampled()
+    mean = rollout_logp.mean(1, keepdim=True).expand_as(logp).float()
+    batch = batch_of(logp, None if engine == "absent" else mean, mask, entropy, old_logp=mean)
+    result = semantics_of(batch, Supplied())
+    assert result.kind == "per_sequence" and result.sentence.startswith("the log-probs in old_logp are the same at ev")
+
+
+def test_log_probs_that_fall_on_both_sides_or_in_few_tokens_are_log_probs():
+    falling = torch.linspace(-0.1, -3.0, 32).repeat(4, 1)
+    noisy = falling + 0.01 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    assert logprob_semantics(falling, falling - 0.001, torch.ones(4, 32).bool()).kind == "agrees"
+    assert logprob_semantics(falling, noisy, torch.ones(4, 32).bool()).kind == "agrees"
+    logp, rollout_logp, mask, entropy = sampled()
+    rollout_logp[1:, 3:], mask[1:, 3:] = torch.nan, False
+    rollout_logp[0] = rollout_logp[0].sort(descending=True)[0]
+    mask[0, 8:] = False
+    assert logprob_semantics(logp, rollout_logp, mask, entropy=entropy).kind != "per_sequence"
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_a_fit_that_no_temperature_gives_is_no_temperature(with_entropy):
+    """Log-probs that hardly depend on the trainer's, and a temperature of 20: they differ, with the numbers."""
+    logp, rollout_logp, mask, entropy = sampled()
+    draw = torch.Generator().manual_seed(0)
+    unrelated = -0.5 - 5 * torch.rand(SIZES, generator=draw)
+    hot = 0.05 * rollout_logp - 3 + 0.001 * torch.randn(SIZES, generator=draw)
+    of_means = rollout_logp.mean(1, keepdim=True) + 0.01 * torch.randn(SIZES, generator=draw)
+    for engine in (unrelated, hot, of_means):
+        result = logprob_semantics(logp, engine, mask, entropy=entropy if with_entropy else None)
+        assert result.kind == "differs" and result.temperature is None, result.sentence
+        assert re.search(r"\(mean \|d\| \d.* over 512 tokens\)", result.sentence)
+
+
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_probabilities_are_named_and_nothing_else(with_entropy):
     logp, rollout_logp, mask, entropy = sampled()

@@ -215,6 +215,9 @@ def test_the_anchor_is_in_the_repr():
     assert repr(step) == "Step(loss='ppo', anchor=Rollout(), by default)"
     assert repr(Step(offcorr.get("ppo"), anchor=Supplied())) == "Step(loss='ppo', anchor=Supplied())"
     assert repr(Step()) == "Step(loss=None, anchor=None, by default)"
+    later = Step(offcorr.get("ppo"), anchor=Supplied)
+    assert repr(later) == "Step(loss='ppo', anchor=made when first needed)" and later.anchor_in_force is None
+    assert repr(later.anchor) == "Supplied()" and repr(later) == "Step(loss='ppo', anchor=Supplied())"
 
 
 def test_an_anchor_is_printed_with_the_name_that_configurations_use():

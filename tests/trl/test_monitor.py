@@ -232,6 +232,19 @@ def test_warn_and_dump(make_trainer, tmp_path):
     assert d.abs().mean().item() == pytest.approx(entry["offcorr/engine/abs_mean"], rel=1e-4)
 
 
+def test_a_folder_that_nothing_is_written_to_is_said_once(make_trainer, tmp_path):
+    mine = {"folder": str(tmp_path / "mine")}
+    with pytest.warns(UserWarning, match="mine' of the monitor does nothing without the action 'dump'") as caught:
+        make_trainer(rollout_func=Sampler(), **{**SETTINGS, "monitor": mine})
+    assert sum("does nothing without" in str(one.message) for one in caught) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="folder=")
+        for monitor in ("warn", mine | {"critical": "dump"}):
+            trainer = make_trainer(rollout_func=Sampler(), **{**SETTINGS, "monitor": monitor})
+            folder = trainer.correction_step.monitor.folder
+            assert folder.name == ("mismatch" if monitor == "warn" else "mine")
+
+
 def test_mask(make_trainer, series):
     """From the step after the alarm on, nothing of a sampler at another temperature is trained on."""
     trainer, alarms = run(make_trainer, Sampler(changes_temperature), monitor={**QUIET, "critical": ["log", "mask"]})

@@ -302,6 +302,33 @@ def test_the_anchor_in_force_is_said_once(make_trainer, replay, caplog, keys, se
     assert repr(trainer.anchor) == anchor and f"anchor={anchor}" in repr(trainer.correction_step)
 
 
+@pytest.mark.parametrize(
+    ("sampler", "settings", "anchor"),
+    [
+        (OffPolicy, {"loss_type": "tis"}, "Supplied()"),
+        (None, {"loss_type": "ppo"}, "Recomputed()"),
+        (None, {"loss_type": "dapo"}, "Recomputed()"),
+        (None, {"loss_type": "ppo", "anchor": "ewma", "anchor_kwargs": {"window": 4}}, "EWMA(window=4, "),
+        (OffPolicy, {"loss_type": "ppo", "anchor": "rollout"}, "Rollout()"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:every staleness ratio")
+def test_the_anchor_is_known_before_the_first_batch(make_trainer, sampler, settings, anchor):
+    """It is then the one that the first batch gets."""
+    trainer = make_trainer(rollout_func=sampler and sampler(), max_steps=1, **settings)
+    before = repr(trainer.anchor)
+    assert before.startswith(anchor)
+    trainer.train()
+    assert repr(trainer.anchor) == before
+
+
+def test_the_anchor_of_an_unknown_sampler_is_known_with_the_first_batch(make_trainer, replay):
+    trainer = make_trainer(loss_type="ppo", rollout_func=replay("old_logp"), max_steps=1)
+    assert trainer.anchor is None
+    trainer.train()
+    assert repr(trainer.anchor) == "Supplied()"
+
+
 def at_temperature(sampler, temperature):
     """``sampler``, which reports its log-probs at this temperature, whatever it samples at."""
 
@@ -762,3 +789,24 @@ def test_options_only_trl_reads_are_named(model_folder, dataset, tokenizer, tmp_
             train_dataset=dataset,
             processing_class=tokenizer,
         )
+
+
+def warnings_of_ignored(loss_type, **options):
+    args = GRPOConfig("out", loss_type=loss_type, bf16=False, use_cpu=True, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        choose_correction(args)
+    return [str(one.message) for one in caught if "TRL's own losses read" in str(one.message)]
+
+
+def test_each_switch_of_trls_engine_correction_is_named_where_it_was_set():
+    """Nothing is said of a correction that is off under a loss that compares with no engine."""
+    (off,) = warnings_of_ignored("tis", vllm_importance_sampling_correction=False)
+    assert "vllm_importance_sampling_correction=False (here: weight=None" in off and "'tis' ignores this" in off
+    assert warnings_of_ignored("minpro", vllm_importance_sampling_correction=False) == []
+    assert warnings_of_ignored("tis") == []
+    (cap,) = warnings_of_ignored("tis", vllm_importance_sampling_cap=7.0)
+    assert "read vllm_importance_sampling_cap=7.0 (" in cap and "clip_max" not in cap
+    for name, value in {"mode": "token_mask", "clip_max": 7.0, "clip_min": 0.5}.items():
+        (said,) = warnings_of_ignored("tis", **{f"vllm_importance_sampling_{name}": value})
+        assert f"read vllm_importance_sampling_{name}={value!r} (" in said

@@ -121,9 +121,27 @@ def test_a_generation_of_completions_that_are_all_masked_is_noticed(make_trainer
     trainer = make_trainer(loss_type="minpro", **SETTINGS | never)
     trainer.eos_token_ids = [-1]
     trainer.eos_token_id = -1
-    with pytest.warns(UserWarning, match="all 8 completions .* max_completion_length=2, and mask_tr") as caught:
+    with pytest.warns(UserWarning, match="step 1: all 8 completions .* max_completion_length=2, and mask_tr") as caught:
         trainer.train()
     assert len([1 for w in caught if "mask_truncated" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("loss_type", ["minpro", "dapo"])
+def test_a_step_whose_completions_are_all_masked_is_noticed(make_trainer, loss_type):
+    """One of the sixteen completions of a generation ends, so three of its four steps have no token."""
+
+    def unfinished(prompts, trainer):
+        ids = [[2, 3, 4 + i % 3, 1 if i == 0 else 5] for i in range(len(prompts))]
+        return {"prompt_ids": [[2, 3, 4]] * len(ids), "completion_ids": ids, "logprobs": None}
+
+    masked = {"mask_truncated_completions": True, "max_steps": 4, "gradient_accumulation_steps": 1}
+    settings = SETTINGS | masked | {"per_device_train_batch_size": 4, "steps_per_generation": 4, "monitor": "off"}
+    trainer = make_trainer(loss_type=loss_type, rollout_func=unfinished, **settings)
+    with pytest.warns(UserWarning, match=r"step [12]: all completions since the last log were cut off") as caught:
+        trainer.train()
+    assert len([1 for w in caught if "mask_truncated" in str(w.message)]) == 1
+    first = min(e["step"] for e in trainer.state.log_history if "loss" in e and "offcorr/staleness/lag" not in e)
+    assert any(f"step {first}: all" in str(w.message) for w in caught)
 
 
 def test_an_infinite_reward_is_noticed(make_trainer):
@@ -190,3 +208,27 @@ def test_a_wrong_old_logp_is_named_in_a_trainer(make_trainer):
     trainer = make_trainer(loss_type="minpro", rollout_func=scaled, **SETTINGS | {"max_steps": 1})
     with pytest.warns(UserWarning, match=r"in the first batch old_logp is not .*, and the engine's agree .*: return"):
         trainer.train()
+
+
+LONG = {
+    "steps": (dict(max_steps=4, steps_per_generation=2, gradient_accumulation_steps=2), 4, 3),
+    "generations of two steps": (dict(max_steps=4, steps_per_generation=4, gradient_accumulation_steps=2), 3, 2),
+}
+
+
+@pytest.mark.parametrize("length", LONG)
+def test_a_lag_that_no_sample_reaches_is_said_when_the_trainer_is_made(make_trainer, length):
+    options, lag, most = LONG[length]
+    with pytest.warns(UserWarning, match=f"lag={lag} is not reached: of 4 .* Take a lag of at most {most}, or more"):
+        make_trainer(loss_type="minpro", rollout_func=OffPolicy(lag=lag), **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="lag=")
+        for reached in (0, most):
+            make_trainer(loss_type="minpro", rollout_func=OffPolicy(lag=reached), **options)
+
+
+def test_a_lag_that_no_sample_reaches_in_an_epoch_is_said_when_it_begins(make_trainer):
+    epoch = {"max_steps": -1, "num_train_epochs": 0.1}
+    with pytest.warns(UserWarning, match=r"lag=100 is not reached: of \d+ optimizer steps") as caught:
+        make_trainer(loss_type="minpro", rollout_func=OffPolicy(lag=100), **epoch).train()
+    assert sum("is not reached" in str(one.message) for one in caught) == 1
