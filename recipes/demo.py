@@ -193,29 +193,38 @@ def launch(run: Run, folder: Path, steps: int, seed: int, sampler: Mapping[str, 
 
 
 class State(NamedTuple):
-    """Where a run is: its last logged update and held-out accuracy; the samples' reward is that of older weights."""
+    """Where a run is: its last logged update, and the held-out accuracy with its update.
+
+    The reward of the samples is that of older weights.
+    """
 
     update: int = 0
     accuracy: float | None = None
+    measured: int = 0
 
     @property
     def shown(self) -> str:
         """The words beside the run's bar."""
-        return "measuring accuracy" if self.accuracy is None else f"accuracy {self.accuracy:.2f}"
+        if self.accuracy is None:
+            return "measuring accuracy"
+        when = "" if self.measured == self.update else f" at update {self.measured}"
+        return f"accuracy {self.accuracy:.2f}{when if self.measured else ' before training'}"
 
     def line(self, steps: int) -> str:
         """The line where there is no bar."""
         if self.update:
             return f"update {self.update} of {steps}, {self.shown}"
         if self.accuracy is not None:
-            return f"{self.shown} before training; working on the first update"
+            return f"{self.shown}; working on the first update"
         return "loading, then measuring the accuracy before training"
 
 
 def progress_of(folder: Path) -> State:
     file = folder / "history.json"
     logs = json.loads(file.read_text()) if file.exists() else []
-    return State(max((int(entry["step"]) for entry in logs), default=0), accuracy(logs).get("end"))
+    last = max((int(entry["step"]) for entry in logs), default=0)
+    measured = max((int(entry["step"]) for entry in logs if "eval_reward" in entry), default=0)
+    return State(last, accuracy(logs).get("end"), measured)
 
 
 def comparison(logs: dict[str, list[dict[str, Any]]], title: str) -> Table:

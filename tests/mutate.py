@@ -1747,7 +1747,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: a change at one step counts as growth",
-        "offcorr/diagnose/causes/policies.py",
+        "offcorr/diagnose/causes/over_steps.py",
         "_trend(sizes) < STEADY or _jumps(sizes)",
         "_trend(sizes) < STEADY",
         "tests/diagnose/test_steps.py change",

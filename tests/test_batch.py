@@ -149,6 +149,10 @@ def test_masks_of_numbers_are_masks():
     "build, message",
     [
         (lambda: offcorr.get("minpo"), "unknown method 'minpo', did you mean 'minpro'?"),
+        (
+            lambda: offcorr.get("offcorr:cispo"),
+            "the prefix is for GRPOConfig, where TRL has names of its own; write 'cispo'",
+        ),
         (lambda: offcorr.get("minpro", eps_hi=0.2), "minpro has no option 'eps_hi', did you mean 'eps_high'?"),
         (lambda: offcorr.get("ppo", eps_low=-0.1), "eps_low is -0.1, expected a finite number >= 0"),
         (lambda: offcorr.get("ppo", eps_low="0.2"), "eps_low is '0.2', expected a finite number"),

@@ -121,8 +121,8 @@ GUIDE: dict[str, Advice] = {
     "entropy": Advice(
         "Mean entropy of the next token's distribution over the sampled tokens, in nats; TRL's own where it logs one.",
         "A slow fall. TRL's documentation offers an entropy bonus against a policy that becomes "
-        "near-deterministic, and no number. Ours: from .23 to .02 in the run that learned, and to .06, not "
-        "steadily, in the one that collapsed.",
+        "near-deterministic, and no number. Ours: from .23 to .02 in MinPRO's run, and to .06, not steadily, in the "
+        "one that collapsed, whose mean of .12 lies between those of the two that learned: the level tells nothing.",
         "A fall to 0 beside a flat reward: a larger `eps_high`, an entropy bonus, more varied prompts. A rise "
         "beside a falling reward is a collapse: stop, and go back to a checkpoint.",
     ),

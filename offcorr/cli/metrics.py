@@ -133,7 +133,9 @@ def _page(entry: Entry, width: int) -> str:
         parts |= {"formula": _formula(entry.metric, last), "where": SYMBOLS[prefix + "/"]}
         parts["healthy"] = HINTS.get(last, "No source names a range: compare it with the start of the run.")
     if advice and "Ours" in advice.healthy:
-        parts["ours"] = "three runs of `offcorr demo`: two that learned and one that collapsed, in docs/metrics.md"
+        parts["ours"] = (
+            "of `offcorr demo`: two runs that learned and one that collapsed; the table is in docs/metrics.md"
+        )
     parts["logged"] = f"{_LOGGED[answer.logged]}, in the short log and the full one" if answer else 'log_metrics="full"'
     parts["more"] = f"{PAGES}/metrics.md"
     return "\n".join([entry.name, *(_labelled(label, text, width) for label, text in parts.items() if text)])
@@ -156,8 +158,8 @@ def _formula(metric: Metric, output: str) -> str:
 
 
 def _labelled(label: str, text: str, width: int) -> str:
-    """Markdown as plain text, after a label: of a link the words, and its address where that is one of the web."""
-    text = re.sub(r"\[([^\]]+)\]\((https?:[^)]+)\)", r"\1 (\2)", text)
+    """Markdown as plain text, after a label: of a link the words, and its address where that is a page."""
+    text = re.sub(r"\[([^\]]+)\]\((https?:[^)]+|[^)#]+\.md)\)", r"\1 (\2)", text)
     text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
     return textwrap.fill(
         text,

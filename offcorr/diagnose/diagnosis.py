@@ -111,6 +111,8 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
     for stage in STAGES:
         if not np.isfinite(left.floor) and stage != "updates":  # nothing of d is left to explain
             continue
+        if stage == "policies" and left.unrelated:
+            continue
         causes = {id: cause for id, cause in CAUSES.items() if cause.stage == stage}
         while causes and len(findings) < ROUNDS:
             found = {id: found for id, cause in causes.items() if (found := cause.found(left)) is not None}
@@ -133,7 +135,7 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
 def _finding(cause: Cause, found: Found, share: float, of_steps: str) -> Finding:
     return Finding(
         cause.id,
-        confidence(found.margin),
+        min(confidence(found.margin), found.surest),
         found.statistic,
         found.error,
         found.threshold,

@@ -21,6 +21,9 @@ PARTS = (0.1, 0.2, 0.35, 0.5, 0.7)
 CLEARLY = 0.1
 """Share of the gap by which a change within the sequences has to explain more than the checkpoint throughout."""
 
+EDGE = 3
+"""Tokens at the ends of a sequence at which a change of the weights is none within it."""
+
 REACH = 4
 """Tokens by which the place of such a change may be found too late at first."""
 
@@ -54,12 +57,19 @@ def earlier(
         (f"the model's weights, then those of {named}", ours, throughout, (model, checkpoint)),
     ):
         changes = [_change(*three) for three in zip(records, first, last, strict=True)]
+        within = [EDGE <= at <= len(record) - EDGE for at, record in zip(changes, records, strict=True)]
         either = [
             np.where(np.arange(len(record)) < at, one, other)
             for record, one, other, at in zip(records, first, last, changes, strict=True)
         ]
         alone = min(_far(records, ours), _far(records, throughout))
-        if _far(records, either) < alone - CLEARLY * _far(records, ours):
+        if _far(records, either) >= alone - CLEARLY * _far(records, ours):
+            continue
+        if sum(within) < 0.25 * len(records):  # whole sequences, as in a buffer that holds samples of two ages
+            if first is throughout:
+                older = sum(at > len(record) / 2 for at, record in zip(changes, records, strict=True))
+                yield ("stale_weights", f"the weights of {named} in {older} of {len(records)} sequences"), either
+        else:
             # The keys and values of the first weights stay, so what follows is not the last weights' own.
             for reach in (REACH, 0):
                 begin = [max(0, at - reach) for at in changes]

@@ -20,6 +20,9 @@ Booleans = NDArray[np.bool_]
 SAME = 5e-5
 """Mean |d| (nats) up to which two log-probs are the same; an fp32 engine has 1e-6."""
 
+UNRELATED = 0.3
+"""Correlation of the two log-probs below which they are not of two policies over the same tokens."""
+
 LARGEST = 50.0
 """Bound on |d| (nats) before e^d is taken."""
 
@@ -190,6 +193,14 @@ class Evidence:
     def as_logged(self) -> bool:
         """Whether the sampler's values are those of the dump, with nothing taken away but whole tokens."""
         return np.array_equal(self.sampler, self._logged("rollout_logp"), equal_nan=True)
+
+    @cached_property
+    def unrelated(self) -> bool:
+        """Whether the two log-probs of a token have next to nothing to do with each other, as of other tokens."""
+        if self.gap < 0.5 or len(self) < 64 or self.selected:
+            return False
+        trainer, sampler = (np.clip(side, -LARGEST, 0) for side in (self.trainer, self.sampler))
+        return bool(min(trainer.std(), sampler.std()) > 0 and np.corrcoef(trainer, sampler)[0, 1] < UNRELATED)
 
     @cached_property
     def beside_masked(self) -> Booleans:

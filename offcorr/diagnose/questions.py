@@ -47,6 +47,11 @@ trainer_version, or give --model'
             "give --model, or read the engine's sampling options (temperature, top_p, top_k, min_p, penalties), and "
             "check that the weights that sampled are those that scored"
         )
+    if evidence.unrelated and not any(CAUSES[id].stage == "values" for id in named):
+        said.append(
+            "whether rollout_logp and old_logp are of the same tokens: they hardly correlate. To find out, compare the "
+            "rows of one sequence on both sides; results that come back in another order are a usual reason"
+        )
     if "temperature" in named and not draws_known and _lost(evidence, named):
         said.append(
             f"why the mean ratio e^d is {evidence.ratio_identity.value:.2f}, further below 1 than a temperature makes "

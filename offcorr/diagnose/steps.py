@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offcorr.diagnose.causes.policies import growth
+from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.record import Floats

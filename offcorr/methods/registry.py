@@ -454,6 +454,11 @@ def _method(name: str) -> Method:
         raise ValueError(f"method {name!r} is a file, expected {wanted}")
     if ".py:" in name:
         raise ValueError(f"unknown method {name!r}: it names a file, which offcorr.resolve({name!r}) reads")
+    bare = name.removeprefix("offcorr:")
+    if bare != name and bare in _METHODS:
+        raise ValueError(
+            f"unknown method {name!r}: the prefix is for GRPOConfig, where TRL has names of its own; write {bare!r}"
+        )
     if name not in _METHODS:
         raise ValueError(
             f"unknown method {name!r}{nearest(name, _METHODS, '.')} offcorr.available() lists them; your own are "

@@ -229,8 +229,9 @@ class Monitor:
         all_masked = metrics.get(PREFIX + "masked") == 1.0
         if all_masked and not self._all_masked and self.on_main:
             warnings.warn(
-                "the monitor masks every sequence, as its action 'mask' asks: the loss is 0, and no weight changes "
-                "until the sampler is mended. Mend the cause that its alarm names, or stop the run (action 'stop')",
+                "the monitor masks every sequence, as its action 'mask' asks: the loss and its gradient are 0 "
+                "until the sampler is mended; only the optimizer's momentum and weight decay move the weights. "
+                "Mend the cause that its alarm names, or stop the run (action 'stop')",
                 stacklevel=outside(),
             )
         self._all_masked = all_masked

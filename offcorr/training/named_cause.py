@@ -10,7 +10,8 @@ import numpy as np
 
 from offcorr.diagnose import CAUSES, Record, Report
 from offcorr.diagnose.causes import confidence
-from offcorr.diagnose.causes.policies import age, growth, older
+from offcorr.diagnose.causes.over_steps import growth
+from offcorr.diagnose.causes.policies import age, older
 from offcorr.diagnose.evidence import Evidence
 from offcorr.training.alarms import ADVICE
 from offcorr.training.last_batches import NothingToCompare

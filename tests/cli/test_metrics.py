@@ -72,3 +72,8 @@ def test_low_effective_sample_sizes_have_more_than_one_cause(capsys):
     said = page(capsys, "ess_seq")
     assert "either the outputs are long or a few tokens are far off; `ratio_min` and `ratio_max`" in said
     assert "Or the outputs grow longer (TRL's `completions/mean_length`) while `abs_mean` stays" in said
+
+
+def test_a_link_to_a_page_names_it(capsys):
+    assert cli.main(["metrics", "staleness/ess_seq"]) == 0
+    assert "which one (which.md)" in " ".join(capsys.readouterr().out.split())

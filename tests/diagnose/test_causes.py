@@ -378,3 +378,47 @@ def _kept_of(evidence):
     from offcorr.diagnose.causes.sampling import Kept
 
     return Kept(evidence.ratio_identity, 0, 0.0, 0.5, evidence.balance, evidence, 0.7, 2.0)
+
+
+def test_rows_in_another_order_are_no_older_weights():
+    records = world("stale_weights").records()
+    other = records[4:] + records[:4]
+    mixed = [dataclasses.replace(one, rollout_logp=of.rollout_logp) for one, of in zip(records, other, strict=True)]
+    report = diagnose(mixed)
+    assert report.verdict == "unknown"
+    assert any("are of the same tokens: they hardly correlate" in one for one in report.cannot_tell)
+    assert not any("hardly correlate" in one for one in diagnose(records).cannot_tell)
+
+
+def sharpened(steps, power=lambda step: 1.0):
+    """Dumps of steps whose trainer's policy is a power of the sampler's, a step at a time."""
+    for step in range(steps):
+        made = world(seed=step, sequences=8)
+        made.trainer = lambda logits, _, step=step: logits * power(step)
+        for one in made.records():
+            yield dataclasses.replace(one, step=step)
+
+
+def test_a_policy_that_becomes_sharper_from_step_to_step_is_no_temperature():
+    found = {one.cause for one in diagnose(list(sharpened(12, lambda step: 1 + 0.05 * step))).causes}
+    assert "temperature" not in found and found
+    assert diagnose(list(sharpened(12, lambda step: 0.7))).verdict == "temperature"
+
+
+def test_a_temperature_that_explains_part_of_d_is_unsure():
+    report = diagnose(world("temperature", "stale_weights").records())
+    sure = {one.cause: one.confidence for one in report.causes}
+    assert sure["temperature"] <= 0.65 < diagnose(world("temperature").records()).confidence
+    assert any("sharper, or flatter" in one for one in report.cannot_tell)
+
+
+@pytest.mark.parametrize("cause", ["truncated_prompt", "stale_prefix_cache"])
+def test_causes_that_leave_alike_traces_are_no_surer_than_that(cause):
+    report = diagnose(world(cause).records())
+    assert report.verdict == cause and report.confidence <= 0.8
+    assert any(f"whether the cause is {cause} or" in one and "--checkpoint" in one for one in report.cannot_tell)
+
+
+def test_a_truncation_beside_rounding_is_less_sure_of_its_kind():
+    alone, rounded = (diagnose(world(*causes).records()) for causes in (["top_p"], ["top_p", "precision"]))
+    assert rounded.causes[0].confidence <= 0.75 < alone.confidence

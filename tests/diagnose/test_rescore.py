@@ -158,6 +158,27 @@ def test_weights_that_change_within_the_sequences(model, trainer_is_new):
     assert stale.hypotheses[0].cause == "stale_weights"
 
 
+def test_whole_sequences_of_older_weights_did_not_change_within(model):
+    older = moved_weights(0.01)
+    mixed = [
+        old if row % 2 else new
+        for row, (old, new) in enumerate(zip(dump(model, older, sequences=8), dump(model, sequences=8), strict=True))
+    ]
+    found = rescore(mixed, model, checkpoints=[("old", older)])
+    best = found.hypotheses[0]
+    assert (best.cause, best.words) == ("stale_weights", "the weights of old in 4 of 8 sequences") and best.share > 0.9
+
+
+def test_what_a_checkpoint_explains_leaves_no_room_for_a_temperature(model):
+    records = dump(model, moved_weights(0.01), sequences=8)
+    found = rescore(records, model, checkpoints=[("old", moved_weights(0.01))])
+    report = diagnose(world("temperature", "stale_weights").records())
+    assert "temperature" in {one.cause for one in report.causes}
+    assert [one.cause for one in informed(report, found).causes] == ["stale_weights"]
+    half = dataclasses.replace(found, hypotheses=[dataclasses.replace(found.hypotheses[0], share=0.65)])
+    assert {one.cause for one in informed(report, half).causes} == {"stale_weights", "temperature"}
+
+
 def scored_after(first, last, prompt, completion, cut, trainer=None):
     """A record whose sampler read ``cut`` tokens with ``first`` and the rest with ``last``."""
     ids = torch.tensor([[*prompt, *completion]])

@@ -255,7 +255,8 @@ def test_a_run_says_what_it_does_before_its_first_update(tmp_path):
     state = demo.progress_of(tmp_path)
     assert state.line(12) == "accuracy 0.40 before training; working on the first update" and state.shown
     (tmp_path / "history.json").write_text(json.dumps(logs[:2]))
-    assert demo.progress_of(tmp_path).line(12) == "update 1 of 12, accuracy 0.40"
+    assert demo.progress_of(tmp_path).line(12) == "update 1 of 12, accuracy 0.40 before training"
+    assert demo.State(108, 0.58, 96).line(160) == "update 108 of 160, accuracy 0.58 at update 96"
 
 
 def test_the_bar_says_what_is_measured_before_the_first_update(capsys):

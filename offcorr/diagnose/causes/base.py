@@ -25,6 +25,7 @@ class Found(NamedTuple):
         sentence: the evidence in words, with the numbers.
         left: the evidence without what the cause explains; None: nothing that a further cause could explain.
         share: of the mean |d|, what the cause explains; None: the part that is missing in ``left``.
+        surest: the confidence at most, where another cause can leave the same.
     """
 
     statistic: float
@@ -34,6 +35,7 @@ class Found(NamedTuple):
     sentence: str
     left: Evidence | None = None
     share: float | None = None
+    surest: float = 1.0
 
 
 def _never(evidence: Evidence) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
-from offcorr.diagnose.causes.policies import FAR, WEIGHTS, noise, older, repeatable
+from offcorr.diagnose.causes.policies import ALIKE, FAR, WEIGHTS, noise, older, repeatable
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.evidence import Estimate, Evidence
 
@@ -14,6 +14,11 @@ SIGNIFICANT = 5.0
 
 FADES = 0.45
 """Mean log-size of the first eight tokens less that of the later half, from which an old cache is named."""
+
+
+OLD_CACHE = Alternative(
+    "a prompt that was read with older weights (stale_prefix_cache)", "give --model and an earlier --checkpoint"
+)
 
 
 class Position(Cause):
@@ -181,6 +186,7 @@ class TruncatedPrompt(Cause):
         "set the same longest prompt on both sides (TRL: vllm_max_model_length; vLLM: max_model_len) "
         "and carry the history's token ids from turn to turn (offcorr.tokens)"
     )
+    not_told_from = (OLD_CACHE,)
 
     def found(self, evidence: Evidence) -> Found | None:
         if evidence.gap < evidence.floor:
@@ -207,6 +213,7 @@ class TruncatedPrompt(Cause):
             0.4,
             decay.value,
             f"{_faded(profile, decay)}, while no d is shared by the tokens of one id",
+            surest=ALIKE,
         )
 
 
@@ -219,6 +226,7 @@ class StalePrefixCache(Cause):
     advice = "reset the prefix cache after every weight update (vLLM: reset_prefix_cache())"
     not_told_from = (
         Alternative("weights that are a little older, or an fp8 cache", "compare with a run without prefix caching"),
+        Alternative("a shorter or other prompt on one side", "give --model and an earlier --checkpoint"),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -252,4 +260,5 @@ class StalePrefixCache(Cause):
             FADES,
             decay.value,
             _faded(profile, decay) + ("; the mean d of a token id is alike in all sequences" if shared else ""),
+            surest=ALIKE,
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
+from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import away, power
 from offcorr.diagnose.causes.values import GROSS
 from offcorr.diagnose.evidence import SAME, Evidence
-from offcorr.diagnose.record import Floats
 
 WEIGHTS = 0.03
 """Mean |d| / (1 - p) above which weights differ by more than rounding; bf16 and int8 have .003 to .02."""
@@ -19,6 +19,9 @@ SHARED = 0.35
 
 FAR = 0.15
 """Mean |d| / (1 - p) above which precision is no explanation."""
+
+ALIKE = 0.8
+"""Confidence at most in a cause that others leave the traces of: an old cache, another prompt, a change within."""
 
 REPEATED = 6
 """Tokens after contexts that were scored more than once, which a test for dropout needs."""
@@ -46,43 +49,6 @@ def versioned(evidence: Evidence) -> bool:
 def same_version(evidence: Evidence) -> bool:
     """Whether versions are logged, and all say that sampler and trainer have the same weights."""
     return bool(evidence.records) and all(age(record) == 0 for record in evidence.records)
-
-
-def growth(evidence: Evidence) -> tuple[float, float] | None:
-    """Mean |d| / (1 - p) at the dump's first and last optimizer steps, if it grows from little and does not level off.
-
-    Weights of a constant lag leave about the same d at every step, once the lag is reached.
-    """
-    step = np.array([np.nan if record.step is None else record.step for record in evidence.records])
-    gaps = Profile.of(evidence).gaps
-    known = ~np.isnan(step + gaps)
-    steps, index = np.unique(step[known], return_inverse=True)
-    if len(steps) < 6:
-        return None
-    sizes = np.bincount(index, gaps[known]) / np.bincount(index)
-    early, middle, late = (float(third.mean()) for third in np.array_split(sizes, 3))
-    if early > 0.7 * middle or middle > 0.9 * late or _trend(sizes) < STEADY or _jumps(sizes):
-        return None
-    return early, late
-
-
-STEADY = 0.7
-"""Rank correlation of d with the optimizer step from which it grows steadily."""
-
-
-def _trend(sizes: Floats) -> float:
-    """Rank correlation of sizes with their order."""
-    _, inverse, count = np.unique(sizes, return_inverse=True, return_counts=True)
-    ranks = (count.cumsum() - (count + 1) / 2)[inverse]
-    return float(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1]) if len(count) > 1 else 0.0
-
-
-def _jumps(sizes: Floats) -> bool:
-    """Whether d changes once, from one level to another, and the longer of the two parts does not grow itself."""
-    cuts = range(2, len(sizes) - 1)
-    left = [sum(float(np.square(part - part.mean()).sum()) for part in np.split(sizes, [cut])) for cut in cuts]
-    before, after = np.split(sizes, [cuts[int(np.argmin(left))]])
-    return _trend(before if len(before) > len(after) else after) < STEADY
 
 
 def never_updated(evidence: Evidence) -> bool:
@@ -166,6 +132,12 @@ class WeightsSwapped(Cause):
         "finish or abort running requests before new weights are loaded, or log rollout_version per token and correct "
         "token by token"
     )
+    not_told_from = (
+        Alternative(
+            "a prompt that was read with older weights, or text that was encoded again from older weights",
+            "give --model and an earlier --checkpoint, and compare the token ids on both sides",
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         if evidence.gap < evidence.floor:
@@ -209,6 +181,7 @@ class WeightsSwapped(Cause):
             f"in {large.sum()} of {len(large)} sequences |d| {'rises' if typical > 0 else 'falls'} by a factor of "
             f"{np.exp(abs(typical)):.0f} from one token to the next and stays there; the change is mostly between "
             f"index {np.quantile(place, 0.1):.0f} and {np.quantile(place, 0.9):.0f} of the completion",
+            surest=ALIKE,
         )
 
 
@@ -360,9 +333,10 @@ class PolicyUpdates(Cause):
     stage = "updates"
     title = "the trainer updated its weights after the tokens were sampled, as off-policy training does"
     advice = (
-        "correct for it in the loss, by a method that compares logp with this old_logp (where a loss recomputes "
-        "old_logp with the current weights, every ratio is 1 and nothing is corrected). Fewer updates per batch "
-        "(num_iterations, steps_per_generation), a smaller lag or a smaller learning rate make the difference smaller"
+        "unless the loss does so already, correct for it there, by a method that compares logp with this old_logp "
+        "(where a loss recomputes old_logp with the current weights, every ratio is 1 and nothing is corrected). Fewer "
+        "updates per batch (num_iterations, steps_per_generation), a smaller lag or a smaller learning rate make the "
+        "difference smaller"
     )
 
     def found(self, evidence: Evidence) -> Found | None:

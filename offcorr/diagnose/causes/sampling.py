@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import Cause, Found
+from offcorr.diagnose.causes.base import Alternative, Cause, Found
+from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.evidence import Estimate, Evidence
 from offcorr.diagnose.record import Floats
 
@@ -128,6 +129,14 @@ class Temperature(Cause):
     stage = "sampling"
     title = "the trainer does not apply the sampler's temperature"
     advice = f"set the same temperature= for the sampler and the trainer, and {PROCESSED}"
+    not_told_from = (
+        Alternative(
+            "updates that made the trainer's policy sharper, or flatter, than the sampler's older weights",
+            "give --model and, as --checkpoint, the weights that sampled",
+            fields=("rollout_version", "trainer_version"),
+            settled=lambda evidence: power(evidence).explained > NEARLY_ALL,
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         return _tempered(evidence, sampled_by_trainer=False)
@@ -145,6 +154,13 @@ class RawLogprobs(Cause):
         return _tempered(evidence, sampled_by_trainer=True)
 
 
+NEARLY_ALL = 0.9
+"""Share of the spread of d from which a temperature is no look of something else."""
+
+ALSO_UPDATES = 0.65
+"""Confidence in a temperature at most, where updates that sharpened the policy can leave the same."""
+
+
 def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     """A power between the two log-probs that is not 1.
 
@@ -153,6 +169,8 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     if evidence.gap < max(0.002, evidence.floor) or len(evidence) < 64 or evidence.selected:
         return None
     if (evidence.d.sum() > 0) != sampled_by_trainer:
+        return None
+    if growth(evidence) is not None:  # updates that a sampler does not get make the trainer's policy sharper, too
         return None
     fit = power(evidence)
     # Without entropy, noise in the trainer's log-probs looks like a temperature of the sampler above the trainer's.
@@ -176,6 +194,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         f"the sampler's log-probs are the trainer's at about {carried:.2f} times its temperature, which explains "
         f"{fit.explained:.0%} of the spread of d; the tokens were drawn at {which} temperature",
         _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit),
+        surest=1.0 if fit.explained > NEARLY_ALL else ALSO_UPDATES,
     )
 
 
@@ -216,7 +235,8 @@ class RepetitionPenalty(Cause):
             PENALISED * error,
             z / 8,
             f"d is {seen.mean():+.3f} nats on average at tokens that stand earlier in the prompt or completion, and "
-            f"{new.mean():+.3f} at new ones, where it is at most 0 for {1 - float((new > 1e-4).mean()):.0%} of them",
+            f"{new.mean():+.3f} at new ones, where it is at most 0 for {1 - float((new > 1e-4).mean()):.0%} of them; "
+            "the share that is explained is what these two means remove, and a penalty does more",
             left.with_floor(1.1 * left.gap),
         )
 
@@ -237,7 +257,11 @@ class Kept:
     least: float  # the smallest kept mass
     tail: float  # the 2 % quantile of the truncated d over their mean
     among_others: bool = False  # d has both signs
+    rounded: bool = False  # something else moves the border of the kept tokens
 
+
+FEW_EXCEPTIONS = 4
+"""Tokens that speak against a top-p, below which something else may have moved them over its border."""
 
 TOLD = 32
 """Tokens that tell what else differs, at least."""
@@ -268,7 +292,9 @@ def kept(evidence: Evidence) -> Kept | None:
     # Where d is above 0, no kept mass hides what else differs; a few such tokens tell nothing.
     left = evidence.unbalanced().explained(np.minimum(d, 0))
     left = left.selection(d > 1e-4) if len(raised) >= TOLD else left.with_floor(np.inf)
-    return Kept(lost, int(alone.sum()), certain, crowded, evidence.balance, left, float(np.exp(least)), tail)
+    common = (lost, int(alone.sum()), certain, crowded, evidence.balance, left, float(np.exp(least)), tail)
+    few = above_all.sum() * (1 - certain) < FEW_EXCEPTIONS and crowded < CROWDED
+    return Kept(*common, rounded=len(raised) > 0 or bool(few and certain <= 0.98))
 
 
 def _kept_among_others(evidence: Evidence, lost: Estimate) -> Kept | None:
@@ -300,6 +326,7 @@ def _truncated(found: Kept, sentence: str, margin: float) -> Found:
         f"the sampler's probabilities are those of a part of the vocabulary, scaled to sum to 1; this part has "
         f"{1 - found.lost.value:.3f} of the trainer's probability on average; {sentence}",
         found.left,
+        surest=0.75 if found.rounded or found.among_others else 1.0,  # what tells one truncation from another is hidden
     )
 
 
