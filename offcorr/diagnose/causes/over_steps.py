@@ -1,4 +1,4 @@
-"""How d changes over the optimizer steps of a dump."""
+"""Changes of d over the optimizer steps of a dump."""
 
 from __future__ import annotations
 
