@@ -18,7 +18,13 @@ from offcorr.metrics import CONTROL, Mean, Metrics
 from offcorr.shapes import Scalar
 from offcorr.stages import calls, reference
 from offcorr.stages.advantages import Advantages
-from offcorr.stages.aggregate import AGGREGATIONS, check_aggregate, checked_denominator
+from offcorr.stages.aggregate import (
+    AGGREGATIONS,
+    check_aggregate,
+    checked_denominator,
+    tokens_on_host,
+    warn_of_small_denominator,
+)
 from offcorr.stages.base import Controller, Number, Plan, Stage, plain
 from offcorr.stages.checks import check_flag, warn_once
 from offcorr.stages.composed import (
@@ -166,7 +172,9 @@ class Correction:
 
         Args:
             denominator: Z; tokens (token-mean) or sequences (seq-mean-*) of the global batch. None: this batch's own.
-            statistics: merged ``self.statistics(...)`` of the global batch, for methods with controllers.
+                On a CPU, one below half of this batch's own tokens warns once.
+            statistics: merged ``self.statistics(...)`` of the global batch, for methods with controllers. None: this
+                batch's own, which warns once where a denominator says that the batch is part of a larger one.
             kept: the denominator counts what is kept (the sum of ``kept_units``), as ``count_rejected=False`` needs;
                 without a denominator it changes nothing.
             anchored: an anchor has placed the batch (``Step``), so that an ``old_logp`` of None is meant; else a
@@ -183,6 +191,8 @@ class Correction:
             self._warn_without_old_logp(batch.rollout_logp is not None)
         if denominator is not None and not self.count_rejected and not kept:
             self._refuse_denominator(denominator)
+        if denominator is not None and not anchored and not torch.compiler.is_compiling():
+            self._warn_of_a_part(batch, denominator, statistics)
         with torch.no_grad():
             if statistics is None and self.controllers:
                 statistics = self.statistics(batch)
@@ -211,7 +221,7 @@ class Correction:
         """dL/dlogp of every token, in the layout of ``logp``: that of a call, by torch and without the metrics.
 
         Args:
-            denominator: as in a call.
+            denominator: as in a call.  Controllers take the statistics of this batch.
 
         >>> import offcorr
         >>> batch, tis = offcorr.testing.example(), offcorr.get("tis")
@@ -387,6 +397,18 @@ class Correction:
                 "are the current ones" + ("; rollout_logp does not take its place" if engine_known else "")
             )
 
+    def _warn_of_a_part(self, batch: Batch, denominator: float | Tensor, statistics: Statistics | None) -> None:
+        """Warn once of a micro-batch whose statistics are its own, and of a denominator that is too small for it."""
+        if self.controllers and statistics is None and not _is_own_total(self.aggregate, batch, denominator):
+            warn_once(
+                f"denominator is given without statistics=, and {', '.join(map(repr, self.controllers.values()))} of "
+                f"{self.method!r} depends on the whole batch: it adapts to each micro-batch, with other bounds than "
+                "the whole batch's. Pass statistics=, those of all micro-batches and ranks merged, or use "
+                "offcorr.training.Step (docs/extending.md, 5. A controller)"
+            )
+        if AGGREGATIONS[self.aggregate].unit == "tokens":
+            warn_of_small_denominator(denominator, batch.mask)
+
     def _control(self, resolved: Correction, device: torch.device) -> dict[str, Mean]:
         """The ``offcorr/control/`` series: those of resolved controllers, with the place where a name is taken."""
         numbers: dict[str, Number] = {}
@@ -428,6 +450,14 @@ def named(correction: Correction, method: str, options: Mapping[str, Any]) -> Co
 
 
 # -- helpers -------------------------------------------------------------------------------------------------
+
+
+def _is_own_total(aggregate: str, batch: Batch, denominator: float | Tensor) -> bool:
+    """Whether the denominator is this batch's own count, so that it is the whole batch; read on a CPU only."""
+    if isinstance(denominator, Tensor) and denominator.device.type != "cpu":
+        return False
+    own = tokens_on_host(batch.mask) if AGGREGATIONS[aggregate].unit == "tokens" else batch.sequences
+    return float(denominator) == own
 
 
 def needed_by(stage: Any) -> set[str]:

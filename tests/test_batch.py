@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from offcorr import Batch, cli, gates, ratios, rejections, testing, weights
 from offcorr.batch import rises_to
 from offcorr.cli import tables
 from offcorr.methods.registry import illustration
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import quietly, warn_once
 
 LOGP = torch.zeros(4, 128)
 GOOD = {"logp": LOGP, "advantages": torch.ones(4), "mask": torch.ones(4, 128, dtype=torch.bool)}
@@ -259,6 +260,20 @@ def test_a_denominator_decides_neither_precision_nor_shape(dtype, shape):
     out = offcorr.get("reinforce")(Batch(**GOOD), denominator=torch.full(shape, 8, dtype=dtype))
     assert out.coefficient.dtype == out.loss.dtype == torch.float32
     assert torch.equal(out.coefficient, offcorr.get("reinforce")(Batch(**GOOD), denominator=8).coefficient)
+
+
+def test_a_denominator_far_below_the_batchs_own_tokens_warns_once():
+    logp = torch.full((4, 8), -1.0)
+    batch = Batch(logp=logp, old_logp=logp, advantages=torch.ones(4), mask=logp < 0)
+    said = "denominator is 4, and this batch alone has 32 tokens: aggregate 'token-mean'"
+    with quietly(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        offcorr.get("dapo")(batch, denominator=16)  # 32 of 48 tokens in all, on the larger of 3 ranks
+        offcorr.get("dapo", aggregate="seq-mean-token-sum")(batch, denominator=4)
+    with pytest.warns(RuntimeWarning) as given:
+        for denominator in (4, torch.tensor(4), 3):
+            offcorr.get("dapo")(batch, denominator=denominator)
+    assert [str(one.message)[: len(said)] for one in given] == [said]
 
 
 def test_denominator_or_kept_count_not_both():

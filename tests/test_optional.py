@@ -1,12 +1,18 @@
 """Parts of the library that `import offcorr` leaves out: there on first use, or an error that says what to install."""
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import offcorr
-from offcorr.optional import require
+from offcorr.optional import RECIPE_NEEDS, require
 from tests.fresh import TRAINER, python
+
+ROOT = Path(__file__).resolve().parent.parent
+ALSO = {"tokenizers"}  # transformers requires it
 
 
 @pytest.mark.parametrize(
@@ -84,3 +90,42 @@ def test_the_asynchronous_trainer_names_the_trl_it_needs():
 def test_a_name_that_does_not_exist_is_an_attribute_error():
     assert not hasattr(offcorr, "rollouts")
     assert {"rollout", "trl", "toy", "extras", "get"} <= set(dir(offcorr))
+
+
+def _extras() -> dict[str, set[str]]:
+    """The packages of each extra of pyproject.toml, those of the extras that it names among them."""
+    tomllib = pytest.importorskip("tomllib")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    def packages(extra: str) -> set[str]:
+        found = [Requirement(line) for line in extras[extra]]
+        inner = [packages(word) for one in found if one.name == "offcorr" for word in one.extras]
+        return {one.name for one in found if one.name != "offcorr"}.union(*inner)
+
+    return {extra: packages(extra) for extra in extras}
+
+
+def test_every_extra_that_an_error_names_exists_and_installs_what_is_missing():
+    """Those of calls of `require`, and those in any text of the code, the recipes and the pages."""
+    extras, calls = _extras(), 0
+    files = [file for folder in ("offcorr", "recipes", "docs") for file in (ROOT / folder).rglob("*.*")]
+    for file in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        if file.suffix not in (".py", ".md"):
+            continue
+        text = file.read_text()
+        for named in re.findall(r"offcorr\[([\w,-]+)\]", text):
+            assert set(named.split(",")) <= extras.keys(), f"{file}: {named}"
+        if file.suffix == ".md":
+            continue
+        for call in ast.walk(ast.parse(text)):
+            if not isinstance(call, ast.Call) or getattr(call.func, "id", "") != "require":
+                continue
+            given = {word.arg: word.value for word in call.keywords}
+            if "extra" not in given:
+                continue
+            extra, calls = ast.literal_eval(given["extra"]), calls + 1
+            assert extra in extras, f"{file}:{call.lineno} names the extra {extra!r}"
+            wanted = RECIPE_NEEDS if isinstance(call.args[1], ast.Name) else ast.literal_eval(call.args[1])
+            missing = {Requirement(package).name for package in wanted} - extras[extra] - ALSO
+            assert not missing, f"{file}:{call.lineno}: {extra} does not install {missing}"
+    assert calls >= 8

@@ -135,7 +135,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"the folder {path} has no file in it. {TO_DUMP.format(path)}")
     html: Path | None = options.html
     if html is not None:
-        require("--html", ["matplotlib"], extra="plot")
+        require("--html", ["matplotlib"], install="pip install matplotlib")
         if html.is_dir():
             raise ValueError(f"--html is the folder {html}, expected a file")
         if not html.parent.is_dir():

@@ -34,7 +34,7 @@ from offcorr.lab.exact import (
 )
 from offcorr.lab.processes import one_thread
 from offcorr.lab.text import HelpFormatter, Progress, entries, examples, folded, for_a_shell, listed
-from offcorr.methods.registry import catalogue, resolve
+from offcorr.methods.registry import catalogue, file_of, illustration, split_spec
 
 __all__ = ["Column", "Row", "add_parser", "compare", "picture", "run", "table"]
 
@@ -161,6 +161,8 @@ REACHED = (
     "moved as far as the clip allows, so that it lets little through, or a part that points away from the true "
     "gradient; it does not say that training with it fails."
 )
+OFF = 0.1
+"""Share of the gap that was asked for by which the one reached may differ before the table says so."""
 FEW = 0.2
 """Share of the tokens that get a gradient, below which ``REACHED`` is said."""
 
@@ -248,13 +250,26 @@ def as_data(world: World, rows: Sequence[Row], elapsed: float) -> dict[str, Any]
 
 
 def illustrated(names: Iterable[str]) -> list[str]:
-    """A note for each method that has options without a default and so runs at the values of its illustration."""
-    examples = {method.name: method.example for method in catalogue() if method.example}
+    """A note for each method with options that have no default and are not given: it runs at ``Method.example``.
+
+    Args:
+        names: the methods as they were asked for, options included; other names have no note.
+
+    >>> illustrated(["ppo", "estr", "pnpo?low=0.9", "estr?tau=0.2"])
+    ['estr ran with tau=0.1, an illustration: this option has no default.',
+    'pnpo?low=0.9 ran with high=1.25, an illustration: this option has no default.']
+    """
+    known = {name: method for method in catalogue() for name in (method.name, *method.aliases)}
     notes = []
     for name in names:
-        if name in examples:
-            values = ", ".join(f"{option}={value!r}" for option, value in examples[name].items())
-            have = "this option has" if len(examples[name]) == 1 else "these options have"
+        method = known.get(name.partition("?")[0].rpartition(":")[2])
+        if method is None or not method.example or (file_of(name) and method.build.__module__.startswith("offcorr.")):
+            continue
+        given = split_spec(name)[1]
+        missing = {option: value for option, value in method.example.items() if option not in given}
+        if missing:
+            values = ", ".join(f"{option}={value!r}" for option, value in missing.items())
+            have = "this option has" if len(missing) == 1 else "these options have"
             notes.append(f"{name} ran with {values}, an illustration: {have} no default.")
     return notes
 
@@ -310,11 +325,12 @@ def table(world: World, rows: Sequence[Row], width: int) -> str:
 
 
 def _about(world: World) -> list[tuple[str, str]]:
-    setting, found = world.setting, world.distances()
+    setting, found, other = world.setting, world.distances(), other_gaps(world)
 
     def gap(pair: str) -> str:
         share, size = found[pair]["ess"], found[pair]["abs_mean"]
-        return f"effective sample size (ESS) {share:.2f} of the sequences, mean |log-ratio| {size:.2f} nats per token"
+        said = f"effective sample size (ESS) {share:.2f} of the sequences, mean |log-ratio| {size:.2f} nats per token"
+        return "; ".join(filter(None, [said, other.get(pair, "")]))
 
     old, new = world.success(world.old), world.success(world.trainer)
     return [
@@ -331,6 +347,20 @@ def _about(world: World) -> list[tuple[str, str]]:
         ("staleness", f"{setting.regime}: {gap('staleness')}" if setting.gap else "none (--gap)"),
         ("engine", f"{setting.engine_regime}: {gap('engine')}" if setting.engine_gap else "none (--engine-gap)"),
     ]
+
+
+def other_gaps(world: World) -> dict[str, str]:
+    """The gap that was asked for and the one reached, of each pair of policies where they differ by more than ``OFF``.
+
+    The log-probs of a quantised engine change in steps, and so does its gap.
+    """
+    wanted = {"staleness": ("--gap", world.setting.gap), "engine": ("--engine-gap", world.setting.engine_gap)}
+    reached = {pair: 1 - found["ess"] for pair, found in world.distances().items()}
+    return {
+        pair: f"{option} asks for 1 - ESS = {gap:g}, reached is {reached[pair]:.2g}"
+        for pair, (option, gap) in wanted.items()
+        if gap and abs(reached[pair] - gap) > OFF * gap
+    }
 
 
 def _scope(rows: Sequence[Row]) -> str:
@@ -460,7 +490,8 @@ def add_methods(parser: argparse.ArgumentParser) -> None:
         "methods",
         nargs="*",
         metavar="METHOD",
-        help="a name with or without options ('minpro?eps_high=0.3'), or file.py:method; default: every method",
+        help="a name with or without options ('minpro?eps_high=0.3'), or file.py:method; an option without a default "
+        "has the value of an illustration unless it is given; default: every method",
     )
 
 
@@ -621,15 +652,17 @@ def _as_option(make: Callable[[], Any]) -> Any:
 
 
 def named_methods(specs: Sequence[str]) -> list[tuple[str, Correction]]:
-    """The corrections by the names under which they were asked for; without any, every method once."""
-    if not specs:
-        return [(method.name, method(**method.example)) for method in catalogue()]
+    """The corrections by the names under which they were asked for; without any, every method once.
+
+    Options that have no default and are not given have the values of ``Method.example``; ``illustrated`` names them.
+    """
+    specs = specs or [method.name for method in catalogue()]
     found: list[tuple[str, Correction]] = []
     for spec in specs:
         if spec in dict(found):
             raise ValueError(f"METHOD {spec!r} is given twice")
         try:
-            found.append((spec, resolve(spec)))
+            found.append((spec, illustration(spec)))
         except Exception as error:  # a user's file may raise anything
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             told = for_a_shell(f"{kind}{error}")

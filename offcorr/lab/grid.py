@@ -121,10 +121,14 @@ def _setting(regime: str, gap: float, length: int, policy: Policy, advantages: A
 
 
 class Found(NamedTuple):
-    """One cell: by column, a number per method; and per method the place of the first one with the same update."""
+    """One cell: by column, a number per method; and per method the place of the first one with the same update.
+
+    other_gap: the gap that was asked for and the one reached, where they differ by more than a tenth.
+    """
 
     values: dict[str, list[float]]
     same: list[int]
+    other_gap: str = ""
 
 
 @dataclass(frozen=True)
@@ -323,7 +327,8 @@ def _in_cell(world: World, methods: Sequence[tuple[str, Correction]], draws: int
         for other in others:
             same[other] = first
     columns = {column.key: column.value for column in compare.COLUMNS}
-    return Found({key: [columns[key](row) for row in rows] for key in KEYS}, same)
+    other_gap = "; ".join(compare.other_gaps(world).values())
+    return Found({key: [columns[key](row) for row in rows] for key in KEYS}, same, other_gap)
 
 
 def as_data(
@@ -354,6 +359,11 @@ def as_data(
         "columns": {column.key: f"{column.of}: {column.formula}" for column in SUMMARY},
         "cells": len(grid.cells),
         "left_out": [{"cell": str(cell), "why": why} for cell, why in grid.left_out],
+        "other_gaps": [
+            {"cell": str(cell), "why": found.other_gap}
+            for cell, found in zip(grid.cells, grid.found, strict=True)
+            if found.other_gap
+        ],
         "same_update": [[names[method] for method in group] for group in grid.groups],
         "illustrated": compare.illustrated(names),
         "note": READING,
@@ -415,6 +425,10 @@ def _caption(data: dict[str, Any], width: int) -> list[str]:
     for group in data["same_update"]:
         if len(group) > 1:
             notes.append(f"The same update in every cell: {', '.join(group)}.")
+    if others := data.get("other_gaps"):  # a file of an earlier version has none
+        cells = f"{len(others)} cell{'s' * (len(others) > 1)}"
+        first = f"the first: {others[0]['cell']} ({others[0]['why'].partition(' ')[2]})"
+        notes.append(f"The gap reached is more than a tenth off the one asked for in {cells}, {first}.")
     if missing := data["left_out"]:
         notes.append(f"Left out, since it does not exist: {len(missing)} cells, the first: {missing[0]['cell']}.")
     return [

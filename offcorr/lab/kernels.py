@@ -252,7 +252,7 @@ def table(data: dict[str, Any]) -> str:
         for variant, ratios in ({base: 1.0} | row[f"ratio to {base}"]).items():
             lines.append(f"  {variant:<48}{spent[variant]:>12.1f}{ratios:>18.2f}")
     about = f"{data['device']}, {data['threads']} thread(s), torch {data['versions']['torch']}, load {data['load']}."
-    return "\n".join([*lines, "", about])
+    return "\n".join([*lines, "", *data.get("illustrated", []), about])
 
 
 def add_parser(subparsers: Any) -> None:
@@ -326,5 +326,6 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         "threads": options.threads,
         "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "correction": rows,
+        "illustrated": compare.illustrated(name for name, _ in methods),
         "head": heads,
     }

@@ -9,7 +9,8 @@ depend on the advantage, and acts on tokens without one too. As e <= 1, a token 
 drifted.
 
 Source: 2605.12380 and the code of FeynRL, whose old log-probs are the engine's. Its e is that of a micro-batch over
-ranks, this one's that of the global batch. As in its code the exponent of 1 / R is limited to +-10.
+ranks, this one's that of the global batch. As in its code the exponent of 1 / R is limited to +-10
+nats, in the penalty and in its gradient.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def capped_by_share(log_ratio: Any, value: Any, logp: Any, advantage: Any, p: An
 class EssCapped(gates.Gate):
     """Surrogate sg(min(ratio, share)) A log pi - (1 - share) (log ratio + 1 / ratio - 1), for ratios in token form.
 
-    The derivative is min(ratio, share) A - (1 - share) (1 - 1 / ratio).
+    The derivative is min(ratio, share) A - (1 - share) (1 - 1 / ratio), the exponent of 1 / ratio limited to +-10.
 
     Args:
         share: the effective share of the batch's tokens, from 0 to 1.
@@ -117,14 +118,16 @@ class EssCap(Controller):
 
 @register(
     "p3o",
-    multiplier="min(R, e) - (1 - e) (1 - 1 / R) / A, e the effective share of the batch's tokens",
+    multiplier="min(R, e) - (1 - e) (1 - 1 / R) / A, e the effective share of the batch's tokens; the exponent of "
+    "1 / R limited to +-10",
     paper="2605.12380",
     provenance="framework code (FeynRL)",
     notes="the token-level heir of 1905.01756, not pairwise PPO (2310.00212); the penalty acts where A = 0 too; FeynRL "
-    "computes e per micro-batch, this method over the global batch",
+    "computes e per micro-batch, this method over the global batch; as in its code the exponent of 1 / R is "
+    "limited to +-10 nats",
 )
 def p3o() -> Correction:
-    """Surrogate sg(min(R, e)) A log pi - (1 - e) (log R + 1 / R - 1); no options.
+    """Surrogate sg(min(R, e)) A log pi - (1 - e) (log R + 1 / R - 1), the exponent of 1 / R within +-10; no options.
 
     >>> import torch, offcorr
     >>> rollout = torch.full((1, 3), -2.0)

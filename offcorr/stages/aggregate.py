@@ -84,6 +84,29 @@ def check_lengths(name: str, max_length: int, count: PerSequence) -> None:
         )
 
 
+def tokens_on_host(mask: Tensor) -> int | None:
+    """The valid tokens of a mask on a CPU; None on a device, where reading them would synchronise."""
+    return int(mask.bool().numpy().sum()) if mask.device.type == "cpu" else None
+
+
+def warn_of_small_denominator(denominator: float | Tensor, mask: Tensor) -> None:
+    """Warn once of a batch with more than twice the tokens that the denominator counts; on a CPU, as this reads values.
+
+    A batch of one rank may have more tokens than the mean over ranks, by which it is divided where gradients are
+    averaged, but rarely twice as many.
+    """
+    own = tokens_on_host(mask)
+    if own is None or (isinstance(denominator, Tensor) and denominator.device.type != "cpu"):
+        return
+    if own > 2 * float(denominator):
+        warn_first(
+            "denominator below the batch's own count",
+            f"denominator is {float(denominator):g}, and this batch alone has {own} tokens: aggregate 'token-mean' "
+            "divides by the tokens of all micro-batches and ranks (docs/math.md, Aggregation); was the number of "
+            "sequences passed?",
+        )
+
+
 def own_total(name: str, count: PerSequence, sequences: Scalar | IntScalar | int) -> Scalar | IntScalar | float:
     """Z of a batch by itself, at least 1."""
     unit = AGGREGATIONS[name].unit

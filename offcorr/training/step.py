@@ -13,7 +13,7 @@ from torch import Tensor
 from offcorr.batch import Batch, check_batch
 from offcorr.correction import Correction, Output
 from offcorr.metrics import NONFINITE, Count, Gather, Mean, Metrics, measure
-from offcorr.stages.aggregate import AGGREGATIONS
+from offcorr.stages.aggregate import AGGREGATIONS, tokens_on_host
 from offcorr.statistics import Statistics
 from offcorr.training.anchors import Anchor, Score, default_anchor
 from offcorr.training.ess_lr import ESSLearningRate
@@ -112,6 +112,7 @@ class Step:
             if gather is not None:
                 monitor.gather = gather
         self._kept: dict[str, Tensor] = {}
+        self._tokens: float | Tensor | None = None
         self.statistics: Statistics | None = None
         self.denominator: float | Tensor | None = None
         self.in_progress = False
@@ -282,7 +283,7 @@ class Step:
             self._correction = self._annealed.at(done)
             for name, value in self._annealed.values(done).items():
                 self._values[train][f"offcorr/schedule/{name}"] = [value]
-        self.statistics = self.denominator = None
+        self.statistics = self.denominator = self._tokens = None
         if self.needs_window:
             self._look_ahead(window)
         if tokens is not None or sequences is not None or self._kept:
@@ -322,6 +323,7 @@ class Step:
         tokens: float | Tensor | None = None,
         sequences: float | Tensor | None = None,
         averaged_over: int = 1,
+        estimated: bool = False,
     ) -> None:
         """Set the denominator of the losses that follow.
 
@@ -331,9 +333,12 @@ class Step:
                 ``count_rejected=False`` the kept ones are known from the window, and take their place.
             averaged_over: number of losses that the framework averages: the ranks where it averages gradients over
                 them, times the micro-batches where it divides the loss by their number.
+            estimated: ``tokens`` is a mean over several steps, as TRL's is, so that ``loss`` does not refuse a
+                micro-batch with more.
         """
         unit = AGGREGATIONS[self.correction.aggregate].unit
         number = ({"tokens": tokens, "sequences": sequences} | self._kept).get(unit)
+        self._tokens = tokens if unit == "tokens" and not self._kept and not estimated else None
         if number is None:
             if unit != "none":
                 raise ValueError(f"{unit} is None, but aggregate={self.correction.aggregate!r} divides by its number")
@@ -394,7 +399,9 @@ class Step:
             MismatchError: the batch is the first, and fails the monitor's self-test.
             RuntimeError: no step has begun since the last micro-batch of the one before, or an evaluation has, and
                 the batch is trained on: it has a graph.
-            ValueError: the number that the aggregation divides by was not given.
+            ValueError: the number that the aggregation divides by was not given; or it is of tokens, and the batch
+                alone has more.  This is read where both the mask and the number are on the host: a mask on a CPU, and
+                a number or a CPU tensor.  On a device it would synchronise.
         """
         unit = AGGREGATIONS[self.correction.aggregate].unit
         self._check_begun(batch)
@@ -403,6 +410,7 @@ class Step:
                 f"{unit} is None, but aggregate={self.correction.aggregate!r} divides by the {unit} of the whole "
                 "optimizer step: pass their number to begin() or count()"
             )
+        self._check_tokens(batch)
         kept = not self.correction.count_rejected
         weighted = batch
         if self.monitor is not None and self._train:
@@ -426,6 +434,19 @@ class Step:
             raise RuntimeError(
                 "no optimizer step has begun: begin(train=False) began an evaluation, and logp of this batch has a "
                 f"graph: {wanted}, and evaluate under torch.no_grad()"
+            )
+
+    def _check_tokens(self, batch: Batch) -> None:
+        """Raise ``ValueError`` for a micro-batch with more tokens than the whole step, where nothing synchronises."""
+        check_batch(batch)
+        tokens = self._tokens
+        if tokens is None or (isinstance(tokens, Tensor) and tokens.device.type != "cpu"):
+            return
+        own = tokens_on_host(batch.mask)
+        if own is not None and own > float(tokens):
+            raise ValueError(
+                f"tokens is {float(tokens):g}, but this micro-batch alone has {own}: pass begin() or count() the "
+                "tokens of the whole optimizer step, over all micro-batches and ranks (tokens are not sequences)"
             )
 
     def observe(

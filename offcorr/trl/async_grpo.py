@@ -203,7 +203,7 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         step.begin(map(partial(self._ahead, model), self._window), done=share_done(self))
         if self._corrects:
             names = {"tokens": "global_n_tokens", "sequences": "global_n_sequences"}
-            totals = {unit: sum(part[name][0] for part in self._window) for unit, name in names.items()}
+            totals: dict[str, Any] = {unit: sum(part[name][0] for part in self._window) for unit, name in names.items()}
             device = self.accelerator.device
             step.count(
                 **{unit: total.to(device) for unit, total in totals.items()},

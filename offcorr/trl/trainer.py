@@ -230,7 +230,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._mode == "train":
             accumulation = self.current_gradient_accumulation_steps
             tokens, sequences = tokens * accumulation / self.args.steps_per_generation, sequences * accumulation
-        self.correction_step.count(tokens=tokens, sequences=sequences, averaged_over=processes)
+        self.correction_step.count(tokens=tokens, sequences=sequences, averaged_over=processes, estimated=True)
 
     def _on_policy(self, inputs: dict[str, Any]) -> Tensor | None:
         """[] bool, where the sampler gave no versions: the samples were generated at the current step."""

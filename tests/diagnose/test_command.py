@@ -321,7 +321,7 @@ def test_a_core_install(dumps, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("top_p: ") and done.stdout.split()[-4:] == ["0", "2", "2", "2"]
     html, model, table = done.stderr.splitlines()
-    assert html == 'offcorr diagnose: --html needs matplotlib, not installed here: pip install "offcorr[plot]"'
+    assert html == "offcorr diagnose: --html needs matplotlib, not installed here: pip install matplotlib"
     assert model == 'offcorr diagnose: --model needs transformers, not installed here: pip install "offcorr[recipes]"'
     assert "pyarrow" in table and "pip install" in table
 

@@ -129,6 +129,22 @@ def test_the_gaps_and_the_reward_are_said_in_the_library_s_words(rows):
     assert re.search(r"reward 0 or 1: 1 for \d+% of the sequences that the sampler draws, and for \d+% of", flat)
 
 
+def test_a_gap_that_the_engine_does_not_reach_is_said(command):
+    words = ("ppo", "--engine-gap", "0.15", "--engine-regime")
+    said = " ".join(command(*words, "quantised")[1].split())
+    assert "nats per token; --engine-gap asks for 1 - ESS = 0.15, reached is 0.18 " in said
+    assert "--gap asks for" not in said
+    assert "asks for" not in command(*words, "noise")[1]
+
+
+def test_options_without_a_default_have_the_values_of_the_illustration_and_the_caption_says_so(command):
+    code, out, err = command("estr", "pnpo?low=0.9", "estr?tau=0.2", *TINY)
+    said = " ".join(out.split())
+    assert not code and "estr ran with tau=0.1, an illustration: this option has no default." in said
+    assert "pnpo?low=0.9 ran with high=1.25, an illustration: this option has no default." in said
+    assert said.count("an illustration") == 2
+
+
 def test_every_column_is_there_where_there_is_room(rows):
     assert "Left out" not in compare.table(*rows, 110)
     assert "Left out" in compare.table(*rows, 80)

@@ -157,7 +157,7 @@ def test_the_same_update_in_every_cell_is_one_row():
 
 
 def test_options_without_a_default_are_those_of_the_illustration(command):
-    """Of a method of the catalogue; one that is asked for by name needs its options."""
+    """Of a method of the catalogue, and of one that is asked for by name without its options."""
 
     @offcorr.register("of_a_test", example={"low": 0.3})
     def of_a_test(low: float) -> offcorr.Correction:
@@ -170,9 +170,20 @@ def test_options_without_a_default_are_those_of_the_illustration(command):
         said = "of_a_test ran with low=0.3, an illustration: this option has no default."
         assert said in data["illustrated"] and said in grid.table(data, 200)
         code, out, err = command("of_a_test", *TINY)
-        assert code == 2 and "of_a_test requires low, without a default" in err
+        assert not code and said in " ".join(out.split())
     finally:
         offcorr.unregister("of_a_test")
+
+
+def test_gaps_that_are_not_reached_are_said():
+    """A coarse grid of logits has few steps."""
+    data = grid.as_data(measured(cells(["quantised", "noise"], [2], ["tied"], ["grpo"], [0.3], [0]), ["ppo"]), {})
+    (other,) = data["other_gaps"]
+    assert other["cell"].startswith("quantised 0.3, 2 tokens")
+    assert other["why"] == "--engine-gap asks for 1 - ESS = 0.3, reached is 0.45"
+    said = "The gap reached is more than a tenth off the one asked for in 1 cell, the first: quantised 0.3, 2 tokens"
+    assert said in grid.table(data, 2000)
+    assert "more than a tenth off" not in grid.table({**data, "other_gaps": []}, 2000)
 
 
 # -- the command ---------------------------------------------------------------------------------------------

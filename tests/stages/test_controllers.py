@@ -7,7 +7,9 @@ import io
 import json
 import math
 import pickle
+import warnings
 from functools import reduce
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ import torch
 import offcorr
 from offcorr import Batch, Statistics, gates, ops, rejections, weights
 from offcorr.methods.p3o import EssCap, EssCapped
+from offcorr.methods.registry import catalogue
 from offcorr.methods.sat import NarrowingClip, TailClip
+from offcorr.stages.checks import quietly
 from offcorr.stages.controllers import Balance, BalancedClip, Joined, MomentBudget, MomentClip
 from tests.waits import Waits
 
@@ -354,6 +358,42 @@ def test_p3o_on_policy_is_reinforce_and_its_penalty_needs_no_advantage():
     share = float(found_by(offcorr.get("p3o"), idle).gate.share)
     d = (batch.logp - batch.rollout_logp)[batch.mask]
     torch.testing.assert_close(pulled[batch.mask], -(1 - share) * (1 - (-d).exp()))  # towards the sampler
+
+
+def test_a_denominator_without_the_statistics_warns_once():
+    loss_fn, batch = offcorr.get("bapo"), batch_of()
+    z = float(batch.mask.sum())
+    part = batch.rows(slice(0, 4))
+    statistics = loss_fn.statistics(batch)
+    with quietly(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_fn(part)
+        loss_fn(batch, denominator=z)  # the whole batch
+        loss_fn(part, denominator=z, statistics=statistics)
+        offcorr.get("ppo")(part, denominator=z)
+        step = offcorr.training.Step(loss_fn)
+        step.begin([step.place(batch)], tokens=z)
+        step.loss(step.place(part))
+    with pytest.warns(RuntimeWarning) as given:
+        for _ in range(2):
+            loss_fn(part, denominator=z)
+    (said,) = [str(one.message) for one in given if "denominator" in str(one.message)]
+    assert "denominator is given without statistics=, and Balance" in said and "'bapo' depends on the whole" in said
+    assert "docs/extending.md, 5. A controller" in said
+
+
+def test_p3os_penalty_is_limited_at_10_nats_as_its_notes_and_the_page_say():
+    d = torch.tensor([[12.0, 11.0, -11.0, -12.0, -3.0]], dtype=torch.float64)
+    batch = Batch(logp=d - 20, rollout_logp=torch.full_like(d, -20), advantages=torch.zeros(1), mask=d != 0)
+    share = float(found_by(offcorr.get("p3o"), batch).gate.share)
+    multiplier = -offcorr.get("p3o", aggregate="sum")(batch).coefficient
+    torch.testing.assert_close(multiplier, -(1 - share) * (1 - (-d.clamp(-10, 10)).exp()))
+    method = next(method for method in catalogue() if method.name == "p3o")
+    assert "limited to +-10" in method.notes and "limited to +-10" in method.multiplier
+    page = (
+        Path(__file__).parents[2].joinpath("docs/math.md").read_text().partition("## Clamps")[2].partition("\n## ")[0]
+    )
+    assert "CTPO" in page and "P3O" in page
 
 
 @pytest.mark.parametrize("numbers, quantile, tail", [(10, 0.9, 9.0), (10, 0.91, 10.0), (7, 0.5, 4.0), (1, 0.1, 1.0)])

@@ -170,6 +170,22 @@ def test_what_a_step_must_be_told():
         Step().loss(batch)
 
 
+@pytest.mark.parametrize("number", [4, 4.0, torch.tensor(4)])
+def test_fewer_tokens_than_a_micro_batch_has_are_refused(number):
+    """Four sequences, say; before anything is counted."""
+    batch = whole_batch()
+    step, own = Step(offcorr.get("dapo")), int(batch.mask.sum())
+    step.begin(tokens=number)
+    with pytest.raises(ValueError, match=f"tokens is 4, but this micro-batch alone has {own}: pass begin"):
+        step.loss(step.place(batch))
+    assert not step.metrics()
+    step.begin(tokens=own, averaged_over=8)
+    step.loss(step.place(batch))
+    step.begin()
+    step.count(tokens=number, estimated=True)
+    step.loss(step.place(batch))
+
+
 def test_no_tokens_are_no_division_by_zero():
     step = Step(offcorr.get("dapo"))
     for zero in (0, torch.tensor(0)):

@@ -172,7 +172,7 @@ def subject(architecture: str, variant: int = 0, recipe: Recipe | None = None) -
     """
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture is {architecture!r}, expected one of {', '.join(ARCHITECTURES)}")
-    require("offcorr.lab.mismatch", ["transformers", "tokenizers", "peft"], extra="recipes")
+    require("offcorr.lab.mismatch", ["transformers", "tokenizers", "peft"], install="pip install transformers peft")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from offcorr.toy.cache import cached_folder
