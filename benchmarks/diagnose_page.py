@@ -42,7 +42,7 @@ TARGETS = (
 )
 """What is counted, of which dumps, at which number of sequences, and the target that was set before."""
 
-WAYS = {"informed": "with `--model`", "with_checkpoint": "and `--checkpoint`"}
+WAYS = {"informed": "with `--model`", "with_checkpoint": "with `--checkpoint`, too"}
 """Beside the logs alone: what else was at hand, by its name in the results."""
 
 Row = Mapping[str, Any]

@@ -68,6 +68,7 @@ def row(*causes: str, verdict: str, informed: tuple[str, ...] = ()) -> dict[str,
         "causes": list(causes),
         "named": {str(size): found for size in (32, 16, 8)},
         "informed": {str(size): better for size in (32, 16, 8)},
+        "with_checkpoint": {str(size): found for size in (32, 16, 8)},
     }
 
 
