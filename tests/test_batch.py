@@ -270,6 +270,7 @@ def test_a_denominator_far_below_the_batchs_own_tokens_warns_once():
         warnings.simplefilter("error")
         offcorr.get("dapo")(batch, denominator=16)  # 32 of 48 tokens in all, on the larger of 3 ranks
         offcorr.get("dapo", aggregate="seq-mean-token-sum")(batch, denominator=4)
+        offcorr.get("dapo")(batch, denominator=1.0)  # a sum
     with pytest.warns(RuntimeWarning) as given:
         for denominator in (4, torch.tensor(4), 3):
             offcorr.get("dapo")(batch, denominator=denominator)

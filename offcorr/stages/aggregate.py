@@ -93,12 +93,12 @@ def warn_of_small_denominator(denominator: float | Tensor, mask: Tensor) -> None
     """Warn once of a batch with more than twice the tokens that the denominator counts; on a CPU, as this reads values.
 
     A batch of one rank may have more tokens than the mean over ranks, by which it is divided where gradients are
-    averaged, but rarely twice as many.
+    averaged, but rarely twice as many.  1 stands for a sum.
     """
     own = tokens_on_host(mask)
     if own is None or (isinstance(denominator, Tensor) and denominator.device.type != "cpu"):
         return
-    if own > 2 * float(denominator):
+    if float(denominator) != 1 and own > 2 * float(denominator):
         warn_first(
             "denominator below the batch's own count",
             f"denominator is {float(denominator):g}, and this batch alone has {own} tokens: aggregate 'token-mean' "
