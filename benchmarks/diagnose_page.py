@@ -202,12 +202,13 @@ def served() -> str:
     """Dumps with a real engine."""
     found = json.loads(SERVED.read_text())
     rows: list[Row] = found["dumps"]
+    ways = {way: words for way, words in WAYS.items() if way in rows[0]}
     table = [
         {
             "sequences": str(size),
             "from the logs": f"{count(rows, size)} of {len(rows)}",
             "as families": str(count(rows, size, family)),
-            "with `--model`": str(count(rows, size, by="informed")),
+            **{words: str(count(rows, size, by=way)) for way, words in ways.items()},
         }
         for size in found["sizes"]
     ]
@@ -217,7 +218,9 @@ def served() -> str:
         "A vLLM server on a CPU as the sampler (`python benchmarks/mismatch_served.py`, then "
         f"`{found['about']['command']}`); {len(rows)} dumps with one cause or none, of {_architectures(rows)} and "
         f"{of}, which no rule was written on:\n\n{markdown(table)}\n\n"
-        f"Wrong at 32 from the logs: {_missed(rows, 'named')}; with `--model`: {_missed(rows, 'informed')}."
+        f"Wrong at 32 from the logs: {_missed(rows, 'named')}; "
+        + "; ".join(f"{words}: {_missed(rows, way)}" for way, words in ways.items())
+        + "."
     )
 
 

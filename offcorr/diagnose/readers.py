@@ -28,7 +28,8 @@ UNASKED = ("prompt_ids", "completion_ids", "rollout_logp", "old_logp", "origin")
 OPTIONAL = tuple(name for name in NAMES if name not in UNASKED)
 """Fields that a record may lack; where only some records do, a warning says so."""
 WITHOUT = {
-    ("logp",): "how far the trainer's later updates moved its log-probs is not known",
+    ("logp",): "how far the trainer's later updates moved its log-probs is not known. Where one of the two is logged, "
+    "it is taken for old_logp: if it is of after the updates, they look like older weights of the sampler",
     ("entropy",): "what is missing in both sides' log-probs, such as a temperature, cannot be seen",
     ("mask",): "every token of the completions is taken for one that the model sampled",
     ("rollout_version", "trainer_version"): "older weights cannot be told from an update that never arrived",
@@ -76,7 +77,7 @@ def read(
     ...     _ = file.write_text(json.dumps(row) + "\\n" + json.dumps({**row, "old_logp": [-1.1]}) + "\\n")
     ...     records = list(read([file], warn=lambda text: print(text.replace(folder, "FOLDER"))))
     FOLDER/dump.jsonl, row 2: old_logp has shape (1,), expected (2,), a value per token of ...; 1 row left out
-    no record has logp: how far the trainer's later updates moved its log-probs is not known
+    no record has both old_logp and logp: how far the trainer's later updates moved its log-probs is not known. ...
     no record has entropy: what is missing in both sides' log-probs, such as a temperature, cannot be seen
     ...
     >>> len(records), records[0].old_logp.tolist()
@@ -160,7 +161,8 @@ class Problems:
         for names, consequence in WITHOUT.items():
             absent = [name for name in names if self.records and self.lacking.get(name) == self.records]
             if absent:
-                warn(f"no record has {' or '.join(absent)}: {consequence}")
+                lacked = "both old_logp and logp" if absent == ["logp"] else " or ".join(absent)
+                warn(f"no record has {lacked}: {consequence}")
         for name, count in self.lacking.items():
             if count < self.records:
                 meaning = f": {PARTLY[name]}" if name in PARTLY else ""

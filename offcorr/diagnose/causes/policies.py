@@ -215,6 +215,11 @@ class StaleWeights(Cause):
             fields=VERSIONS,
             settled=versioned,
         ),
+        Alternative(
+            "the trainer's own updates on the batch, where the log-prob that it logged is of after them",
+            "log both old_logp and logp",
+            settled=lambda evidence: versioned(evidence) or any(one.logp is not None for one in evidence.records),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
