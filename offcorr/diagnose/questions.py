@@ -41,6 +41,13 @@ trainer_version, or give --model'
             "whether the tokens were drawn at another temperature, or from fewer tokens (top_p, top_k), than both "
             "sides' log-probs say. To find out, log entropy: the trainer's, of each token's distribution"
         )
+    known = evidence.with_entropy
+    if known is not None and len(known) < 0.5 * len(evidence) and not draws_known:
+        said.append(
+            f"whether the {len(evidence) - len(known):,} of {len(evidence):,} tokens without entropy were drawn at "
+            "another temperature, or from fewer tokens (top_p, top_k), than both sides' log-probs say. To find out, "
+            "give --model"
+        )
     if not draws_known and (off := _unexplained(evidence, named)):
         said.append(
             f"why the tokens are {off} surprising than draws from the trainer's distributions would be. To find out, "

@@ -124,11 +124,13 @@ def measured(report: Report) -> list[tuple[str, str, str]]:
         rows.insert(2, (UPDATES, moved, "updates of the trainer since; d leaves them out"))
     if "surprisal_balance" in numbers:
         value, error = numbers["surprisal_balance"], numbers["surprisal_balance_se"]
+        some = numbers["surprisal_balance_tokens"]
+        of = f"of the {some:,.0f} with entropy: " if some < numbers["tokens"] else ""
         rows.append(
             (
                 "surprisal balance",
                 f"{_with_error(value, error, '+.3f')} nats",
-                "0 if the tokens were drawn from the trainer's distributions",
+                f"{of}0 if the tokens were drawn from the trainer's distributions",
             )
         )
     return rows

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from offcorr.diagnose import Evidence, Record, diagnose
 from offcorr.diagnose.causes import CAUSES
 from offcorr.diagnose.questions import open_questions, wanted
+from offcorr.diagnose.text import text
 from tests.diagnose import simulated
 from tests.diagnose.simulated import world
 
@@ -60,3 +63,16 @@ def test_a_partly_logged_version_is_asked_for():
     records = _with_versions("precision", 0)
     half = [one if at % 2 else world("precision").records()[at] for at, one in enumerate(records)]
     assert "log rollout_version and trainer_version" in "; ".join(open_questions(Evidence.of(half), ["precision"]))
+
+
+def test_entropy_of_few_tokens_says_nothing_of_the_others():
+    """A sampler that goes wrong where no entropy is logged any more."""
+    records = [
+        dataclasses.replace(one, entropy=one.entropy if row < 8 else None)
+        for row, one in enumerate(world("clean").records())
+    ]
+    report = diagnose(records)
+    assert any(one.startswith("whether the 1,152 of 1,536 tokens without entropy") for one in report.cannot_tell)
+    assert "of the 384 with entropy: 0 if" in text(report)
+    whole = diagnose(world("clean").records())
+    assert not any("without entropy" in one for one in whole.cannot_tell) and "with entropy" not in text(whole)
