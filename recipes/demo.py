@@ -71,6 +71,7 @@ A model of 0.1 million parameters learns arithmetic with GRPO, three times, from
 The sampler is {lag} optimizer updates behind the trainer{short}, with {precision} weights.
   TRL's default  the loss of a plain GRPOConfig, one update per generation: its anchor is
                  recomputed with the current weights, so every ratio is 1 at any lag
+                 (TRL's use_vllm=True adds an engine weight to it, which this run has not)
   MinPRO, CTPO   --loss_type minpro, ctpo: their anchor is a snapshot, the log-probs of
                  the weights that sampled, in the trainer's precision"""
 
@@ -313,7 +314,7 @@ def next_commands(dump: Path, tokenizer: str, seed: int) -> str:
         offcorr = shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(python)} -m offcorr"
     return (
         "This was one seed at one learning rate, and is no ranking; docs/which.md compares more. Next:\n"
-        "A run of your own:\n"
+        "A run of your own (a lower learning rate, and four updates for each generation):\n"
         f"  {offcorr} train --loss_type minpro --lag {LAG} --precision {PRECISION} --seed {seed}\n"
         "Why trainer and sampler disagree in a run:\n"
         f"  {diagnose(dump, tokenizer, offcorr='OFFCORR').replace('OFFCORR', offcorr, 1)}\n"

@@ -41,6 +41,7 @@ A vLLM server samples, in {dtype}; it gets the trainer's weights every {sync_eve
 its samples are up to {oldest} updates old.
   TRL's default  the loss of a plain GRPOConfig, one update per generation: its anchor is
                  recomputed with the current weights, so every ratio is 1 at any lag
+                 (TRL's use_vllm=True adds an engine weight to it, which this run has not)
   MinPRO, CTPO   --loss_type minpro, ctpo: their anchor is a snapshot, the log-probs of
                  the weights that sampled, in the trainer's precision"""
 COST = {

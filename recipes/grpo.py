@@ -394,8 +394,16 @@ def say_measuring(examples: int) -> None:
     print(f"measuring the accuracy before training: {examples} held-out examples ...", file=sys.stderr, flush=True)
 
 
+SHOWN = {
+    "reward": "reward of the samples",
+    "offcorr/staleness/abs_mean": "staleness's mean |log-ratio|",
+    "offcorr/engine/abs_mean": "engine's mean |log-ratio|",
+}
+"""Named with each evaluation, beside the held-out accuracy: the last logged values."""
+
+
 class Bar(ProgressCallback):
-    """The progress bar, without a line for every log, and what is measured before the first update."""
+    """The progress bar, with a line for every evaluation, and none for every log."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.eval_on_start and state.is_world_process_zero:
@@ -404,8 +412,13 @@ class Bar(ProgressCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         super().on_evaluate(args, state, control, **kwargs)
-        if state.global_step == 0 and self.training_bar is not None and "eval_reward" in (metrics or {}):
-            self.training_bar.write(f"accuracy before training: {metrics['eval_reward']:.3f}", file=sys.stderr)
+        if self.training_bar is None or "eval_reward" not in (metrics or {}):
+            return
+        when = f"after {state.global_step} updates" if state.global_step else "before training"
+        logged = [(label, series(state.log_history, name)[1]) for name, label in SHOWN.items()]
+        rest = [f"{label} {shortened(values[-1])}" for label, values in logged if values]
+        words = ", ".join([f"accuracy {when}: {metrics['eval_reward']:.3f}", *rest])
+        self.training_bar.write(words, file=sys.stderr)
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         pass

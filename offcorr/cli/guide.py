@@ -99,13 +99,13 @@ GUIDE: dict[str, Advice] = {
     "offcorr/loss/damped": Advice(
         "Share of the tokens with an advantage that have 0 < |c| < .99 r.",
         "No source names a range; it says which way a method works. MinPRO, which multiplies a token's ratio by "
-        "the smallest one before it, works by it (table).",
+        "the smallest one before it, works by it (see the table).",
         "Harmless by itself; read it beside `multiplier_vs_ratio`, which says by how much.",
     ),
     "offcorr/loss/amplified": Advice(
         "Share of the tokens with an advantage that have |c| > 1.01 r.",
         "0 for a method that only clips or truncates. CTPO, which takes the product of the ratios along the "
-        "prefix, amplifies as many tokens as it damps (table).",
+        "prefix, amplifies as many tokens as it damps (see the table).",
         "Where `ess_after` is low as well, a few tokens carry the update: put a cap on the weight "
         "(`weights.Truncate`).",
     ),

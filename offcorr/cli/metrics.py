@@ -132,10 +132,12 @@ def _page(entry: Entry, width: int) -> str:
     elif entry.metric is not None:
         parts |= {"formula": _formula(entry.metric, last), "where": SYMBOLS[prefix + "/"]}
         parts["healthy"] = HINTS.get(last, "No source names a range: compare it with the start of the run.")
-    if advice and "Ours" in advice.healthy:
-        parts["ours"] = (
-            "of `offcorr demo`: two runs that learned and one that collapsed; the table is in docs/metrics.md"
-        )
+    said = f"{advice.healthy} {advice.outside}" if advice else ""
+    for word, label in (("Ours", "ours"), ("table", "the table")):
+        if re.search(rf"\b{word}\b", said):
+            parts[label] = "means over the runs of `offcorr demo`, two that learned and one that collapsed, are in a "
+            parts[label] += "table of docs/metrics.md"
+            break
     parts["logged"] = f"{_LOGGED[answer.logged]}, in the short log and the full one" if answer else 'log_metrics="full"'
     parts["more"] = f"{PAGES}/metrics.md"
     return "\n".join([entry.name, *(_labelled(label, text, width) for label, text in parts.items() if text)])

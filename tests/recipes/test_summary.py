@@ -259,18 +259,20 @@ def test_a_run_says_what_it_does_before_its_first_update(tmp_path):
     assert demo.State(108, 0.58, 96).line(160) == "update 108 of 160, accuracy 0.58 at update 96"
 
 
-def test_the_bar_says_what_is_measured_before_the_first_update(capsys):
+def test_the_bar_says_what_each_evaluation_found(capsys):
     args, state = SimpleNamespace(eval_on_start=True, eval_size=32), SimpleNamespace(is_world_process_zero=True)
-    state.max_steps, state.global_step = 4, 0
+    state.max_steps, state.global_step, state.log_history = 4, 0, []
     bar = grpo.Bar()
     bar.on_train_begin(args, state, None)
     assert capsys.readouterr().err.startswith("measuring the accuracy before training: 32 held-out examples")
     bar.on_evaluate(args, state, None, metrics={"eval_reward": 0.375})
     state.global_step = 4
+    state.log_history = [{"step": 4, "reward": 0.25, "offcorr/engine/abs_mean": 0.00123}]
     bar.on_evaluate(args, state, None, metrics={"eval_reward": 0.5})
     bar.on_train_end(args, state, None)
     out, err = capsys.readouterr()
-    assert not out and "accuracy before training: 0.375" in err and "0.5" not in err
+    assert not out and "accuracy before training: 0.375" in err
+    assert "accuracy after 4 updates: 0.500, reward of the samples 0.25, engine's mean |log-ratio| 0.0012" in err
 
 
 @pytest.mark.parametrize("short", [False, True])
