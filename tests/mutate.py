@@ -1685,9 +1685,23 @@ MUTATIONS = [
     Mutation(
         "monitor: a setting is named before the reported age",
         "offcorr/training/named_cause.py",
-        "if times < NO_PRECISION or",
+        "if times < least or",
         "if True or",
         "tests/training/test_monitor_causes.py reported_age",
+    ),
+    Mutation(
+        "monitor: a prefix cache is named before the run's own lag",
+        "offcorr/training/named_cause.py",
+        "least = 0.0 if named.cause == OF_OLDER_PROMPT else GROWN if series.start_lag else NO_PRECISION",
+        "least = NO_PRECISION",
+        "tests/training/test_monitor_causes.py::test_the_runs_own_lag_hides_no_cause_on_top_of_it",
+    ),
+    Mutation(
+        "monitor: surprise watched while the engine's gap holds the lag",
+        "offcorr/training/monitor.py",
+        "if self.holds_lag and metrics.get(LAG)",
+        "if False and metrics.get(LAG)",
+        "tests/training/test_surprise.py::test_surprise_is_not_watched_while_the_engines_gap_holds_the_lag",
     ),
     Mutation(
         "a field that the dump has is asked for",

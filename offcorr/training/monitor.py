@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from offcorr.metrics import Gather, Mean, Metrics, measure
 from offcorr.stages.checks import check_value, outside
 from offcorr.training.alarms import HARD, Alarm, MismatchError, checked_actions, write_dump
 from offcorr.training.cusum import Cusum
-from offcorr.training.field_metrics import field_metrics
+from offcorr.training.field_metrics import ENGINE, field_metrics
 from offcorr.training.first_batch import batch_semantics
 from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, check_comparable, of_updates, without_ids
 from offcorr.training.masking import unmasked
@@ -25,7 +26,17 @@ from offcorr.training.named_cause import NamedCause, named_cause, stays
 from offcorr.training.origins import watched
 from offcorr.training.self_test import check_self_test, mend, refusal
 from offcorr.training.semantics import Semantics
-from offcorr.training.series import CONDITIONS, LIMITS, Limit, Series, Severity, checked_limits
+from offcorr.training.series import (
+    CONDITIONS,
+    LAG,
+    LIMITS,
+    SAMPLERS_WEIGHTS,
+    SURPRISE,
+    Limit,
+    Series,
+    Severity,
+    checked_limits,
+)
 
 __all__ = ["Monitor"]
 
@@ -48,6 +59,10 @@ class Monitor:
     the last batches.  One alarm is raised until the series is back in its range for ``persistence`` steps.  While it is
     on, the cause is looked at again where k3 has grown by a factor of four or 20 steps have passed, and said again if
     it is another; where k3 has fallen to less than half, only if two looks in a row find it, with no less confidence.
+
+    Surprise is not watched while staleness is in the gap (a mean |d| of staleness above .01 nats; where ``old_logp`` is
+    not of the weights that sampled, of the engine at a lag): tokens drawn from older weights are surprising in a
+    healthy run, too.
 
     Of a batch with ``origin`` only the sequences are looked at that were sampled for this generation ("fresh" and
     "prefix"), by the self-test as well: replayed ones and demonstrations are off-policy by intent.
@@ -149,8 +164,12 @@ class Monitor:
         them."""
         self.precision: str | None = None
         """The precision of the sampler's weights, such as "int4", where the sampler says it."""
+        self.lag: int | None = None
+        """The lag that the sampler is set to, in optimizer steps, where the sampler says it."""
         self.same_weights = False
         """``old_logp`` is of the weights that sampled: their age then explains no gap of the engine."""
+        self.holds_lag = False
+        """``old_logp`` is of later weights than those that sampled, or missing: the engine's gap then holds the lag."""
         self._name_cause = name_cause
         self.restart()
 
@@ -194,6 +213,7 @@ class Monitor:
             MismatchError: the first batch fails the self-test.
         """
         check_batch(batch)
+        self.holds_lag = batch.old_logp is None and batch.rollout_version is not None
         if not self.tested and self.self_test != "off":
             self.test(batch_semantics(batch, temperature=self.temperature))
         if self.measures:
@@ -274,6 +294,8 @@ class Monitor:
         if metrics is None:
             measured, self._measured = self._measured, Metrics()
             metrics = measured.all_reduce(self.gather).compute()
+        if self.holds_lag and metrics.get(LAG) and metrics.get(ENGINE + "abs_mean", math.inf) > SAMPLERS_WEIGHTS:
+            metrics = {name: value for name, value in metrics.items() if name != SURPRISE}
         conditions = [metrics.get(name, 0.0) for name in CONDITIONS]
         if self.learning_rate is not None:
             conditions[CONDITIONS.index("learning_rate")] = self.learning_rate
@@ -370,6 +392,7 @@ class Monitor:
             self.sampling,
             same_weights=self.same_weights,
             precision=self.precision,
+            lag=self.lag,
             records=records,
         )
         clean = named.cause == "clean"

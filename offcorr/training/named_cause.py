@@ -40,11 +40,21 @@ TRANSFORMED = (
 OF_OTHER_WEIGHTS = ("stale_weights", "weights_swapped")
 """Causes that ``old_logp`` of the weights that sampled each token rules out for the engine's gap."""
 
+OF_OLDER_PROMPT = "stale_prefix_cache"
+"""A cause that only a run with updates can have, so that the first steps tell nothing of it."""
+
 OF_CONFIGURATION = ("sampling", "policies")
 """The stages of the causes that a configuration makes, from the first step of a run on."""
 
 NO_PRECISION = 16.0
 """Growth of k3 since the alarm (a factor of 4 in |d|) above which a lower precision is no explanation."""
+
+OWN_LAG = (
+    "this run's own lag of {lag}, which its sampler is set to, makes such a gap, so there is no fault to look for; a "
+    "smaller lag or learning rate makes it smaller"
+)
+
+APART = "; anchor='snapshot' measures the lag and the engine's own mismatch apart"
 
 REPORTED = "where the sampler is to stay behind, return rollout_version, so that the lag is known"
 
@@ -87,6 +97,7 @@ def named_cause(
     *,
     same_weights: bool = False,
     precision: str | None = None,
+    lag: int | None = None,
     records: Sequence[Record] = (),
 ) -> NamedCause:
     """The cause of a series' alarm.
@@ -96,6 +107,7 @@ def named_cause(
         sampling: settings of the sampler that change its distribution, such as top_p, as the configuration has them.
         same_weights: ``old_logp`` is of the weights that sampled, so their age explains no gap of the engine.
         precision: of the sampler's weights, where the sampler says it.
+        lag: that the sampler is set to, in optimizer steps, where it says it.
         records: those that the report is on.
     """
     if isinstance(report, Exception):
@@ -123,7 +135,7 @@ def named_cause(
         named = replace(named, evidence=(*named.evidence, BEGAN))
     if not same_weights or series.name == "staleness":
         named = _of_known_age(named, series, report)
-    return _never_updated(named, series, report)
+    return _of_own_lag(_never_updated(named, series, report), series, report, lag)
 
 
 def _of_same_weights(report: Report, precision: str | None) -> NamedCause:
@@ -170,20 +182,35 @@ def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCau
 
     A setting makes about the same gap from the first step on, and updates that sharpen the policy look like a
     temperature.  A setting that changes in the run leaves its own baseline, and is seen in samples without an age, too.
+    Where the samples of the first logged step had an age already, that step shows a part of the gap, and less growth
+    is enough.
     """
     evidence = getattr(report, "evidence", None)
-    other = named.cause in CAUSES and CAUSES[named.cause].stage in OF_CONFIGURATION
+    other = named.cause == "unknown" or (named.cause in CAUSES and CAUSES[named.cause].stage in OF_CONFIGURATION)
     if not other or named.cause in (*OF_AGE, "weights_swapped") or evidence is None or not older(evidence):
         return named
     times = (series.size or 0.0) / max(series.start, SMALLEST_K3)
-    if times < NO_PRECISION or (series.moved and not series.aged) or _without_age(evidence):
+    least = 0.0 if named.cause == OF_OLDER_PROMPT else GROWN if series.start_lag else NO_PRECISION
+    if times < least or (series.moved and not series.aged) or _without_age(evidence):
         return named
     said = (
         f"by the logged versions the sampler's weights are older than the trainer's, and k3 is {times:.2g} times that "
-        f"of the first step; a setting would have had its effect there, too (the data alone look like {named.cause!r})"
+        "of the first step"
     )
+    if named.cause == OF_OLDER_PROMPT:
+        said += f"; these explain the gap without an old prefix cache (the data alone look like {named.cause!r})"
+    elif named.cause != "unknown":
+        said += f"; a setting would have had its effect there, too (the data alone look like {named.cause!r})"
     advice = ADVICE["staleness"] if series.name == "staleness" else CAUSES["stale_weights"].advice
     return NamedCause("stale_weights", named.confidence, (said,), advice)
+
+
+def _of_own_lag(named: NamedCause, series: Series, report: Report, lag: int | None) -> NamedCause:
+    """Old weights in the words for a run whose sampler is set to lag: no fault, where the versions say that it lags."""
+    evidence = getattr(report, "evidence", None)
+    if named.cause != "stale_weights" or not lag or evidence is None or not older(evidence):
+        return named
+    return replace(named, advice=OWN_LAG.format(lag=lag) + (APART if series.name == "engine" else ""))
 
 
 def _without_age(evidence: Evidence) -> bool:

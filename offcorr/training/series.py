@@ -145,6 +145,8 @@ class Series:
         """Number of steps with a k3, and of those since the first whose k3 exceeded all before."""
         self.start = self.highest = 0.0
         """k3 of the first step, and the largest so far."""
+        self.start_lag = 0.0
+        """The reported lag of the first step; 0 where it is not known."""
         self.left_size = 0.0
         """k3 of the first of the steps in a row that are out of the range."""
         self.new_size: float | None = None
@@ -245,7 +247,8 @@ class Series:
         self.lag, self.lag_max = metrics.get(LAG), metrics.get(LAG_MAX, metrics.get(LAG, 0.0))
         if self.lag == 0 == self.lag_max:
             self.new_size = size
-        self.start = self.start if self.steps else size
+        if not self.steps:
+            self.start, self.start_lag = size, self.lag or 0.0
         self.highs += self.steps > 0 and size > self.highest
         self.highest = max(self.highest, size)
         self.steps += 1
@@ -368,6 +371,7 @@ _STATE = (
     "steps",
     "highs",
     "start",
+    "start_lag",
     "highest",
     "left_size",
     "new_size",

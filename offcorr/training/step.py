@@ -479,6 +479,7 @@ class Step:
             if not self.monitor.tested and self.monitor.self_test != "off":
                 self.monitor.test(self.semantics(batch, self.monitor.temperature))
             self.monitor.same_weights = self._placed is not None and self._placed.supplies == "sampled"
+            self.monitor.holds_lag = not self.monitor.same_weights and batch.rollout_version is not None
             kept = (
                 batch if self._of_weights else batch.replaced(old_logp=None)
             )  # no log-probs of the weights that sampled

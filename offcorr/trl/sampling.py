@@ -46,6 +46,13 @@ def precision_of(sampler: Any) -> str | None:
     return sampler.precision if isinstance(sampler, OffPolicy) else None
 
 
+def lag_of(sampler: Any) -> int | None:
+    """The lag that a sampler is set to, in optimizer steps; None: not known."""
+    while isinstance(sampler, Around):
+        sampler = sampler.sampler
+    return sampler.lag if isinstance(sampler, OffPolicy) else None
+
+
 def lags(sampler: Any) -> bool | None:
     """Whether a sampler's weights are older than the trainer's at some generation; None: not known."""
     while isinstance(sampler, Around):

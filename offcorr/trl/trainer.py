@@ -39,7 +39,7 @@ from offcorr.trl.prompts import check_prompts
 from offcorr.trl.recorded import score_unrecorded
 from offcorr.trl.returned import SAMPLED, check_returned, check_rollout_func, column, none_as_nan
 from offcorr.trl.rewards import checked, reward_faults
-from offcorr.trl.sampling import distorting, distortion_warning, precision_of
+from offcorr.trl.sampling import distorting, distortion_warning, lag_of, precision_of
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
     StepCallback,
@@ -560,6 +560,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.correction_step.monitor is not None:
             self.correction_step.monitor.sampling = settings
             self.correction_step.monitor.precision = precision_of(self._sampler)
+            self.correction_step.monitor.lag = lag_of(self._sampler)
         if settings:
             warn_on_main(self, distortion_warning(settings, reported=self._sampler is not None or self.use_vllm))
 

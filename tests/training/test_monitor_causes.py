@@ -199,3 +199,75 @@ def test_a_reported_age_is_named_before_a_setting_that_the_first_steps_do_not_sh
     alarm = run(quiet(name_cause=name_cause), gaps)[0]
     assert alarm.cause == cause
     assert ("the data alone look like 'temperature'" in str(alarm)) == (cause == "stale_weights")
+
+
+def fading(step, lag):
+    """Eight sequences whose d is larger in the first tokens, the more the older the weights that sampled."""
+    draw = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 16, (8, 64), generator=draw)
+    rollout = -1.5 - torch.rand(8, 64, generator=draw)
+    by_id = torch.randn(16, generator=torch.Generator().manual_seed(1))
+    old = rollout + (0.002 + 0.02 * lag) * (0.3 + 2 * torch.exp(-torch.arange(64) / 12)) * by_id[ids]
+    return offcorr.Batch(
+        logp=old,
+        old_logp=old,
+        rollout_logp=rollout,
+        advantages=torch.ones(8),
+        mask=torch.ones(8, 64).bool(),
+        rollout_version=torch.full((8, 64), step - 1 - lag),
+        trainer_version=step - 1,
+    ), ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("set_lag", "reported", "cause"),
+    [(16, True, "stale_weights"), (None, True, "stale_weights"), (None, False, "stale_prefix_cache")],
+)
+def test_a_lag_that_is_known_is_named_before_an_old_prefix_cache(set_lag, reported, cause):
+    """The sampler falls behind by up to 16 updates, and d is largest at the first tokens of the completions."""
+    monitor = quiet()
+    monitor.lag = set_lag
+    for step in range(1, 21):
+        batch, ids = fading(step, min(step - 1, 16))
+        if not reported:
+            batch = batch.replaced(rollout_version=None, trainer_version=None)
+        monitor.observe(batch, step=step, prompt_ids=[[1]] * 8, completion_ids=ids)
+        monitor.end(step)
+    assert {alarm.cause for alarm in monitor.alarms} == {cause}
+    said = str(monitor.alarms[0])
+    assert ("this run's own lag of 16" in said and "anchor='snapshot'" in said) == (set_lag == 16)
+    assert ("the data alone look like 'stale_prefix_cache'" in said) == reported
+
+
+@pytest.mark.parametrize(
+    ("verdict", "ages", "gaps", "first_lag", "cause"),
+    [
+        ("temperature", [16], [0.05] + [0.18] * 3, 1.5, "stale_weights"),  # the first logged step shows a part of it
+        ("temperature", [16], [0.05] + [0.18] * 3, 0.0, "temperature"),
+        ("temperature", [16], [0.17] + [0.18] * 3, 1.5, "temperature"),  # from the first step on
+        ("unknown", [16], [0.05] + [0.18] * 3, 1.5, "stale_weights"),
+        ("stale_prefix_cache", [16], [0.17] + [0.18] * 3, 1.5, "stale_weights"),
+        ("stale_prefix_cache", [0], [0.17] + [0.18] * 3, 1.5, "stale_prefix_cache"),  # the weights of now
+        (
+            "stale_prefix_cache",
+            [16],
+            [0.003] * 25 + [0.1] * 4,
+            16.0,
+            "stale_prefix_cache",
+        ),  # on top of a lag that stays
+        ("shift", [16], [0.05] + [0.18] * 3, 1.5, "shift"),  # no lag makes it
+    ],
+)
+def test_the_runs_own_lag_hides_no_cause_on_top_of_it(verdict, ages, gaps, first_lag, cause):
+    records = [SimpleNamespace(rollout_version=1, trainer_version=1 + age, step=None) for age in ages]
+    evidence = SimpleNamespace(records=records, sequence=np.arange(len(ages)), size=np.ones(len(ages)))
+    monitor = quiet(
+        name_cause=lambda records: SimpleNamespace(verdict=verdict, confidence=0.8, causes=[], evidence=evidence)
+    )
+    monitor.lag = 16
+    for step, gap in enumerate(gaps, 1):
+        monitor.observe(batch_of(gap, seed=step), step=step)
+        k3 = {"offcorr/engine/k3": gap**2 / 2, "field/mult_error": 1.0 + gap}
+        monitor.end(step, k3 | {"offcorr/staleness/lag": first_lag if step == 1 else 16.0})
+    assert monitor.alarms[0].cause == cause
+    assert ("this run's own lag of 16" in monitor.alarms[0].advice) == (cause == "stale_weights")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import offcorr
-from offcorr.training import Monitor
+from offcorr.training import Monitor, Step, make_anchor
 from offcorr.training.field_metrics import FIELD, field_metrics
 from offcorr.training.series import SURPRISE
 
@@ -70,3 +70,34 @@ def test_the_standard_error_is_that_of_the_sample():
         errors.append(found[FIELD + "surprise_error"])
     spread, error = torch.tensor(means).std().item(), sum(errors) / len(errors)
     assert 0.7 * error < spread < 1.1 * error
+
+
+@pytest.mark.parametrize(
+    ("lag", "gap", "anchor", "watched"),
+    [
+        (16, 0.06, "recomputed", False),
+        (0, 0.06, "recomputed", True),  # the weights of now
+        (16, 0.001, "recomputed", True),  # they have hardly moved
+        (16, 0.06, "snapshot", True),  # the engine's gap holds no lag
+    ],
+)
+def test_surprise_is_not_watched_while_the_engines_gap_holds_the_lag(lag, gap, anchor, watched):
+    """Tokens of older weights are surprising, and no series of staleness says so where ``old_logp`` is recomputed."""
+    monitor = Monitor(warning="log", critical="log", self_test="off")
+    step = Step(offcorr.get("tis"), anchor=make_anchor(anchor), monitor=monitor)
+    for version, logp, entropy in batches(0, 30, tokens=512, ramp=1):
+        batch = offcorr.Batch(
+            logp=logp,
+            old_logp=logp if anchor == "snapshot" else None,
+            rollout_logp=logp - gap,
+            advantages=torch.ones(8),
+            mask=torch.ones_like(logp).bool(),
+            entropy=entropy if version <= 25 else entropy + 0.5,
+            rollout_version=torch.full(logp.shape, version - 1 - lag),
+            trainer_version=version - 1,
+        )
+        step.begin(tokens=512)
+        step.loss(step.place(batch))
+        step.end(version)
+        step.metrics()
+    assert any(alarm.series == "surprise" for alarm in monitor.alarms) == watched

@@ -361,7 +361,8 @@ def test_an_exact_engine_is_not_blamed_for_the_distance_of_the_anchor(make_train
 
 @pytest.mark.parametrize(("anchor", "same"), [("snapshot", True), ("recomputed", False)])
 def test_the_monitor_knows_what_the_sampler_says_of_itself(make_trainer, anchor, same):
-    """Its precision, and whether ``old_logp`` is of the weights that sampled."""
+    """Its precision and lag, and whether ``old_logp`` is of the weights that sampled."""
     trainer, _ = run(make_trainer, OffPolicy(lag=2, precision="int4"), max_steps=1, anchor=anchor)
     monitor = trainer.correction_step.monitor
-    assert monitor.precision == "int4" and monitor.same_weights == same
+    assert monitor.precision == "int4" and monitor.lag == 2
+    assert monitor.same_weights == same and monitor.holds_lag != same
