@@ -381,7 +381,7 @@ def test_a_flag_s_mistake_is_not_one_of_the_file(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--lagg 16", "offcorr train: error: unknown flag, or key of the YAML file, 'lagg', did you mean 'lag'?"),
+        ("--lagg 16", "offcorr train: unknown flag, or key of the YAML file, 'lagg', did you mean 'lag'?"),
         ("--loss_type minprop", "unknown method 'minprop', did you mean 'minpro'? `offcorr methods` lists them"),
         ("--model no/such-model", "model is 'no/such-model', which is no folder here"),
         (
