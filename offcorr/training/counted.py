@@ -46,7 +46,7 @@ class Counted:
         self._total = own if self._total is None else self._total + own
 
     def metrics(self) -> Metrics:
-        """What was told, the fewest and the most that the micro-batches had, each with 1 for this rank's step."""
+        """The number told, the fewest and the most that the micro-batches had, each with 1 for this rank's step."""
         if self.told is None or self._total is None:
             return Metrics()
         told, total = self.told, self._total
@@ -77,8 +77,9 @@ def warn_of_wrong_number(computed: dict[str, float], ranks: int = 1) -> None:
         counted = fewest if told < fewest else most
         warn_first(
             f"Step: {unit}",
-            f"{unit} is {told:g}, but the micro-batches of an optimizer step have {counted:g} over all ranks (means over "
-            f"the steps since the metrics were last read), so that the gradient is {counted / max(told, 1.0):.3g} times "
-            f"that of their mean: pass begin() or count() the {unit} of all micro-batches and ranks, and Step(gather=...) "
-            "where there are several ranks. Only rows without a gradient may be counted and left out",
+            f"{unit} is {told:g}, but the micro-batches of an optimizer step have {counted:g} over all ranks (means "
+            "over the steps since the metrics were last read), so the gradient is "
+            f"{counted / max(told, 1.0):.3g} times that of their mean: pass begin() or count() the {unit} of all "
+            "micro-batches and ranks, and on several ranks Step(gather=...). Only rows without a gradient may be "
+            "counted and left out",
         )

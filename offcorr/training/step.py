@@ -529,7 +529,7 @@ class Step:
         if self.in_progress and self._counted is not None and self._counted.micro_batches:
             warn_first(
                 "Step: no last micro-batch",
-                f"end({version}) ends an optimizer step of {self._counted.micro_batches} micro-batches, all passed with "
+                f"end({version}) ends an optimizer step of {self._counted.micro_batches} micro-batches, all with "
                 "last=False: pass last=True with the last one, before optimizer.step(); the ESS learning rate and the "
                 "refusal of micro-batches that follow depend on it",
             )
