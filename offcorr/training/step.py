@@ -339,8 +339,8 @@ class Step:
                 warns once where the micro-batches had another number, over all ranks by ``gather``.
             averaged_over: number of losses that the framework averages: the ranks where it averages gradients over
                 them, times the micro-batches where it divides the loss by their number.
-            estimated: the number is a mean over several steps, as TRL's is: ``loss`` does not refuse a micro-batch with
-                more tokens, and ``metrics`` does not compare it.
+            estimated: the number is not that of the micro-batches, such as a mean over several steps, as TRL's is:
+                ``loss`` does not refuse a micro-batch with more tokens, and ``metrics`` does not compare it.
         """
         unit = AGGREGATIONS[self.correction.aggregate].unit
         number = ({"tokens": tokens, "sequences": sequences} | self._kept).get(unit)
