@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ops, ratios
-from offcorr.stages.checks import check_number
+from offcorr.stages.checks import check_number, warn_of_distances
 
 
 class Tails(NamedTuple):
@@ -63,6 +63,7 @@ class DecayingClip(gates.Gate):
         for field in ("eps_low", "eps_high", "n"):
             check_number(self, field, low=0)
         check_number(self, "m", low=0, above=True)
+        warn_of_distances("DecayingClip", eps_low=self.eps_low, eps_high=self.eps_high)
         if self.eps_low >= 1:
             raise ValueError(f"DecayingClip: eps_low is {self.eps_low!r}, expected a number < 1, so that L is above 0")
 

@@ -19,7 +19,7 @@ from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ops, ratios
 from offcorr.stages.base import Number
-from offcorr.stages.checks import check_number
+from offcorr.stages.checks import check_number, warn_of_distances
 
 
 class OpenInterval(NamedTuple):
@@ -52,6 +52,7 @@ class DetachedMask(gates.Gate):
     def __post_init__(self) -> None:
         check_number(self, "eps_low", low=0, high=1, above=True)
         check_number(self, "eps_high", low=0, above=True)
+        warn_of_distances("DetachedMask", eps_low=self.eps_low, eps_high=self.eps_high)
 
     @property
     def params(self) -> OpenInterval:

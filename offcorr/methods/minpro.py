@@ -15,7 +15,7 @@ from __future__ import annotations
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ratios
-from offcorr.stages.checks import check_value
+from offcorr.stages.checks import check_value, warn_of_distances
 
 
 @register(
@@ -44,6 +44,7 @@ def minpro(eps_low: float = 1.0, eps_high: float = 0.28, bounded: bool = False) 
     """
     check_value("minpro", "eps_low", eps_low, low=0, high=1)
     check_value("minpro", "eps_high", eps_high, low=0)
+    warn_of_distances("minpro", eps_high=eps_high)
     return Correction(
         ratio=ratios.MinPrefix(bounded=bounded),
         gate=gates.DetachedClip(cap=1 + eps_high, low=1 - eps_low),

@@ -23,7 +23,7 @@ from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.shapes import Mismatch
 from offcorr.stages import gates, ops, ratios, rejections
-from offcorr.stages.checks import check_choice, check_mismatch, check_number, warn_of_unused
+from offcorr.stages.checks import check_choice, check_mismatch, check_number, warn_of_distances, warn_of_unused
 
 Mode = Literal["one-side", "two-side", "ring"]
 
@@ -82,6 +82,7 @@ class REC(rejections.Rejection):
         check_choice(self, "mode", RULES)
         for field in ("eps_low", "eps_high", "eps_low_prime", "eps_high_prime"):
             check_number(self, field, low=0)
+            warn_of_distances("REC", **{field: getattr(self, field)})
         warn_of_unused(self, "mode", () if self.mode == "ring" else ("eps_low_prime", "eps_high_prime"))
         check_mismatch(self)
 

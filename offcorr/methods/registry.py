@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from offcorr.correction import FIELDS, Correction, named
-from offcorr.stages.base import stage_from_config
+from offcorr.stages.base import Stage, stage_from_config
 from offcorr.stages.checks import nearest, same_definition
 
 __all__ = [
@@ -371,6 +371,10 @@ def find(spec: str) -> Method | Correction:
     found = _load_symbol(path, symbol)
     if isinstance(found, Correction):
         return found
+    if isinstance(found, Stage) or (isinstance(found, type) and issubclass(found, Stage)):
+        slot = next((slot for slot, kind in _SLOTS.items() if kind == found.KIND), found.KIND)
+        made = f"{symbol}(...)" if isinstance(found, type) else symbol
+        raise ValueError(f"{path} has {symbol!r}, a {found.KIND}, expected a correction: Correction({slot}={made})")
     return registered(found) or Method(name, found)
 
 
@@ -396,8 +400,25 @@ def _load_symbol(path: str, symbol: str) -> Any:
         return method.build  # the name it was registered under, though a helper may have it too
     if hasattr(module, symbol):
         return getattr(module, symbol)
-    known = [*vars(module), *(name for name, one in _METHODS.items() if one.build.__module__ == module.__name__)]
-    raise ValueError(f"{path} defines no {symbol!r}{nearest(symbol, known)}")
+    own = _contents(module)
+    has = f" It has {', '.join(f'{name!r} ({kind})' for name, kind in own.items())}" if own else ""
+    raise ValueError(f"{path} defines no {symbol!r}{nearest(symbol, own, '.' if own else '')}{has}")
+
+
+def _contents(module: Any) -> dict[str, str]:
+    """The definitions of a user's file, by name: methods, corrections, stages and functions; not what it imports."""
+    methods = {name: one for name, one in _METHODS.items() if one.build.__module__ == module.__name__}
+    built = {inspect.unwrap(one.build) for one in methods.values()}
+    found = dict.fromkeys(methods, "a method")
+    for name, value in vars(module).items():
+        defined = getattr(value, "__module__", None) == module.__name__
+        if isinstance(value, Correction):
+            found.setdefault(name, "a correction")
+        elif isinstance(value, type) and issubclass(value, Stage) and defined:
+            found.setdefault(name, f"a {value.KIND}")
+        elif inspect.isfunction(value) and defined:
+            found.setdefault(name, "a method" if inspect.unwrap(value) in built else "a function")
+    return found
 
 
 def _is_of(build: Any, module: Any) -> bool:

@@ -32,7 +32,7 @@ from offcorr.methods.registry import register
 from offcorr.shapes import Mismatch
 from offcorr.stages import gates, ops, ratios, spans
 from offcorr.stages.base import Number, Pointwise
-from offcorr.stages.checks import check_choice, check_mismatch, check_number
+from offcorr.stages.checks import check_choice, check_mismatch, check_number, warn_of_distances
 from offcorr.stages.controllers import Controller, Joined
 from offcorr.stages.gates import clipped
 
@@ -92,6 +92,7 @@ class NarrowingClip(gates.Gate):
     def __post_init__(self) -> None:
         check_number(self, "eps_low", low=0, high=1)
         check_number(self, "eps_high", low=0)
+        warn_of_distances(type(self).__name__, eps_low=self.eps_low, eps_high=self.eps_high)
         check_number(self, "tail", low=0)
         check_number(self, "power", low=0, above=True)
         check_choice(self, "level", ("token", "geometric"))
@@ -128,6 +129,7 @@ class TailClip(Controller):
     def __post_init__(self) -> None:
         check_number(self, "eps_low", low=0, high=1)
         check_number(self, "eps_high", low=0)
+        warn_of_distances(type(self).__name__, eps_low=self.eps_low, eps_high=self.eps_high)
         check_number(self, "quantile", low=0, high=1, above=True)
         check_number(self, "power", low=0, above=True)
         check_choice(self, "level", ("token", "geometric"))

@@ -21,7 +21,7 @@ from torch import Tensor
 from offcorr import shapes
 from offcorr.batch import Batch, Tokens
 from offcorr.stages import definition, spans
-from offcorr.stages.checks import check_word, nearest
+from offcorr.stages.checks import check_word, nearest, uncalled
 
 __all__ = ["Controller", "GateSpec", "Number", "Plan", "Pointwise", "Spec", "Stage"]
 
@@ -230,6 +230,8 @@ def stage_from_config(kind: str, config: Any) -> Any:
         return config
     if isinstance(config, list | tuple):
         return tuple(stage_from_config(kind, entry) for entry in config)
+    if told := uncalled(config):
+        raise ValueError(f"{kind}: {told}")
     if isinstance(config, str):
         config = {"name": config}
     if not isinstance(config, Mapping) or not isinstance(config.get("name"), str):

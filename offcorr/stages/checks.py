@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import FunctionType
 from typing import Any, get_args
 
 import torch
@@ -180,6 +181,41 @@ def warn_of_bounds(owner: str, outside: str, upper: str = "high", **bounds: Any)
                 f"bounds the ratio itself; where {epsilon} of verl or TRL is meant, a distance from 1, pass "
                 f"1 {'+' if is_upper else '-'} {epsilon}"
             )
+
+
+def warn_of_distances(owner: str, *, log: bool = False, **distances: Any) -> None:
+    """Warns of a bound's distance from 1 that looks like 1 + eps or a percentage.
+
+    Values of tensors are not looked at.  A distance from 2 to below 10 may be a large cap (Mu-GRPO clips at 5), and
+    one above 100 stands for no bound.
+
+    Args:
+        log: the distances are from 0, of the log-ratio (nats).
+        distances: by name, which holds "low" or "high"; None: no bound.
+    """
+    for name, eps in distances.items():
+        if not isinstance(eps, int | float) or not (1 < eps < 2 or 10 <= eps <= 100):
+            continue
+        far = eps if "high" in name else -eps
+        bound, of = (math.exp(far), "0, of the log-ratio") if log else (1 + far, "1")
+        meant, why = (eps / 100, "a percentage") if eps >= 10 else (math.log(eps) if log else eps - 1, "1 + eps")
+        warn_first(
+            f"{owner}: {name}",
+            f"{owner}: {name} is {eps!r}, a distance from {of}, so that the bound on the ratio is {bound:.3g}; where "
+            f"{eps!r} is meant as {why}, pass {meant:.3g}",
+        )
+
+
+def uncalled(value: Any) -> str:
+    """ "Veto is a class; write Veto(...)" for a class or function in the place of what it makes; else "".
+
+    >>> uncalled(dict), uncalled({})
+    ('dict is a class; write dict(...)', '')
+    """
+    if not isinstance(value, type | FunctionType):
+        return ""
+    kind = "class" if isinstance(value, type) else "function"
+    return f"{value.__name__} is a {kind}; write {value.__name__}(...)"
 
 
 def check_choice(owner: Any, field: str, choices: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from offcorr.stages import definition, spans
 from offcorr.stages.base import Controller, Stage
-from offcorr.stages.checks import one_of, warn_once
+from offcorr.stages.checks import one_of, uncalled, warn_once
 from offcorr.stages.gates import Gate
 from offcorr.stages.ratios import Token
 
@@ -39,8 +39,8 @@ def check_slot(slot: str, value: Any) -> None:
     if isinstance(value, tuple) and slot not in SEVERAL:
         raise ValueError(f"{slot} is {value!r}, expected one stage" + ("" if slot == "gate" else " or None"))
     for stage in as_tuple(value):
-        if isinstance(stage, type) and issubclass(stage, Stage):
-            raise ValueError(f"{slot} is the class {stage.__name__}, expected an instance: {stage.__name__}()")
+        if told := uncalled(stage):
+            raise ValueError(f"{slot}: {told}")
         if not isinstance(stage, Stage) or stage.KIND != kind:
             raise ValueError(f"{slot} is {stage!r}, expected one of offcorr.{kind.removesuffix('s')}s")
 

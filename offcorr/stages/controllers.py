@@ -58,7 +58,7 @@ from torch import Tensor
 from offcorr.batch import LOG_LIMIT, Tokens
 from offcorr.shapes import Mismatch
 from offcorr.stages.base import Controller, Number
-from offcorr.stages.checks import check_choice, check_mismatch, check_number, check_order
+from offcorr.stages.checks import check_choice, check_mismatch, check_number, check_order, warn_of_distances
 from offcorr.stages.gates import Clip
 from offcorr.stages.rejections import SquareBound, outward
 
@@ -268,6 +268,7 @@ class MomentClip(Controller):
         check_number(self, "tau", low=0)
         check_number(self, "floor_low", low=0, optional=True)
         check_number(self, "floor_high", low=0, optional=True)
+        warn_of_distances("MomentClip", floor_low=self.floor_low, floor_high=self.floor_high)
         check_mismatch(self)
 
     def statistics(self, tokens: Tokens) -> Joined:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 from offcorr.batch import LOG_LIMIT
 from offcorr.stages import ops
 from offcorr.stages.base import Number, Pointwise, Stage
-from offcorr.stages.checks import check_number, check_order, warn_of_bounds
+from offcorr.stages.checks import check_number, check_order, warn_of_bounds, warn_of_distances
 
 __all__ = [
     "Clip",
@@ -149,6 +149,7 @@ class Clip(Gate):
         check_number(self, "eps_low", low=0, high=1)
         check_number(self, "eps_high", low=0)
         check_number(self, "dual_clip", low=1, optional=True)
+        warn_of_distances("Clip", eps_low=self.eps_low, eps_high=self.eps_high)
 
     @cached_property  # 1 - eps of a tensor is a launch
     def params(self) -> ClipBounds:

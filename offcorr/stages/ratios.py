@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from offcorr.shapes import Mismatch
 from offcorr.stages import ops
 from offcorr.stages.base import Number, Pointwise, Stage, own
-from offcorr.stages.checks import check_flag, check_mismatch, check_number
+from offcorr.stages.checks import check_flag, check_mismatch, check_number, warn_of_distances
 
 __all__ = [
     "ClippedGeometric",
@@ -216,6 +216,7 @@ class ClippedGeometric(Ratio):
         super().__post_init__()
         check_number(self, "eps_low", low=0)
         check_number(self, "eps_high", low=0)
+        warn_of_distances("ClippedGeometric", log=True, eps_low=self.eps_low, eps_high=self.eps_high)
 
     @property
     def params(self) -> LogBounds:

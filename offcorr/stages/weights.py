@@ -24,6 +24,7 @@ from offcorr.stages.checks import (
     check_order,
     check_value,
     check_word,
+    uncalled,
     warn_of_bounds,
 )
 from offcorr.stages.reference import weight_of
@@ -256,6 +257,8 @@ class SelfNormalise(Controller):
     becomes: ClassVar[str] = "weight"
 
     def __post_init__(self) -> None:
+        if told := uncalled(self.inner):
+            raise ValueError(f"SelfNormalise: inner: {told}")
         if not isinstance(self.inner, Bound):
             raise ValueError(f"SelfNormalise: inner is {self.inner!r}, expected a weight such as Truncate(2.0)")
         check_choice(self, "over", ("batch", "group"))

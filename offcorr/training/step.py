@@ -14,8 +14,10 @@ from offcorr.batch import Batch, check_batch
 from offcorr.correction import Correction, Output
 from offcorr.metrics import NONFINITE, Count, Gather, Mean, Metrics, measure
 from offcorr.stages.aggregate import AGGREGATIONS, tokens_on_host
+from offcorr.stages.checks import warn_first
 from offcorr.statistics import Statistics
 from offcorr.training.anchors import Anchor, Score, default_anchor
+from offcorr.training.counted import Counted, warn_of_wrong_number
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import FIELD, field_metrics
 from offcorr.training.first_batch import batch_semantics
@@ -113,6 +115,7 @@ class Step:
                 monitor.gather = gather
         self._kept: dict[str, Tensor] = {}
         self._tokens: float | Tensor | None = None
+        self._counted: Counted | None = None
         self.statistics: Statistics | None = None
         self.denominator: float | Tensor | None = None
         self.in_progress = False
@@ -255,6 +258,7 @@ class Step:
         if self.monitor is not None:
             self.monitor.restart()
         self._active, self._placed, self.in_progress, self._begun = None, None, False, False
+        self._counted = None
 
     # -- one optimizer step --------------------------------------------------------------------------------------
 
@@ -284,6 +288,7 @@ class Step:
             for name, value in self._annealed.values(done).items():
                 self._values[train][f"offcorr/schedule/{name}"] = [value]
         self.statistics = self.denominator = self._tokens = None
+        self._counted = Counted() if train else None
         if self.needs_window:
             self._look_ahead(window)
         if tokens is not None or sequences is not None or self._kept:
@@ -330,15 +335,19 @@ class Step:
         Args:
             tokens, sequences: of the whole optimizer step, over all micro-batches and ranks (``total`` sums over
                 ranks); which of the two is needed depends on the correction's aggregation.  With
-                ``count_rejected=False`` the kept ones are known from the window, and take their place.
+                ``count_rejected=False`` the kept ones are known from the window, and take their place.  ``metrics``
+                warns once where the micro-batches had another number, over all ranks by ``gather``.
             averaged_over: number of losses that the framework averages: the ranks where it averages gradients over
                 them, times the micro-batches where it divides the loss by their number.
-            estimated: ``tokens`` is a mean over several steps, as TRL's is, so that ``loss`` does not refuse a
-                micro-batch with more.
+            estimated: the number is not that of the micro-batches, such as a mean over several steps, as TRL's is:
+                ``loss`` does not refuse a micro-batch with more tokens, and ``metrics`` does not compare it.
         """
         unit = AGGREGATIONS[self.correction.aggregate].unit
         number = ({"tokens": tokens, "sequences": sequences} | self._kept).get(unit)
         self._tokens = tokens if unit == "tokens" and not self._kept and not estimated else None
+        if self._counted is not None:
+            self._counted.told = None if self._kept or estimated or unit == "none" else number
+            self._counted.unit = unit
         if number is None:
             if unit != "none":
                 raise ValueError(f"{unit} is None, but aggregate={self.correction.aggregate!r} divides by its number")
@@ -489,8 +498,11 @@ class Step:
             metrics = Metrics({**measure(batch).data, UNSCORED: Count(unscored)})
         self.add(self._complete(metrics, batch, coefficient))
         self.in_progress = self._train and not last
+        if self._counted is not None:
+            self._counted.add(batch)
         if self._train and last:
             self._begun = False
+            self._add_counted()
         if not self._train or self.ess_lr is None:
             return
         self.ess_lr.add(batch, on_policy)
@@ -503,12 +515,27 @@ class Step:
         """Add to the metrics of the current step."""
         self._measured[self._train] = self._measured[self._train].merge(metrics)
 
+    def _add_counted(self) -> None:
+        """Adds the number that the step was told and what its micro-batches had, for ``metrics`` to compare."""
+        if self._counted is not None:
+            self._measured[True] = self._measured[True].merge(self._counted.metrics())
+        self._counted = None
+
     def end(self, version: int) -> None:
-        """End an optimizer step: the anchor follows it.
+        """End an optimizer step: the anchor follows it.  Warns once where it had micro-batches, none of them the last.
 
         Args:
             version: of the weights now, one higher after every step.
         """
+        if self.in_progress and self._counted is not None and self._counted.micro_batches:
+            warn_first(
+                "Step: no last micro-batch",
+                f"end({version}) ends an optimizer step of {self._counted.micro_batches} micro-batches, all with "
+                "last=False: pass last=True with the last one, before optimizer.step(); the ESS learning rate and the "
+                "refusal of micro-batches that follow depend on it",
+            )
+            self._add_counted()
+        self._counted = None
         self.in_progress = self._begun = False
         self._version = version
         if self._ess_lr is not None:
@@ -529,6 +556,8 @@ class Step:
         """The metrics since the last call, over all micro-batches and ranks.
 
         One packed vector per rank and one transfer to the host; every rank must call it.  A monitor sees them, too.
+        Warns once where the micro-batches had another number of tokens (or sequences) than ``begin`` or ``count`` was
+        told; it is read here, and not by ``end``, because reading it needs the other ranks and the host.
 
         Args:
             train: False: those of evaluations.
@@ -540,7 +569,16 @@ class Step:
         """
         measured, self._measured[train] = self._measured[train], Metrics()
         values, self._values[train] = self._values[train], defaultdict(list)
-        computed = measured.all_reduce(self._gather).compute(none_scored="pass")
+        ranks = 1
+
+        def gather(vector: Tensor) -> Tensor:
+            nonlocal ranks
+            gathered = self._gather(vector)
+            ranks = len(gathered)
+            return gathered
+
+        computed = measured.all_reduce(gather).compute(none_scored="pass")
+        warn_of_wrong_number(computed, ranks)
         computed |= {name: sum(value) / len(value) for name, value in values.items()}
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
         self.none_trained = "entropy" in measured.data and "entropy" not in computed

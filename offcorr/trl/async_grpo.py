@@ -27,6 +27,7 @@ import offcorr
 from offcorr.data.sources import warn_of_unseen_age
 from offcorr.optional import require
 from offcorr.rollout.sampler import in_mixed_precision
+from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.checks import outside
 from offcorr.training.anchors import Anchor
 from offcorr.training.named_loss import PREFIX, TRL_LOSSES
@@ -208,6 +209,7 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
             step.count(
                 **{unit: total.to(device) for unit, total in totals.items()},
                 averaged_over=self.accelerator.num_processes,
+                estimated=AGGREGATIONS[step.correction.aggregate].unit == "sequences",  # see packed_batch
             )
 
     def _ahead(self, model: Any, part: dict[str, Any]) -> offcorr.Batch:
@@ -458,8 +460,8 @@ def packed_batch(
 
     A row forwards tokens that its samples share only once, so its S samples have M loss terms over N forwarded tokens;
     a term points to the token that predicts it.  The terms of a sample are contiguous and form its sequence here, so
-    all M are valid.  Where consecutive terms of a sample are not consecutive tokens, a tool's output lies between them
-    and a new turn begins.
+    all M are valid; trailing samples without terms are left out, though ``global_n_sequences`` counts them.  Where
+    consecutive terms of a sample are not consecutive tokens, a tool's output lies between them and a new turn begins.
 
     Args:
         inputs: with a leading dimension of 1; any of ``COLUMNS``.

@@ -321,6 +321,29 @@ def test_a_faulty_file_is_named(command, tmp_path, text):
     assert FAULTY[text].format(file) in err and "Traceback" not in err
 
 
+SQUISH = """
+import offcorr
+
+class Squish(offcorr.ratios.Token):
+    pass
+
+def half(eps: float = 0.1) -> offcorr.Correction:
+    return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))
+
+own = offcorr.Correction()
+"""
+
+
+def test_an_unknown_name_of_a_file_is_told_what_the_file_has(command, tmp_path):
+    file = tmp_path / "squish.py"
+    file.write_text(SQUISH)
+    _, _, err = command(f"{file}:squash", *TINY)
+    has = "It has 'Squish' (a ratio), 'half' (a function), 'own' (a correction)"
+    assert f"defines no 'squash', did you mean 'Squish'? {has}" in err
+    _, _, err = command(f"{file}:Squish", *TINY)
+    assert "has 'Squish', a ratio, expected a correction: Correction(ratio=Squish(...))" in err
+
+
 def test_progress_without_a_terminal_is_on_stderr(command, monkeypatch):
     code, out, err = command("ppo", *TINY)
     assert err == "offcorr compare: 1 method over 16 sequences, about 5 s\n" and "\r" not in out

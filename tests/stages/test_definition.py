@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +13,7 @@ import torch
 
 import offcorr
 from offcorr import gates, ops, ratios, rejections, weights
-from offcorr.stages import base
+from offcorr.stages import base, checks
 
 
 class Width(NamedTuple):
@@ -374,8 +376,61 @@ def test_spec_strings():
 
 
 def test_an_instance_is_wanted():
-    with pytest.raises(ValueError, match=r"gate is the class Clip, expected an instance: Clip\(\)"):
+    with pytest.raises(ValueError, match=r"gate: Clip is a class; write Clip\(...\)"):
         offcorr.Correction(gate=gates.Clip)
+
+
+@pytest.mark.parametrize(
+    ("slot", "value", "said"),
+    [
+        ("ratio", ratios.Prefix, "Prefix is a class; write Prefix(...)"),
+        ("weight", weights.Truncate, "Truncate is a function; write Truncate(...)"),
+        ("weight", (weights.SelfNormalise,), "SelfNormalise is a class; write SelfNormalise(...)"),
+        ("reject", rejections.Veto, "Veto is a class; write Veto(...)"),
+        ("advantages", offcorr.advantages.Advantages, "Advantages is a class; write Advantages(...)"),
+    ],
+)
+def test_what_makes_a_stage_is_no_stage(slot, value, said):
+    with pytest.raises(ValueError, match=f"^{slot}: {re.escape(said)}$"):
+        offcorr.Correction(**{slot: value})
+    if slot != "ratio":  # which is the method's own
+        with pytest.raises(ValueError, match=f": {re.escape(said)}$"):
+            offcorr.get("ppo", **{slot: value})
+    if slot == "weight":
+        with pytest.raises(ValueError, match="SelfNormalise: inner: Truncate is a function"):
+            weights.SelfNormalise(inner=weights.Truncate)
+
+
+@pytest.mark.parametrize(
+    ("spec", "meant"),
+    [
+        ("ppo?eps_high=1.28", "0.28"),
+        ("dapo?eps_high=28", "0.28"),
+        ("gspo?eps_high=1.0004", "0.0004"),
+        ("minpro?eps_high=1.28", "0.28"),
+        ("glm5?eps_high=28", "0.28"),
+        ("sat?eps_high=20", "0.2"),
+        ("sat?eps_high=20&quantile=0.9", "0.2"),
+        ("dgpo?eps_high=1.2", "0.2"),
+        ("rec?eps_low=20", "0.2"),
+        ("rec?mode=ring&eps_high_prime=20", "0.2"),
+        ("m2po?mode=clip&floor_high=1.2", "0.2"),
+        ("gmpo?eps_high=40", "0.4"),
+        ("gmpo?eps_low=1.5", "0.405"),
+    ],
+)
+def test_a_distance_that_looks_like_a_bound_or_a_percentage(spec, meant):
+    checks._WARNED_OF.clear()
+    with pytest.warns(RuntimeWarning, match=f"a distance from .* is meant as (1 . eps|a percentage), pass {meant}$"):
+        offcorr.get(spec)
+
+
+@pytest.mark.parametrize("spec", ["ppo?eps_high=4", "mu_grpo", "ppo?eps_low=1.0", "cispo?cap=5", "ppo?eps_high=1e6"])
+def test_a_large_cap_may_be_meant(spec):
+    checks._WARNED_OF.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        offcorr.get(spec)
 
 
 def test_a_pair_of_policies_that_does_not_exist():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 
 import pytest
 import torch
 
 import offcorr
 from offcorr import Batch
+from offcorr.stages import checks
 from offcorr.training import EWMA, Annealed, ESSLearningRate, Linear, Recomputed, Rollout, Snapshots, Step, Supplied
 from offcorr.training.anchors import ANCHORS, Anchor, default_anchor
 from tests.fresh import python
@@ -35,6 +37,11 @@ def whole_batch(**fields):
 
 def counts(batch):
     return {"tokens": batch.mask.sum(), "sequences": len(batch.mask)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_before():
+    checks._WARNED_OF.clear()
 
 
 @pytest.fixture
@@ -184,6 +191,72 @@ def test_fewer_tokens_than_a_micro_batch_has_are_refused(number):
     step.begin()
     step.count(tokens=number, estimated=True)
     step.loss(step.place(batch))
+
+
+def run_step(step, parts, last=True, **told):
+    step.begin(**told)
+    for i, part in enumerate(parts):
+        step.loss(step.place(part), last=last and i + 1 == len(parts))
+    step.end(1)
+
+
+@pytest.mark.parametrize("method", ["dapo", "gspo"])
+@pytest.mark.parametrize("change", [-1, 0, 20])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_number_than_the_micro_batches_have_is_said(method, change, ranks):
+    """Once, with both numbers; ranks that hold the same micro-batches were told the number of all of them."""
+    batch, unit = whole_batch(), {"dapo": "tokens", "gspo": "sequences"}[method]
+    parts = [batch.rows(slice(0, 3)), batch.rows(slice(3, None))]
+    own = ranks * int(counts(batch)[unit])
+    step = Step(offcorr.get(method), gather=lambda vector: vector[None].repeat(ranks, 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run_step(step, parts, **{unit: torch.tensor(own + change)})
+            assert not any(name.startswith("counted") for name in step.metrics())
+    said = [str(one.message) for one in caught if "but the micro-batches" in str(one.message)]
+    assert len(said) == (change != 0)
+    if change:
+        assert f"{unit} is {own + change}, but the micro-batches of an optimizer step have {own} over" in said[0]
+
+
+def test_what_is_not_compared_is_not_said():
+    """A mean over several steps; an evaluation; the kept tokens, from the window; rows of padding."""
+    batch = whole_batch()
+    empty = batch.replaced(mask=batch.mask & (torch.arange(ROWS) > 1)[:, None])
+    dropping = Step(offcorr.get("icepop", low=0.9, high=1.1, count_rejected=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = Step(offcorr.get("dapo"))
+        step.begin()
+        step.count(tokens=100, estimated=True)
+        step.loss(batch)
+        step.begin(tokens=100, train=False)
+        with torch.no_grad():
+            step.loss(batch)
+        dropping.begin([batch], tokens=100)
+        dropping.loss(batch)
+        for sequences in (ROWS, ROWS - 2):
+            padded = Step(offcorr.get("gspo"))
+            run_step(padded, [empty], sequences=sequences)
+            padded.metrics()
+        step.metrics(), step.metrics(train=False), dropping.metrics()
+
+
+def test_a_step_without_a_last_micro_batch_is_said(optimizer):
+    batch = whole_batch()
+    step = Step(offcorr.get("dapo"))
+    with pytest.warns(RuntimeWarning, match=r"end\(1\) ends an optimizer step of 2 micro-batches, all .* last=False"):
+        run_step(step, [batch.rows(slice(0, 3)), batch.rows(slice(3, None))], last=False, **counts(batch))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_step(step, [batch], last=False, **counts(batch))  # once
+        step.begin(tokens=3)
+        step.end(3)  # a step that had none
+        step.begin(tokens=100, train=False)
+        with torch.no_grad():
+            step.loss(batch)
+        step.end(4)
 
 
 def test_no_tokens_are_no_division_by_zero():
