@@ -207,12 +207,13 @@ def warn_of_distances(owner: str, *, log: bool = False, **distances: Any) -> Non
 
 
 def uncalled(value: Any) -> str:
-    """ "Veto is a class; write Veto(...)" for a class or function in the place of what it makes; else "".
+    """ "Veto is a class; write Veto(...)" for a class, or function of ours, in the place of what it makes; else "".
 
     >>> uncalled(dict), uncalled({})
     ('dict is a class; write dict(...)', '')
     """
-    if not isinstance(value, type | FunctionType):
+    maker = isinstance(value, FunctionType) and value.__module__.startswith("offcorr.stages")
+    if not maker and not isinstance(value, type):
         return ""
     kind = "class" if isinstance(value, type) else "function"
     return f"{value.__name__} is a {kind}; write {value.__name__}(...)"

@@ -75,11 +75,23 @@ def warn_of_wrong_number(computed: dict[str, float], ranks: int = 1) -> None:
         if fewest - room <= told <= most + room:
             continue
         counted = fewest if told < fewest else most
+        world = torch.distributed.get_world_size() if _distributed() else 1
+        if ranks < world:
+            warn_first(
+                "Step: gather",
+                f"{unit} is {told:g} and the micro-batches of this rank have {counted:g}; there are {world} ranks, and "
+                "without gather= a Step's metrics and statistics are those of one rank: pass it, for instance "
+                "Step(gather=lambda vector: accelerator.gather(vector[None]))",
+            )
+            continue
         warn_first(
             f"Step: {unit}",
             f"{unit} is {told:g}, but the micro-batches of an optimizer step have {counted:g} over all ranks (means "
             "over the steps since the metrics were last read), so the gradient is "
             f"{counted / max(told, 1.0):.3g} times that of their mean: pass begin() or count() the {unit} of all "
-            "micro-batches and ranks, and on several ranks Step(gather=...). Only rows without a gradient may be "
-            "counted and left out",
+            "micro-batches and ranks. Only rows without a gradient may be counted and left out",
         )
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

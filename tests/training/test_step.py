@@ -220,6 +220,16 @@ def test_another_number_than_the_micro_batches_have_is_said(method, change, rank
         assert f"{unit} is {own + change}, but the micro-batches of an optimizer step have {own} over" in said[0]
 
 
+def test_a_rank_without_gather_is_told_of_gather_and_not_of_its_gradient(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    batch = whole_batch()
+    step = Step(offcorr.get("dapo"))
+    run_step(step, [batch], tokens=2 * int(counts(batch)["tokens"]))
+    with pytest.warns(RuntimeWarning, match="there are 2 ranks, and without gather= a Step's metrics"):
+        step.metrics()
+
+
 def test_what_is_not_compared_is_not_said():
     """A mean over several steps; an evaluation; the kept tokens, from the window; rows of padding."""
     batch = whole_batch()
