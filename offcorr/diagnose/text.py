@@ -23,7 +23,7 @@ def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] =
     >>> from offcorr.diagnose import Record, diagnose
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
     >>> print(text(diagnose(map(Record.of, rows))).splitlines()[0])
-    clean: trainer and sampler agree (confidence 1.00)
+    clean: the log-probs of trainer and sampler agree (confidence 1.00)
     """
     lines = [headline(report), *indented(notice)]
     lines += [line for one in to_do(report) for line in indented(one)]
@@ -62,7 +62,7 @@ def headline(report: Report) -> str:
         more = f"; {count} more cause{'s' * (count > 1)} below" if count else ""
         return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}){more}"
     said = {
-        "clean": "trainer and sampler agree",
+        "clean": "the log-probs of trainer and sampler agree",
         "unknown": "trainer and sampler disagree, and no known cause fits",
     }
     return f"{report.verdict}: {said[report.verdict]} (confidence {report.confidence:.2f})"

@@ -34,7 +34,7 @@ def test_a_cause_is_said_with_evidence_and_advice(reports):
 
 def test_clean_says_what_was_checked_and_that_nothing_is_to_do(reports):
     said = " ".join(text(reports["clean"]).split())
-    assert said.startswith("clean: trainer and sampler agree (confidence 0.9")
+    assert said.startswith("clean: the log-probs of trainer and sampler agree (confidence 0.9")
     assert f"Checked: {len(CAUSES)} causes" in said and "To do: nothing." in said
     assert "Evidence" not in said
 

@@ -150,7 +150,7 @@ class WeightsSwapped(Cause):
                 float(np.sqrt(share * (1 - share) / len(evidence.records))),
                 0.25,
                 1.5 + 4 * (share - 0.25),
-                f"in {len(cuts)} of {len(evidence.records)} sequences trainer and sampler agree in the "
+                f"in {len(cuts)} of {len(evidence.records)} sequences the log-probs agree in the "
                 f"{'first' if first > 0.5 else 'last'} part of the completion, and differ in the "
                 f"{'last' if first > 0.5 else 'first'}; the change is mostly between index "
                 f"{np.quantile(cuts, 0.1):.0f} and {np.quantile(cuts, 0.9):.0f}",
