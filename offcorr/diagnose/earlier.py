@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from offcorr.diagnose.adapters import adapter_alone, has_adapter
 from offcorr.diagnose.causes.policies import age
 from offcorr.diagnose.hypotheses import Name
 from offcorr.diagnose.passes import Before
 from offcorr.diagnose.record import Floats, Record
-from offcorr.diagnose.variants import adapter_alone, has_adapter
 
 BLOCKS = (1, 16)
 """Tokens of a block of the prefix cache; the last block of a prompt is full only by chance, and read anew."""

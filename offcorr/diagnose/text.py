@@ -46,12 +46,13 @@ def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] =
 BULLET: Any = {"initial_indent": " - ", "subsequent_indent": "   ", "break_long_words": False}
 
 GLOSSARY = (
-    "d = the trainer's log-prob of a sampled token (old_logp: under the weights that it takes for the sampler's) - the "
-    "sampler's (rollout_logp), in nats; p = the token's probability by the trainer. Two models hardly differ about a "
-    "token that is nearly certain, so their difference is also given relative to 1 - p: |d| / (1 - p), the relative "
-    "difference. Surprisal balance: the mean of (- the trainer's log-prob - the entropy of its distribution). +- is "
-    "one standard error. Confidence: how clearly the cause is told from others that leave similar numbers; 0.5: only "
-    "just, 1: certainly."
+    "d = the trainer's log-prob of a sampled token (old_logp: under the weights that it takes for the sampler's) minus "
+    "the sampler's (rollout_logp), and |d| its size without sign, in nats (natural logarithms: where d is 0.01 nats, "
+    "the two probabilities differ by 1 %); p = the token's probability by the trainer. Two models hardly differ about "
+    "a token that is nearly certain, so their difference is also given relative to 1 - p: |d| / (1 - p), the relative "
+    "difference. Surprisal balance: how much less likely the sampled tokens are to the trainer than draws from its own "
+    "distributions would be, the mean of (- log-prob - entropy). +- is one standard error. Confidence: how "
+    "clearly the cause is told from others that leave similar numbers; 0.5: only just, 1: certainly."
 )
 
 
@@ -109,7 +110,7 @@ def measured(report: Report) -> list[tuple[str, str, str]]:
         (
             "mean |d|",
             f"{numbers['abs_mean']:.3g} nats, largest {numbers['abs_max']:.3g}",
-            "d: old_logp, the trainer's, - rollout_logp, the sampler's",
+            "d: the trainer's old_logp minus the sampler's rollout_logp",
         ),
         (
             "mean ratio e^d",

@@ -1,9 +1,8 @@
-"""Variants of the trainer's model that a sampler may have: another precision, a rounded cache, no adapter."""
+"""Variants of the trainer's model that a sampler may have: another precision, a rounded cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -72,43 +71,3 @@ def _rounded_cache(rounded: Callable[[Tensor], Tensor], exact_prompt: bool, prom
             return super().update(rounded(keys), rounded(values), layer, *more, **named)  # type: ignore[no-any-return]
 
     return RoundedCache()
-
-
-def has_adapter(model: Any) -> bool:
-    """Whether the model has a LoRA, or another adapter of peft, apart from its weights."""
-    return hasattr(model, "disable_adapter") or bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-def adapter_alone(model: nn.Module, other: nn.Module) -> bool:
-    """Whether the model has an adapter, and the other model the same weights but for it."""
-    if not has_adapter(model):
-        return False
-    own, others = _without_adapters(model), _without_adapters(other)
-    return own.keys() == others.keys() and all(
-        value.shape == others[name].shape and torch.equal(value, others[name].to(value)) for name, value in own.items()
-    )
-
-
-def _without_adapters(model: nn.Module) -> dict[str, Tensor]:
-    """The weights, by the names that they have without peft."""
-    weights = model.state_dict()
-    wrapped = tuple({name.partition("base_layer.")[0] for name in weights if ".base_layer." in name})
-    return {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): value
-        for name, value in weights.items()
-        if ".base_layer." in name or not name.startswith(wrapped)
-    }
-
-
-@contextmanager
-def without_adapter(model: Any) -> Iterator[None]:
-    """The adapter switched off, and on again afterwards."""
-    if hasattr(model, "disable_adapter"):  # peft's own wrapper
-        with model.disable_adapter():
-            yield
-        return
-    model.disable_adapters()
-    try:
-        yield
-    finally:
-        model.enable_adapters()

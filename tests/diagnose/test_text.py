@@ -49,7 +49,7 @@ def test_unknown_says_what_to_do_next(reports):
 
 def test_updates_since_are_a_number_of_their_own():
     rows = {name: (value, meaning) for name, value, meaning in measured(diagnose(world("policy_updates").records()))}
-    assert rows["mean |d|"][1] == "d: old_logp, the trainer's, - rollout_logp, the sampler's"
+    assert rows["mean |d|"][1] == "d: the trainer's old_logp minus the sampler's rollout_logp"
     assert re.match(r"0\.\d+ nats, largest 0\.\d+", rows["mean |logp - old_logp|"][0])
     assert "mean |logp - old_logp|" not in dict(
         (name, value) for name, value, _ in measured(diagnose(world("top_p").records()))

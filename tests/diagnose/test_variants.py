@@ -12,7 +12,7 @@ pytest.importorskip("tokenizers")
 
 import torch
 
-from offcorr.diagnose import Record, hypotheses, variants
+from offcorr.diagnose import Record, adapters, hypotheses, variants
 from offcorr.diagnose.diagnosis import diagnose
 from offcorr.diagnose.informed import informed
 from offcorr.diagnose.rescore import described, rescore
@@ -308,9 +308,9 @@ def test_a_checkpoint_with_another_adapter(wrapped):
 def test_weights_that_differ_in_the_adapter_alone():
     peft = pytest.importorskip("peft")
     trained, base, merged = with_adapter(peft, 0, True), fresh_model(0), with_adapter(peft, 0, True).merge_and_unload()
-    assert variants.adapter_alone(trained, base)  # it lacks the adapter
-    assert not variants.adapter_alone(trained, merged)  # its adapter is in its weights
-    assert not variants.adapter_alone(trained, fresh_model(3)) and not variants.adapter_alone(base, merged)
+    assert adapters.adapter_alone(trained, base)  # it lacks the adapter
+    assert not adapters.adapter_alone(trained, merged)  # its adapter is in its weights
+    assert not adapters.adapter_alone(trained, fresh_model(3)) and not adapters.adapter_alone(base, merged)
 
 
 @pytest.mark.parametrize("first, last", [(3, 0), (0, 2), (2, 3)])

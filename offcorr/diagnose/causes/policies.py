@@ -205,8 +205,8 @@ class StaleWeights(Cause):
     title = "the sampler has older weights than the trainer scores with"
     advice = (
         "check that every update reaches the engine; where sampling runs ahead on purpose, correct for it with a "
-        "method for stale data, against the weights that sampled (in the trainers anchor='snapshot'): minpro; topr "
-        "only where the model already solves a good part (`offcorr methods` lists them all)"
+        "method for stale data, against the weights that sampled (anchor='snapshot' in offcorr's trainers): minpro, or "
+        "topr only where the model already solves a good part of the tasks (`offcorr methods` lists them all)"
     )
     not_told_from = (
         Alternative(
