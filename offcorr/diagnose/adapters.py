@@ -28,11 +28,12 @@ def adapter_alone(model: nn.Module, other: nn.Module) -> bool:
 def _without_adapters(model: nn.Module) -> dict[str, Tensor]:
     """The weights, by the names that they have without peft."""
     weights = model.state_dict()
-    wrapped = tuple({name.partition("base_layer.")[0] for name in weights if ".base_layer." in name})
+    layer = "base_layer."  # beside it, in the module that wraps it, is the adapter; a wrapper may be wrapped again
+    wrappers = {name.rpartition(layer)[0] for name in weights if f".{layer}" in name}
     return {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): value
+        name.removeprefix("base_model.model.").replace(layer, ""): value
         for name, value in weights.items()
-        if ".base_layer." in name or not name.startswith(wrapped)
+        if not any(name.startswith(one) and not name.startswith(one + layer) for one in wrappers)
     }
 
 

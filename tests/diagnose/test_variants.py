@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -310,6 +311,12 @@ def test_weights_that_differ_in_the_adapter_alone():
     trained, base, merged = with_adapter(peft, 0, True), fresh_model(0), with_adapter(peft, 0, True).merge_and_unload()
     assert adapters.adapter_alone(trained, base)  # it lacks the adapter
     assert not adapters.adapter_alone(trained, merged)  # its adapter is in its weights
+    twice = with_adapter(peft, 0, True)
+    weights = trained.state_dict()
+    outer = {name: value for name, value in weights.items() if "lora_" in name}
+    inner = {re.sub("(?=base_layer|lora_)", "base_layer.", name): value for name, value in weights.items()}
+    twice.state_dict = lambda: outer | inner
+    assert adapters.adapter_alone(twice, base)  # peft wraps the experts of a layer so
     assert not adapters.adapter_alone(trained, fresh_model(3)) and not adapters.adapter_alone(base, merged)
 
 
