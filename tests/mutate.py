@@ -1747,7 +1747,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose --model: the adapter stays switched off",
-        "offcorr/diagnose/variants.py",
+        "offcorr/diagnose/adapters.py",
         "        model.enable_adapters()\n",
         "        pass\n",
         "tests/diagnose/test_variants.py adapter",
@@ -1849,6 +1849,13 @@ MUTATIONS = [
         "if sum(within) < 0.25 * len(records):",
         "if False:",
         "tests/diagnose/test_rescore.py whole_sequences",
+    ),
+    Mutation(
+        "diagnose --checkpoint: an older adapter was never synced, whatever the versions say",
+        "offcorr/diagnose/earlier.py",
+        "all(age(record) == 0 for record in records)",
+        "True",
+        "tests/diagnose/test_variants.py another_adapter",
     ),
     Mutation(
         "diagnose --checkpoint: two causes explain the whole gap each",

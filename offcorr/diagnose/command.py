@@ -21,7 +21,7 @@ from offcorr.diagnose.informed import informed
 from offcorr.diagnose.progress import Reading
 from offcorr.diagnose.readers import read
 from offcorr.diagnose.record import Record
-from offcorr.diagnose.rescore import Rescored, described, rescore
+from offcorr.diagnose.rescore import Rescored, described, rescore, rollout_versions
 from offcorr.diagnose.scorable import of_the_model, scorable, spread
 from offcorr.diagnose.text import text
 from offcorr.folders import check_file
@@ -60,8 +60,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="folder or hub name of the model with the trainer's weights: scores some sequences again, under each "
-        "hypothesis about the sampler",
+        help="folder or hub name of the model with the weights that the trainer's log-probs (old_logp) are of: scores "
+        "some sequences again, under each hypothesis about the sampler",
     )
     parser.add_argument(
         "--checkpoint",
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         rescored = None if model is None else _rescored(options, model, report.evidence.records)
         if rescored is not None:
             report = informed(report, rescored)
-        outcome = [] if rescored is None else described(rescored)
+        outcome = [] if rescored is None else described(rescored, rollout_versions(report.evidence.records))
         notice = OF_LOGS_ALONE if rescored is not None and rescored.other_model else ""
         if options.html is not None:
             written = page(report, warnings, decode, outcome, notice)

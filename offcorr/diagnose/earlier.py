@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from offcorr.diagnose.adapters import adapter_alone, has_adapter
+from offcorr.diagnose.causes.policies import age
 from offcorr.diagnose.hypotheses import Name
 from offcorr.diagnose.passes import Before
 from offcorr.diagnose.record import Floats, Record
@@ -43,9 +45,10 @@ def earlier(
         named: the checkpoint, in words.
         ours: the model's log-probs.
     """
+    cause = _cause(model, checkpoint, records)
     words = f"the weights of {named}"
     throughout = score(words, checkpoint)
-    yield from _on_the_way("stale_weights", words, ours, throughout)
+    yield from _on_the_way(cause, words, ours, throughout)
     for block in BLOCKS:
         words = f"the prompt read with the weights of {named} (prefix cache of {block}-token blocks)"
         places = [max(0, (len(record.prompt_ids) - 1) // block * block) for record in records]
@@ -68,7 +71,7 @@ def earlier(
         if sum(within) < 0.25 * len(records):  # whole sequences, as in a buffer that holds samples of two ages
             if first is throughout:
                 older = sum(at > len(record) / 2 for at, record in zip(changes, records, strict=True))
-                yield ("stale_weights", f"the weights of {named} in {older} of {len(records)} sequences"), either
+                yield (cause, f"the weights of {named} in {older} of {len(records)} sequences"), either
         else:
             # The keys and values of the first weights stay, so what follows is not the last weights' own.
             for reach in (REACH, 0):
@@ -78,6 +81,16 @@ def earlier(
                 if reach:
                     changes = [_change(*four) for four in zip(records, first, after, begin, strict=True)]
             yield ("weights_swapped", words), after
+
+
+def _cause(model: nn.Module, checkpoint: nn.Module, records: Sequence[Record]) -> str:
+    """The cause of a sampler with the checkpoint's weights: a checkpoint that lacks the model's adapter, or has another
+    one although the versions of both sides are the same, shows that the adapter was not synced.
+    """
+    if not adapter_alone(model, checkpoint):
+        return "stale_weights"
+    unsynced = not has_adapter(checkpoint) or all(age(record) == 0 for record in records)
+    return "adapter_not_synced" if unsynced else "stale_weights"
 
 
 def _on_the_way(

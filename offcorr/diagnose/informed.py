@@ -14,7 +14,7 @@ from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.rescore import EXPLAINS, TRANSFORMS, Rescored
 
-SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised"), "stale_weights": ("adapter_not_synced",)}
+SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised")}
 """Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
 
 SILENT = {

@@ -29,7 +29,7 @@ OPTIONAL = tuple(name for name in NAMES if name not in UNASKED)
 """Fields that a record may lack; where only some records do, a warning says so."""
 WITHOUT = {
     ("logp",): "how far the trainer's later updates moved its log-probs is not known. Where one of the two is logged, "
-    "it is taken for old_logp: if it is of after the updates, they look like older weights of the sampler",
+    "it is taken for old_logp: if it was computed after the updates, they look like older weights of the sampler",
     ("entropy",): "what is missing in both sides' log-probs, such as a temperature, cannot be seen",
     ("mask",): "every token of the completions is taken for one that the model sampled",
     ("rollout_version", "trainer_version"): "older weights cannot be told from an update that never arrived",

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from offcorr.diagnose.adapters import has_adapter, without_adapter
 from offcorr.diagnose.earlier import earlier
 from offcorr.diagnose.evidence import SAME
 from offcorr.diagnose.hypotheses import (
@@ -25,7 +26,8 @@ from offcorr.diagnose.hypotheses import (
 )
 from offcorr.diagnose.passes import passes
 from offcorr.diagnose.record import Floats, Record
-from offcorr.diagnose.variants import cast, has_adapter, rounded_caches, without_adapter
+from offcorr.diagnose.steps import ranges
+from offcorr.diagnose.variants import cast, rounded_caches
 
 PRECISIONS = ("bf16", "fp16", "int8", "fp8_e4m3")
 FARTHEST = 5.0
@@ -36,6 +38,9 @@ SLIPS = 1e-3
 
 TRANSFORMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Causes by which a sampler changes a model's distributions before it draws."""
+
+OF_CHECKPOINTS = ("stale_weights", "stale_prefix_cache")
+"""Causes whose hypotheses need a checkpoint."""
 
 FALSE_ALARMS = 1e-3
 """Share of the dumps, at most, whose tokens were drawn as they were logged and would be said not to be."""
@@ -95,6 +100,7 @@ class Rescored:
             (nats).  If these are of the distributions that the tokens were drawn from, no hypothesis that was chosen
             beforehand exceeds it by log(1 / a) with a probability of more than a.
         temperature: of the trainer.
+        versions: ``rollout_version`` of the tokens that were scored, each once; empty: not logged.
     """
 
     sequences: int
@@ -105,6 +111,7 @@ class Rescored:
     left_out: Sequence[str] = ()
     drawn_as_logged: float = 0.0
     temperature: float = 1.0
+    versions: Sequence[int] = ()
 
     @property
     def threshold(self) -> float:
@@ -155,7 +162,7 @@ def rescore(
     Args:
         records: some tens of sequences; each costs about twenty forward passes, and three to five per checkpoint; some
             more where another template is looked for.
-        model: a causal language model of transformers, with the weights that the trainer held.
+        model: a causal language model of transformers, with the weights that ``old_logp`` is of.
         checkpoints: names and models whose weights the sampler may have had in place of the model's, throughout, for
             the prompt, or up to some token; taken one after the other.
         temperature: the trainer's; None: the one at which the model's log-probs are nearest to the trainer's.
@@ -207,7 +214,23 @@ def rescore(
             hypotheses.append(hypothesis(("chat_template", words), scorer.again(words, model, cut)))
             hypotheses.sort(key=lambda one: -one.share)
     as_logged = _likelier(sampler, ours, slips=0.0)
-    return Rescored(len(records), gap, logged, _gap(ours, trainer), hypotheses, left_out, as_logged, temperature)
+    trained = _gap(ours, trainer)
+    held = rollout_versions(records)
+    return Rescored(len(records), gap, logged, trained, hypotheses, left_out, as_logged, temperature, held)
+
+
+def rollout_versions(records: Iterable[Record]) -> list[int]:
+    """The versions of the sampler's weights in the records, each once: those of the tokens that both sides scored.
+
+    >>> row = {"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1, None], "logp": [-1, -2]}
+    >>> rollout_versions([Record.of(row | {"rollout_version": version}) for version in (7, [4, 5])])
+    [4, 7]
+    """
+    found: set[int] = set()
+    for record in records:
+        if record.rollout_version is not None:
+            found.update(np.broadcast_to(record.rollout_version, len(record))[_valid(record)].tolist())
+    return sorted(found)
 
 
 @dataclass(frozen=True)
@@ -315,8 +338,11 @@ def fit(records: Sequence[Record], model: nn.Module) -> tuple[float, float]:
     return best, found[best]
 
 
-def described(rescored: Rescored, most: int = 6) -> list[str]:
+def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -> list[str]:
     """Sentences about the outcome: whether the model fits the log, then the hypotheses that explain most.
+
+    Args:
+        versions: ``rollout_versions`` of the dump.
 
     >>> half = Hypothesis("temperature", "temperature 0.7", 0.01, 0.1, 0.9)
     >>> described(Rescored(32, 0.1, 0.1, 0.0, [half]))[1]
@@ -331,10 +357,13 @@ def described(rescored: Rescored, most: int = 6) -> list[str]:
     if rescored.other_model:
         said.append(
             f"they differ from the trainer's logged ones (old_logp) by {rescored.trainer:.2g} nats, so this is not the "
-            "model that computed them, and the hypotheses say nothing: give the checkpoint of the step at which these "
-            "samples were drawn, where their generation began (with steps_per_generation or num_iterations above 1 it "
-            "is earlier than the last step), or the trainer's --temperature"
+            "model that computed them, and the hypotheses say nothing: give the weights that old_logp is of, or the "
+            "trainer's --temperature. Where the sampler supplies old_logp, as OffPolicy(lag=...) does, they are the "
+            "weights that sampled; elsewhere those that the trainer had when the generation of these samples began "
+            "(with steps_per_generation or num_iterations above 1 that is before the last step)"
         )
+        if versions:
+            said.append(f"the records were sampled by {_versions(versions)}")
         return said
     if rescored.as_the_model and rescored.best_drawn[1] <= rescored.threshold:
         said.append(
@@ -347,6 +376,10 @@ def described(rescored: Rescored, most: int = 6) -> list[str]:
     ]
     if not telling and rescored.gap > SAME:
         said.append(f"none of the {len(rescored.hypotheses)} hypotheses explains more than 5% of it")
+    if _no_checkpoint_explains(rescored):
+        said.append(f"no --checkpoint explains more than {EXPLAINS:.0%} of it")
+        if rescored.versions:
+            said[-1] += f". The sequences that were scored were sampled by {_versions(rescored.versions)}"
     best, ahead = rescored.best_drawn
     if best is not None and ahead <= 0:
         said.append("no temperature, truncation or penalty fits the sampled tokens better than what was logged")
@@ -358,6 +391,26 @@ def described(rescored: Rescored, most: int = 6) -> list[str]:
         )
     said += [f"not tried: {one}" for one in rescored.left_out]
     return said
+
+
+def _no_checkpoint_explains(rescored: Rescored) -> bool:
+    """Whether a checkpoint was tried, there is a gap of the sampler's, and no hypothesis explains enough of it."""
+    tried = any(one.cause in OF_CHECKPOINTS for one in rescored.hypotheses)
+    found = rescored.hypotheses and rescored.hypotheses[0].share > EXPLAINS
+    return tried and not found and rescored.gap > SAME and not rescored.as_the_model
+
+
+def _versions(versions: Sequence[int]) -> str:
+    """
+    >>> _versions([4, 5, 6])
+    "versions 4 to 6 (rollout_version, in optimizer steps: version 6 is that of TRL's checkpoint-6)"
+    """
+    known = np.array(versions, dtype=float)
+    last = versions[-1]
+    return (
+        f"version{'s' * (len(versions) > 1)} {ranges(known, np.arange(known[0], last + 1))} (rollout_version, in "
+        f"optimizer steps: version {last} is that of TRL's checkpoint-{last})"
+    )
 
 
 def _hypothesis(cause: str, words: str, gap: float, before: float, drawn: float = 0.0) -> Hypothesis:

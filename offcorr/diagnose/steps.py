@@ -37,8 +37,8 @@ def differing_steps(evidence: Evidence) -> tuple[Evidence, str]:
     if (gaps[~far] > bound).any() or (gaps[far] < bound).mean() > EXCEPTIONS:
         return evidence, ""
     said = (
-        f"; this is of {differs.sum()} of the {len(steps)} optimizer steps, {_ranges(steps[differs], steps)}: in the "
-        "others trainer and sampler agree"
+        f"; this is of {differs.sum()} of the {len(steps)} optimizer steps, {ranges(steps[differs], steps)}: in the "
+        "others the log-probs agree"
     )
     return Evidence.of([record for record, one in zip(evidence.records, far, strict=True) if one]), said
 
@@ -63,10 +63,10 @@ def _means(index: np.ndarray, gaps: Floats) -> Floats:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def _ranges(chosen: Floats, steps: Floats) -> str:
+def ranges(chosen: Floats, steps: Floats) -> str:
     """The chosen steps in words; neighbours among ``steps`` are one range.
 
-    >>> _ranges(np.array([3.0, 4.0, 5.0, 9.0]), np.arange(12.0))
+    >>> ranges(np.array([3.0, 4.0, 5.0, 9.0]), np.arange(12.0))
     '3 to 5 and 9'
     """
     places = np.searchsorted(steps, chosen)

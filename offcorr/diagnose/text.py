@@ -23,7 +23,7 @@ def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] =
     >>> from offcorr.diagnose import Record, diagnose
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
     >>> print(text(diagnose(map(Record.of, rows))).splitlines()[0])
-    clean: trainer and sampler agree (confidence 1.00)
+    clean: the log-probs of trainer and sampler agree (confidence 1.00)
     """
     lines = [headline(report), *indented(notice)]
     lines += [line for one in to_do(report) for line in indented(one)]
@@ -46,12 +46,13 @@ def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] =
 BULLET: Any = {"initial_indent": " - ", "subsequent_indent": "   ", "break_long_words": False}
 
 GLOSSARY = (
-    "d = the trainer's log-prob of a sampled token (old_logp: under the weights that it takes for the sampler's) - the "
-    "sampler's (rollout_logp), in nats; p = the token's probability by the trainer. Two models hardly differ about a "
-    "token that is nearly certain, so their difference is also given relative to 1 - p: |d| / (1 - p), the relative "
-    "difference. Surprisal balance: the mean of (- the trainer's log-prob - the entropy of its distribution). +- is "
-    "one standard error. Confidence: how clearly the cause is told from others that leave similar numbers; 0.5: only "
-    "just, 1: certainly."
+    "d = the trainer's log-prob of a sampled token (old_logp: under the weights that it takes for the sampler's) minus "
+    "the sampler's (rollout_logp), and |d| its size without sign, in nats (natural logarithms: where d is 0.01 nats, "
+    "the two probabilities differ by 1 %); p = the token's probability by the trainer. Two models hardly differ about "
+    "a token that is nearly certain, so their difference is also given relative to 1 - p: |d| / (1 - p), the relative "
+    "difference. Surprisal balance: how much less likely the sampled tokens are to the trainer than draws from its own "
+    "distributions would be, the mean of (- log-prob - entropy). +- is one standard error. Confidence: how "
+    "clearly the cause is told from others that leave similar numbers; 0.5: only just, 1: certainly."
 )
 
 
@@ -62,7 +63,7 @@ def headline(report: Report) -> str:
         more = f"; {count} more cause{'s' * (count > 1)} below" if count else ""
         return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}){more}"
     said = {
-        "clean": "trainer and sampler agree",
+        "clean": "the log-probs of trainer and sampler agree",
         "unknown": "trainer and sampler disagree, and no known cause fits",
     }
     return f"{report.verdict}: {said[report.verdict]} (confidence {report.confidence:.2f})"
@@ -109,7 +110,7 @@ def measured(report: Report) -> list[tuple[str, str, str]]:
         (
             "mean |d|",
             f"{numbers['abs_mean']:.3g} nats, largest {numbers['abs_max']:.3g}",
-            "d: old_logp, the trainer's, - rollout_logp, the sampler's",
+            "d: the trainer's old_logp minus the sampler's rollout_logp",
         ),
         (
             "mean ratio e^d",

@@ -1,9 +1,8 @@
-"""Variants of the trainer's model that a sampler may have: another precision, a rounded cache, no adapter."""
+"""Variants of the trainer's model that a sampler may have: another precision, a rounded cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -72,22 +71,3 @@ def _rounded_cache(rounded: Callable[[Tensor], Tensor], exact_prompt: bool, prom
             return super().update(rounded(keys), rounded(values), layer, *more, **named)  # type: ignore[no-any-return]
 
     return RoundedCache()
-
-
-def has_adapter(model: Any) -> bool:
-    """Whether the model has a LoRA, or another adapter of peft, apart from its weights."""
-    return hasattr(model, "disable_adapter") or bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-@contextmanager
-def without_adapter(model: Any) -> Iterator[None]:
-    """The adapter switched off, and on again afterwards."""
-    if hasattr(model, "disable_adapter"):  # peft's own wrapper
-        with model.disable_adapter():
-            yield
-        return
-    model.disable_adapters()
-    try:
-        yield
-    finally:
-        model.enable_adapters()

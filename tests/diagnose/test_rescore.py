@@ -111,6 +111,20 @@ def test_an_earlier_checkpoint(model):
     assert next(one for one in found.hypotheses if one.words == "the weights of other").share < 0
 
 
+def test_a_checkpoint_that_explains_nothing(model):
+    """The report says which version the sampler had, and says nothing of the kind where a checkpoint fits."""
+    older = moved_weights(0.03)
+    records = [dataclasses.replace(one, rollout_version=4, trainer_version=8) for one in dump(model, older)]
+    told = "no --checkpoint explains more than 60% of it"
+    held = ". The sequences that were scored were sampled by version 4 (rollout_version, in optimizer steps: "
+    wrong = described(rescore(records, model, checkpoints=[("other", fresh_model(3).eval())]))
+    assert any(said.startswith(told + held) for said in wrong)
+    unversioned = [dataclasses.replace(one, rollout_version=None) for one in records]
+    assert told in described(rescore(unversioned, model, checkpoints=[("other", fresh_model(3).eval())]))
+    for fine in ({}, {"checkpoints": [("older", older)]}):
+        assert not any(told in said for said in described(rescore(records, model, **fine)))
+
+
 def moved_weights(size):
     """The model with weights that lie ``size`` away in one direction."""
     older = fresh_model(0).eval()

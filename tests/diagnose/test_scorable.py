@@ -14,7 +14,7 @@ import torch
 from offcorr.diagnose import Record
 from offcorr.diagnose.diagnosis import diagnose
 from offcorr.diagnose.informed import informed
-from offcorr.diagnose.rescore import described, rescore
+from offcorr.diagnose.rescore import described, rescore, rollout_versions
 from offcorr.diagnose.scorable import STEPS, of_the_model, scorable, spread
 from tests.diagnose.test_variants import dump
 from tests.rollout.rollout_models import fresh_model
@@ -67,7 +67,20 @@ def test_of_the_last_step_where_the_model_fits_none(training):
     report = diagnose(training)
     assert rescored.other_model and informed(report, rescored) is report
     said = described(rescored)
-    assert len(said) == 2 and "give the checkpoint of the step at which these samples were drawn" in said[1]
+    assert len(said) == 2 and "give the weights that old_logp is of" in said[1]
+
+
+def test_the_versions_that_the_records_hold_are_said_where_the_model_is_another(training):
+    """A sampler that lags by 2 updates and supplies old_logp: no trainer's checkpoint of the last step fits."""
+    lagging = [
+        dataclasses.replace(one, rollout_version=max(0, one.step - 2), trainer_version=one.step) for one in training
+    ]
+    other = fresh_model(3).eval()
+    rescored = rescore(of_the_model(lagging, other), other)
+    said = described(rescored, rollout_versions(lagging))
+    assert rescored.other_model and "as OffPolicy(lag=...) does, they are the weights that sampled" in said[1]
+    assert said[2].startswith("the records were sampled by versions 0 to 6 (rollout_version")
+    assert said[2].endswith("TRL's checkpoint-6)") and rescored.versions == [6]
 
 
 def test_all_without_steps_and_none_without_prompt():

@@ -41,7 +41,7 @@ def test_a_temperature_in_some_of_the_steps(good, before, bad, after):
     evidence = report.causes[0].evidence
     assert evidence.endswith(
         f"; this is of {bad} of the {before + bad + after} optimizer steps, {before + 1} to {before + bad}: in the "
-        "others trainer and sampler agree"
+        "others the log-probs agree"
     )
     assert report.numbers["sequences"] == 8 * (before + bad + after)
 

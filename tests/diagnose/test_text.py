@@ -34,7 +34,7 @@ def test_a_cause_is_said_with_evidence_and_advice(reports):
 
 def test_clean_says_what_was_checked_and_that_nothing_is_to_do(reports):
     said = " ".join(text(reports["clean"]).split())
-    assert said.startswith("clean: trainer and sampler agree (confidence 0.9")
+    assert said.startswith("clean: the log-probs of trainer and sampler agree (confidence 0.9")
     assert f"Checked: {len(CAUSES)} causes" in said and "To do: nothing." in said
     assert "Evidence" not in said
 
@@ -49,7 +49,7 @@ def test_unknown_says_what_to_do_next(reports):
 
 def test_updates_since_are_a_number_of_their_own():
     rows = {name: (value, meaning) for name, value, meaning in measured(diagnose(world("policy_updates").records()))}
-    assert rows["mean |d|"][1] == "d: old_logp, the trainer's, - rollout_logp, the sampler's"
+    assert rows["mean |d|"][1] == "d: the trainer's old_logp minus the sampler's rollout_logp"
     assert re.match(r"0\.\d+ nats, largest 0\.\d+", rows["mean |logp - old_logp|"][0])
     assert "mean |logp - old_logp|" not in dict(
         (name, value) for name, value, _ in measured(diagnose(world("top_p").records()))

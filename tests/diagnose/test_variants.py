@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("tokenizers")
 
 import torch
 
-from offcorr.diagnose import Record, hypotheses, variants
+from offcorr.diagnose import Record, adapters, hypotheses, variants
 from offcorr.diagnose.diagnosis import diagnose
 from offcorr.diagnose.informed import informed
 from offcorr.diagnose.rescore import described, rescore
@@ -160,6 +161,8 @@ def test_older_weights_whose_versions_are_wrong(model):
     assert report.verdict == "adapter_not_synced"
     found = informed(report, rescore(records, model))
     assert found.verdict == "stale_weights" and "the model has no adapter apart" in found.causes[0].evidence
+    found = informed(report, rescore(records, model, checkpoints=[("older", older)]))
+    assert found.verdict == "stale_weights" and "'the weights of older'" in found.causes[0].evidence
 
 
 @pytest.mark.parametrize("temperature", [0.83, 1.0, 1.4])
@@ -277,6 +280,44 @@ def test_an_adapter_that_is_not_synced(wrapped):
     assert rescored.hypotheses[0].words == "the weights without the adapter" and rescored.hypotheses[0].share > 0.99
     assert informed(diagnose(records), rescored).verdict == "adapter_not_synced"
     assert torch.equal(trained(input_ids=ids).logits, before)  # the adapter is on again
+
+
+def with_adapter(peft, seed, wrapped):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    made = fresh_model(0)
+    torch.manual_seed(seed)
+    if wrapped:
+        return peft.get_peft_model(made, config).eval()
+    made.add_adapter(config)
+    return made.eval()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_checkpoint_with_another_adapter(wrapped):
+    """Where the adapter is all that differs, equal versions say that it was not synced, and others that it is older."""
+    peft = pytest.importorskip("peft")
+    trained, older = with_adapter(peft, 0, wrapped), with_adapter(peft, 1, not wrapped)
+    records = dump(trained, older, sequences=6)
+    for version, cause in ((3, "adapter_not_synced"), (1, "stale_weights"), (None, "stale_weights")):
+        logged = [dataclasses.replace(one, rollout_version=version, trainer_version=3) for one in records]
+        rescored = rescore(logged, trained, checkpoints=[("older", older)])
+        best = rescored.hypotheses[0]
+        assert (best.words, best.cause) == ("the weights of older", cause) and best.share > 0.99
+        assert informed(diagnose(logged), rescored).verdict == cause
+
+
+def test_weights_that_differ_in_the_adapter_alone():
+    peft = pytest.importorskip("peft")
+    trained, base, merged = with_adapter(peft, 0, True), fresh_model(0), with_adapter(peft, 0, True).merge_and_unload()
+    assert adapters.adapter_alone(trained, base)  # it lacks the adapter
+    assert not adapters.adapter_alone(trained, merged)  # its adapter is in its weights
+    twice = with_adapter(peft, 0, True)
+    weights = trained.state_dict()
+    outer = {name: value for name, value in weights.items() if "lora_" in name}
+    inner = {re.sub("(?=base_layer|lora_)", "base_layer.", name): value for name, value in weights.items()}
+    twice.state_dict = lambda: outer | inner
+    assert adapters.adapter_alone(twice, base)  # peft wraps the experts of a layer so
+    assert not adapters.adapter_alone(trained, fresh_model(3)) and not adapters.adapter_alone(base, merged)
 
 
 @pytest.mark.parametrize("first, last", [(3, 0), (0, 2), (2, 3)])

@@ -54,7 +54,7 @@ def _padding(profile: Profile) -> Found | None:
         float(np.sqrt(longest * (1 - longest) / len(profile.prompt))),
         0.8,
         2.0,
-        f"trainer and sampler agree in {share:.0%} of the sequences, those {said}, which have the least padding",
+        f"the log-probs agree in {share:.0%} of the sequences, those {said}, which have the least padding",
     )
 
 
@@ -78,7 +78,7 @@ def _restarted(profile: Profile) -> Found | None:
         drop.error,
         0.35,
         max(drop.value, 0.5) + 1,
-        "trainer and sampler agree on the first token of the completions, and differ on the next ones by more than "
+        "the log-probs agree on the first token of the completions, and differ on the next ones by more than "
         "rounding makes"
         + (", less and less along the completion" if fades else "")
         + ": the positions of the completion do not continue those of the prompt",
@@ -199,7 +199,7 @@ class TruncatedPrompt(Cause):
                 float(np.sqrt(longer * (1 - longer) / len(profile.prompt))),
                 0.2,
                 2.0,
-                f"trainer and sampler agree in {share:.0%} of the sequences, those with shorter prompts than the "
+                f"the log-probs agree in {share:.0%} of the sequences, those with shorter prompts than the "
                 f"others ({_pairs(1 - longer)})",
             )
         decay = _decay(profile)
@@ -240,7 +240,7 @@ class StalePrefixCache(Cause):
                 float(np.sqrt(longer * (1 - longer) / len(profile.prompt))),
                 0.2,
                 1.5,
-                f"trainer and sampler agree in {share:.0%} of the sequences, those with shorter prompts than the "
+                f"the log-probs agree in {share:.0%} of the sequences, those with shorter prompts than the "
                 f"others ({_pairs(1 - longer)}), which may be too short to fill a block of the prefix cache",
             )
         decay = _decay(profile)

@@ -150,7 +150,7 @@ class WeightsSwapped(Cause):
                 float(np.sqrt(share * (1 - share) / len(evidence.records))),
                 0.25,
                 1.5 + 4 * (share - 0.25),
-                f"in {len(cuts)} of {len(evidence.records)} sequences trainer and sampler agree in the "
+                f"in {len(cuts)} of {len(evidence.records)} sequences the log-probs agree in the "
                 f"{'first' if first > 0.5 else 'last'} part of the completion, and differ in the "
                 f"{'last' if first > 0.5 else 'first'}; the change is mostly between index "
                 f"{np.quantile(cuts, 0.1):.0f} and {np.quantile(cuts, 0.9):.0f}",
@@ -205,8 +205,8 @@ class StaleWeights(Cause):
     title = "the sampler has older weights than the trainer scores with"
     advice = (
         "check that every update reaches the engine; where sampling runs ahead on purpose, correct for it with a "
-        "method for stale data, against the weights that sampled (in the trainers anchor='snapshot'): minpro; topr "
-        "only where the model already solves a good part (`offcorr methods` lists them all)"
+        "method for stale data, against the weights that sampled (anchor='snapshot' in offcorr's trainers): minpro, or "
+        "topr only where the model already solves a good part of the tasks (`offcorr methods` lists them all)"
     )
     not_told_from = (
         Alternative(

@@ -228,7 +228,7 @@ class Retokenised(Cause):
             float(np.sqrt(share * (1 - share) / len(evidence.records))),
             2 / len(evidence.records),
             len(firsts) / 2 + len(slips),
-            f"in {len(firsts)} of {len(evidence.records)} sequences trainer and sampler agree (mean |d| "
+            f"in {len(firsts)} of {len(evidence.records)} sequences the log-probs agree (mean |d| "
             f"{before_size:.2g} nats) up to a token that the trainer finds next to impossible, at index {min(firsts)} "
             f"to {max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}",
             evidence.keep(~after),
