@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import datasets
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +34,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback
 from trl import TrlParser
 
 from offcorr import toy
+from offcorr.diagnose import read
 from offcorr.flags import unknown_flag
 from offcorr.folders import check_writable
 from offcorr.optional import configuration_keys
@@ -357,7 +359,9 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         if args.picture:
             print(f"picture: {plot(history.logs, history.file.with_suffix('.png'))}")
         if args.dump_rollouts:
-            print(f"why trainer and sampler disagree:\n  {diagnose(args.dump_rollouts, path, history.checkpoint)}")
+            own = args.anchor in (None, "snapshot")  # else the dump's old_logp is not of the weights that sampled
+            model = sampled_by_checkpoint(args.dump_rollouts, args.output_dir) if own else None
+            print(f"why trainer and sampler disagree:\n  {diagnose(args.dump_rollouts, path, model)}")
     # A process that ends while gloo still holds its tensors aborts (pytorch/pytorch#190489).
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
@@ -374,8 +378,18 @@ def what_is_left(trainer: GRPOTrainer, history: History) -> str:
     return f"{stopped}: {numbers}; {again}"
 
 
+def sampled_by_checkpoint(dump: str | Path, folder: str | Path) -> Path | None:
+    """The latest checkpoint of the folder whose weights sampled a part of the dump: its ``--model``; None: none was."""
+    for file in sorted(Path(dump).glob("step_*"), reverse=True):
+        version = next(read([file], warn=lambda text: None)).rollout_version
+        checkpoint = Path(folder) / f"checkpoint-{0 if version is None else np.max(version)}"
+        if checkpoint.is_dir():
+            return checkpoint
+    return None
+
+
 def diagnose(dump: str | Path, tokenizer: str, checkpoint: Path | None = None, offcorr: str = "offcorr") -> str:
-    """The command that reads a dump, with the folder or hub name of the tokenizer, and of the model if it was saved."""
+    """The command that reads a dump, with the folder or hub name of the tokenizer, and of the model that sampled."""
     words = [offcorr, "diagnose", dump, "--html", Path(dump).parent / "report.html", "--overwrite"]
     words += ["--tokenizer", tokenizer, *(["--model", checkpoint] if checkpoint else [])]
     return shlex.join(map(str, words))

@@ -1741,8 +1741,8 @@ MUTATIONS = [
     Mutation(
         "diagnose --model: noise hides the trainer's temperature",
         "offcorr/diagnose/rescore.py",
-        "if found[best] > 0.9 * found[1.0]:",
-        "if found[best] > 0.2 * found[1.0]:",
+        "if found[best] > 0.9 * found[1.0] or",
+        "if found[best] > 0.2 * found[1.0] or",
         "tests/diagnose/test_variants.py beside_dropout",
     ),
     Mutation(

@@ -33,6 +33,9 @@ PRECISIONS = ("bf16", "fp16", "int8", "fp8_e4m3")
 FARTHEST = 5.0
 """|d| (nats) that a token counts at most; a token that a hypothesis makes impossible counts this much."""
 
+FITS = 0.02
+"""Mean |difference| (nats) from the trainer's log-probs up to which a model may be the one that computed them."""
+
 SLIPS = 1e-3
 """Share of the tokens that a hypothesis about the draws leaves to the model as it is: rounding moves a bound."""
 
@@ -135,7 +138,7 @@ class Rescored:
         Where it fits the sampler's, or does under a hypothesis, the trainer's log-probs are what is wrong.
         """
         explained = self.hypotheses[0].gap if self.hypotheses else self.gap
-        return self.trainer > max(0.02, 0.5 * self.logged) and min(self.gap, explained) > 0.1 * self.trainer
+        return self.trainer > max(FITS, 0.5 * self.logged) and min(self.gap, explained) > 0.1 * self.trainer
 
     @property
     def best_drawn(self) -> tuple[Hypothesis | None, float]:
@@ -333,7 +336,8 @@ def fit(records: Sequence[Record], model: nn.Module) -> tuple[float, float]:
         grid = [round(near + count * step, 2) for count in range(-5, 6)]
         found |= gaps([one for one in grid if one > 0 and one not in found])
     best = min(found, key=lambda one: found[one])
-    if found[best] > 0.9 * found[1.0]:
+    gained = found[1.0] - found[best]
+    if found[best] > 0.9 * found[1.0] or (found[best] > 0.5 * found[1.0] and gained < FITS):
         best = 1.0
     return best, found[best]
 
@@ -370,6 +374,12 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
             f"the trainer's logged ones differ from the sampler's by {rescored.logged:.2g} nats, so the sampler did "
             "what the model does: look for the cause in how the trainer computes log-probs"
         )
+    elif rescored.trainer > max(SAME, 2 * rescored.logged):
+        said.append(
+            f"they differ from the trainer's logged ones (old_logp) by {rescored.trainer:.2g} nats, more than these "
+            f"from the sampler's ({rescored.logged:.2g}): too much to explain so small a gap. The weights of a step "
+            "near these leave such a difference, and so does another precision" + _of_versions(rescored)
+        )
     telling = [one for one in rescored.hypotheses[:most] if one.share > 0.05]
     said += [
         f"{one.words} [{one.cause}] explains {one.share:.0%} of it; {one.gap:.2g} nats are left" for one in telling
@@ -378,8 +388,7 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
         said.append(f"none of the {len(rescored.hypotheses)} hypotheses explains more than 5% of it")
     if _no_checkpoint_explains(rescored):
         said.append(f"no --checkpoint explains more than {EXPLAINS:.0%} of it")
-        if rescored.versions:
-            said[-1] += f". The sequences that were scored were sampled by {_versions(rescored.versions)}"
+        said[-1] += _of_versions(rescored)
     best, ahead = rescored.best_drawn
     if best is not None and ahead <= 0:
         said.append("no temperature, truncation or penalty fits the sampled tokens better than what was logged")
@@ -398,6 +407,12 @@ def _no_checkpoint_explains(rescored: Rescored) -> bool:
     tried = any(one.cause in OF_CHECKPOINTS for one in rescored.hypotheses)
     found = rescored.hypotheses and rescored.hypotheses[0].share > EXPLAINS
     return tried and not found and rescored.gap > SAME and not rescored.as_the_model
+
+
+def _of_versions(rescored: Rescored) -> str:
+    if not rescored.versions:
+        return ""
+    return f". The sequences that were scored were sampled by {_versions(rescored.versions)}"
 
 
 def _versions(versions: Sequence[int]) -> str:

@@ -11,15 +11,12 @@ from torch import nn
 
 from offcorr.diagnose.evidence import SAME
 from offcorr.diagnose.record import Record
-from offcorr.diagnose.rescore import fit
+from offcorr.diagnose.rescore import FITS, fit
 
 Item = TypeVar("Item")
 
 STEPS = 24
 """Optimizer steps that are tried, at most."""
-
-FITS = 0.02
-"""Mean |difference| (nats) up to which the model's weights may be those of a step."""
 
 TRIED = 2
 """Sequences of each."""

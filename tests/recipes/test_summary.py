@@ -100,6 +100,19 @@ def test_the_command_that_reads_a_dump_names_tokenizer_and_model():
     assert "--model" not in grpo.diagnose("runs/a/dump", "toy")
 
 
+def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
+    """The last checkpoint has trained on since, so it computed no log-prob of the dump."""
+    for step, version in ((1, 0), (5, 4), (9, 8)):
+        row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [-1.0], "old_logp": [-1.0]}
+        file = tmp_path / "dump" / f"step_{step:06d}.rank_0.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(row | {"rollout_version": version}) + "\n")
+    assert grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path) is None
+    for step in (4, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path) == tmp_path / "checkpoint-4"
+
+
 def test_the_summary_of_trls_own_loss_says_so():
     said = shown(history(corrects=False))
     assert "correction none: a loss of TRL's own" in said and "tokens dropped" not in said
