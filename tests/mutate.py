@@ -1128,7 +1128,7 @@ MUTATIONS = [
     ),
     Mutation(
         "columns that are too wide for the terminal",
-        "offcorr/lab/compare.py",
+        "offcorr/lab/comparison.py",
         "if blocks[-1] and label + sum",
         "if blocks[-1] and sum",
         "tests/lab/test_compare.py::test_the_table_folds_to_the_width",

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 from offcorr.correction import Correction
-from offcorr.lab import compare, results
+from offcorr.lab import compare, comparison, results
 from offcorr.lab.contract import marked, notes_of, warn_of_failures
 from offcorr.lab.exact import SIZES, Advantages, EngineRegime, Policy, Regime, Setting, World, couples
 from offcorr.lab.processes import Clock, add_processes, shared_out
@@ -322,12 +322,12 @@ def _measure(world: Shared) -> list[Found] | str:
 def _in_cell(world: World, methods: Sequence[tuple[str, Correction]], draws: int) -> Found:
     rows = compare.compare(world, methods, draws, timed=False)
     same = list(range(len(rows)))
-    for group in compare.same_updates(rows):
+    for group in comparison.same_updates(rows):
         first, *others = (place for place, row in enumerate(rows) if any(row is other for other in group))
         for other in others:
             same[other] = first
-    columns = {column.key: column.value for column in compare.COLUMNS}
-    other_gap = "; ".join(compare.other_gaps(world).values())
+    columns = {column.key: column.value for column in comparison.COLUMNS}
+    other_gap = "; ".join(comparison.other_gaps(world).values())
     return Found({key: [columns[key](row) for row in rows] for key in KEYS}, same, other_gap)
 
 
@@ -365,7 +365,7 @@ def as_data(
             if found.other_gap
         ],
         "same_update": [[names[method] for method in group] for group in grid.groups],
-        "illustrated": compare.illustrated(names),
+        "illustrated": comparison.illustrated(names),
         "note": READING,
         "methods": methods,
     }

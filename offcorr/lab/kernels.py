@@ -24,7 +24,7 @@ from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.kernels import dispatch
 from offcorr.kernels.logprob import linear_logprob
-from offcorr.lab import compare, results
+from offcorr.lab import compare, comparison, results
 from offcorr.lab.text import HelpFormatter, Progress, examples
 
 __all__ = ["Problem", "add_parser", "bare_ppo", "batch", "both_ways", "in_turn", "naive_head", "ratio", "run"]
@@ -326,6 +326,6 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         "threads": options.threads,
         "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "correction": rows,
-        "illustrated": compare.illustrated(name for name, _ in methods),
+        "illustrated": comparison.illustrated(name for name, _ in methods),
         "head": heads,
     }

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from offcorr.correction import Correction
-from offcorr.lab import compare, results
+from offcorr.lab import compare, comparison, results
 from offcorr.lab.closed_loop import DEVELOPMENT, HELD_OUT, RATES, Setting, alone, evaluations, train
 from offcorr.lab.contract import marked, notes_of, warn_of_failures
 from offcorr.lab.processes import Clock, add_processes, shared_out
@@ -243,7 +243,7 @@ def as_data(
         "evaluated": evaluations(plan.steps),
         "best": best,
         "columns": COLUMNS,
-        "illustrated": compare.illustrated(names),
+        "illustrated": comparison.illustrated(names),
         "note": _reading(plan.parts),
         "methods": results.rounded(methods),
     }

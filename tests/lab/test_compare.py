@@ -16,7 +16,7 @@ import pytest
 
 import offcorr
 from offcorr import cli
-from offcorr.lab import compare, text
+from offcorr.lab import compare, comparison, text
 from offcorr.lab.compare import seconds_per_token
 from offcorr.lab.exact import Setting, World, couples
 from offcorr.methods.registry import catalogue
@@ -78,32 +78,32 @@ def rows():
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 def test_the_table_folds_to_the_width(rows, width):
     world, found = rows
-    text = compare.table(world, found, width)
+    text = comparison.table(world, found, width)
     assert max(map(len, text.splitlines())) <= width
     flat = " ".join(text.split())
     left_out = re.search(r"Left out for the width of this terminal: ([\w ,]+);", flat)
-    for column in compare.COLUMNS:
+    for column in comparison.COLUMNS:
         if left_out and column.head in left_out[1].split(", "):
             assert column.leaves
             continue
         assert flat.count(column.head) >= 2, f"{column.head}: in the head and in the caption"
         assert " ".join(column.formula.split()) in flat
-    assert compare.NOT_A_RANKING in flat
+    assert comparison.NOT_A_RANKING in flat
     for row in found:
         assert re.search(rf"^{row.name}\b.*\d$", text, flags=re.M)
 
 
 def test_what_must_not_be_concluded_stands_beside_the_table_and_names_only_its_methods(rows):
     world, found = rows
-    shown = compare.table(world, found, 100)
+    shown = comparison.table(world, found, 100)
     _, scope, body, caution, _ = (" ".join(part.split()) for part in shown.split("\n\n"))
     assert (
-        scope == f"{compare.SCOPE} {compare.REACHED}"
+        scope == f"{comparison.SCOPE} {comparison.REACHED}"
         and body.startswith("bias")
-        and caution == compare.NOT_A_RANKING
+        and caution == comparison.NOT_A_RANKING
         and "reinforce" not in shown
     )
-    assert compare.REACHED not in " ".join(compare.table(world, found[-2:-1], 100).split())
+    assert comparison.REACHED not in " ".join(comparison.table(world, found[-2:-1], 100).split())
 
 
 def test_above_the_table_reinforce_is_set_against_what_it_beats():
@@ -111,20 +111,20 @@ def test_above_the_table_reinforce_is_set_against_what_it_beats():
 
     def above(*names: str) -> str:
         found = compare.compare(world, [(name, offcorr.get(name)) for name in names], timed=False)
-        setting, scope, table, *_ = compare.table(world, found, 100).split("\n\n")
+        setting, scope, table, *_ = comparison.table(world, found, 100).split("\n\n")
         assert "bias" in table and "staleness" in setting
         return " ".join(scope.split())
 
-    assert above("ppo", "ctpo") == f"{compare.SCOPE} {compare.REACHED}" and above("minpro") == compare.SCOPE
+    assert above("ppo", "ctpo") == f"{comparison.SCOPE} {comparison.REACHED}" and above("minpro") == comparison.SCOPE
     assert "nearer to the true one here than that of ppo and ctpo; yet in training" in above("reinforce", "ppo", "ctpo")
     assert "than that of 4 of the 4 other methods; yet" in above("ppo", "ctpo", "gspo", "dapo", "reinforce")
-    assert above("reinforce") == f"{compare.SCOPE} reinforce corrects nothing, and {compare.COLLAPSES}"
+    assert above("reinforce") == f"{comparison.SCOPE} reinforce corrects nothing, and {comparison.COLLAPSES}"
     on_policy = compare.compare(World.of(Setting(gap=0.0)), [(n, offcorr.get(n)) for n in ("reinforce", "ppo")])
-    assert "than that of" not in compare.table(World.of(Setting(gap=0.0)), on_policy, 100)  # equal but for rounding
+    assert "than that of" not in comparison.table(World.of(Setting(gap=0.0)), on_policy, 100)  # equal but for rounding
 
 
 def test_the_gaps_and_the_reward_are_said_in_the_library_s_words(rows):
-    flat = " ".join(compare.table(*rows, 100).split())
+    flat = " ".join(comparison.table(*rows, 100).split())
     assert "effective sample size (ESS) 0.50 of the sequences" in flat
     assert re.search(r"reward 0 or 1: 1 for \d+% of the sequences that the sampler draws, and for \d+% of", flat)
 
@@ -146,23 +146,23 @@ def test_options_without_a_default_have_the_values_of_the_illustration_and_the_c
 
 
 def test_every_column_is_there_where_there_is_room(rows):
-    assert "Left out" not in compare.table(*rows, 110)
-    assert "Left out" in compare.table(*rows, 80)
+    assert "Left out" not in comparison.table(*rows, 110)
+    assert "Left out" in comparison.table(*rows, 80)
 
 
 def test_all_methods_are_one_block_of_80_columns(rows):
     """Names of the library's own methods need no second block and no folding."""
     world, found = rows
     wide = [found[0]._replace(name=max((m.name for m in catalogue()), key=len))]
-    text = compare.table(world, wide, 80)
-    assert text.count(compare.COLUMNS[0].head + " ") and len(re.findall(rf"^{wide[0].name} ", text, flags=re.M)) == 1
+    text = comparison.table(world, wide, 80)
+    assert text.count(comparison.COLUMNS[0].head + " ") and len(re.findall(rf"^{wide[0].name} ", text, flags=re.M)) == 1
 
 
 def test_a_name_is_folded_only_where_leaving_columns_out_is_not_enough(rows):
     world, found = rows
     long = [row._replace(name="mine.py:mine_adaptive") for row in found if row.measured.drawn][:1]
-    assert long and "\nmine.py:mine_adaptive *  " in compare.table(world, long, 110)
-    assert "\nmine.py:\nmine_adaptive" in compare.table(world, long, 72)
+    assert long and "\nmine.py:mine_adaptive *  " in comparison.table(world, long, 110)
+    assert "\nmine.py:\nmine_adaptive" in comparison.table(world, long, 72)
 
 
 def test_long_names_are_folded_where_they_can_be_broken():
@@ -173,14 +173,14 @@ def test_long_names_are_folded_where_they_can_be_broken():
 
 
 def test_the_table_says_what_is_the_same_and_what_was_drawn(rows):
-    flat = " ".join(compare.table(*rows, 100).split())
+    flat = " ".join(comparison.table(*rows, 100).split())
     assert "The same update in this setting: ppo, tis." in flat
     assert "m2po *" in flat and "10 batches of each size were drawn (--draws)" in flat
     assert "Two names of one method: ppo = grpo." in flat
     assert "The engine has no mismatch here; --engine-gap 0.05" in flat
     world = World.of(Setting(vocabulary=2, length=4, engine_gap=0.1))
     found = compare.compare(world, [("ppo", offcorr.get("ppo")), ("tis", offcorr.get("tis"))])
-    flat = " ".join(compare.table(world, found, 100).split())
+    flat = " ".join(comparison.table(world, found, 100).split())
     assert "The same update" not in flat and "no mismatch" not in flat and "couples" not in flat
 
 
@@ -192,7 +192,7 @@ def test_the_table_is_printed_before_the_picture_is_drawn(monkeypatch, tmp_path,
     before = []
     monkeypatch.setattr(compare, "picture", lambda *_: before.append(capsys.readouterr().out))
     assert cli.main(["compare", "ppo", *TINY, "--output", str(tmp_path / "compare.png")]) == 0
-    assert compare.NOT_A_RANKING[:40] in before[0]
+    assert comparison.NOT_A_RANKING[:40] in before[0]
 
 
 def test_a_users_methods_stand_beside_the_named_ones(command, own_file):
@@ -211,9 +211,12 @@ def test_json_holds_every_column_and_repeats_by_seed(command):
     first, again, other = (
         json.loads(command("minpro", "m2po", *TINY, "--seed", seed, "--json")[1]) for seed in (3, 3, 4)
     )
-    assert list(first["columns"]) == [column.key for column in compare.COLUMNS]
+    assert list(first["columns"]) == [column.key for column in comparison.COLUMNS]
     assert first["setting"] == {**vars(Setting(vocabulary=2, length=4, seed=3))}
-    assert first["note"] == f"{compare.SCOPE} {compare.NOT_A_RANKING}" and first["distances"]["staleness"]["ess"] < 0.51
+    assert (
+        first["note"] == f"{comparison.SCOPE} {comparison.NOT_A_RANKING}"
+        and first["distances"]["staleness"]["ess"] < 0.51
+    )
     for data in (first, again, other):
         for row in data["methods"]:
             assert row.keys() >= data["columns"].keys()
@@ -397,7 +400,7 @@ def test_the_page_shows_what_the_command_prints():
     world = World.of(Setting())
     methods = [(method.name, method(**method.example)) for method in catalogue()]
     found = compare.compare(world, methods, draws=2)
-    fresh = compare.table(world, found, 80).replace("2 batches of each size", "200 batches of each size")
+    fresh = comparison.table(world, found, 80).replace("2 batches of each size", "200 batches of each size")
 
     def parts(text: str) -> tuple[list[str], list[str], dict[str, list[str]]]:
         setting, scope, body, *caption = text.strip().split("\n\n")
@@ -420,7 +423,7 @@ def test_the_page_names_every_option():
     assert len(options) == 12
     for name in options:
         assert f"--{name.replace('_', '-')}" in page
-    for column in compare.COLUMNS:
+    for column in comparison.COLUMNS:
         assert f"`{column.head}`" in page
 
 
