@@ -111,7 +111,8 @@ def main() -> int:
     Console().print(comparison(logs, sampler(steps)))
     print(f"\n{verdict(logs, full=not args.short)}\n")
     print(f"picture: {plot(logs, args.output / 'demo.png', sampler(steps))}")
-    print(f"sequences, with the log-probs of sampler and trainer: {args.output}/*/rollouts")
+    kept = f" of one update in {dump_every(steps)}" * (dump_every(steps) > 1)
+    print(f"sequences{kept}, with the log-probs of sampler and trainer: {args.output}/*/rollouts")
     print(f"numbers: {record(logs, args.output / 'demo.json', vars(args) | {'updates': steps})}")
     print(f"\n{next_commands(args.output / 'trl' / 'rollouts', model, args.seed)}")
     return 0
@@ -168,6 +169,11 @@ def train_all(
     return {name: json.loads((folder / name / "history.json").read_text()) for name in runs}
 
 
+def dump_every(steps: int) -> int:
+    """Updates from one dump of a run to the next."""
+    return max(1, steps // DUMPS)
+
+
 def launch(run: Run, folder: Path, steps: int, seed: int, sampler: Mapping[str, Any]) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "history.json").unlink(missing_ok=True)
@@ -182,7 +188,7 @@ def launch(run: Run, folder: Path, steps: int, seed: int, sampler: Mapping[str, 
         "output_dir": folder,
         "disable_tqdm": True,
         "dump_rollouts": folder / "rollouts",
-        "dump_every": max(1, steps // DUMPS),
+        "dump_every": dump_every(steps),
     }
     command = [sys.executable, str(HERE / "grpo.py"), *run.flags]
     command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]

@@ -101,6 +101,8 @@ class Arguments(GRPOConfig):
         if 0 < self.max_steps < self.logging_steps:
             self.logging_steps = self.max_steps  # a short run logs its last step, too
         self._check_by_trl()
+        if self.eval_strategy == "no":
+            self.eval_on_start = False
         if self.dump_rollouts:
             check_writable("--dump_rollouts", self.dump_rollouts)
             there = sorted(Path(self.dump_rollouts).glob("step_*"))
@@ -350,7 +352,7 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
             print(f"\n{what_is_left(trainer, history)}", file=sys.stderr, flush=True)
         raise
     evaluated, _ = series(trainer.state.log_history, "eval_reward")
-    if trainer.state.global_step not in evaluated:
+    if trainer.state.global_step not in evaluated and args.eval_strategy != "no":
         trainer.evaluate()
 
     if trainer.accelerator.is_main_process:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from offcorr.cli.guide import GUIDE, HINTS
 from offcorr.cli.output import PAGES, Refusal, listing, paragraph, terminal_width
 from offcorr.cli.tables import markdown, metrics_table
+from offcorr.lab.text import listed
 from offcorr.metrics import LOSS, MISMATCH, Metric
 from offcorr.stages.checks import nearest
 from offcorr.training.field_metrics import ALIASES
@@ -101,7 +102,9 @@ def find(name: str) -> list[Entry]:
         return found
     ends = {one.name.rpartition("/")[2] for one in every} - {"*"}
     known = [one.name for one in every] if "/" in name else [*ends, *ALIASES]
-    raise Refusal(f"unknown metric {name!r}{nearest(name, known, ';')} `offcorr metrics` lists all")
+    of_it = [one.name for one in every if one.metric and re.search(rf"\b{re.escape(name)}\b", one.metric.formula, re.I)]
+    found_in = f", a word in the formula of {listed(of_it)};" if 0 < len(of_it) < 8 else ""
+    raise Refusal(f"unknown metric {name!r}{found_in or nearest(name, known, ';')} `offcorr metrics` lists all")
 
 
 def about(name: str, width: int) -> str:
@@ -127,7 +130,8 @@ def _page(entry: Entry, width: int) -> str:
     advice, answer = GUIDE.get(entry.name), next((one for one in SHORT if one.name == entry.name), None)
     parts = {"meaning": answer.question if answer else ""}
     if advice is not None:
-        parts |= {"formula": advice.formula, "where": SYMBOLS.get(prefix + "/", "")}
+        symbols = SYMBOLS.get(prefix + "/", "") if re.search(r"\b[cdr]\b", advice.formula) else ""
+        parts |= {"formula": advice.formula, "where": symbols}
         parts |= {"healthy": advice.healthy, "if outside": advice.outside}
     elif entry.metric is not None:
         parts |= {"formula": _formula(entry.metric, last), "where": SYMBOLS[prefix + "/"]}

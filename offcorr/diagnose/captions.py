@@ -70,7 +70,7 @@ SEEN: Mapping[str, Mapping[str, str]] = {
     "positions": {
         **_each(
             "precision stale_weights adapter_not_synced",
-            "the difference itself does not depend on the position; the curve is higher where tokens are less certain",
+            "the curve has no jump and no fall of another cause's; it is higher where tokens are less certain",
         ),
         **_each("kv_cache", "the first token, which is not read from the cache, differs less for how certain it is"),
         **_each("chat_template", "another prompt may change the first tokens, at the left, more than later ones"),

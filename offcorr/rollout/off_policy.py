@@ -109,16 +109,17 @@ class OffPolicy(Sampler):
         return max(now - self.lag, self.ring.versions[0])
 
     def _warn_of_unreached(self, trainer: Any, steps: int) -> None:
-        """Say where no weights of a run of so many optimizer steps get as old as the lag asks for."""
+        """Say where the lag reaches back to the first weights at every generation of so many optimizer steps."""
         args = trainer.args
         generation = args.steps_per_generation * args.num_iterations
         last = (steps * args.gradient_accumulation_steps - 1) // generation * generation
         oldest = last // args.gradient_accumulation_steps
-        if steps > 0 and self.lag > oldest and trainer.accelerator.is_main_process:
+        if steps > 0 and self.lag > 0 and self.lag >= oldest and trainer.accelerator.is_main_process:
+            smaller = f"a lag below {oldest}, or " if oldest > 1 else ""
             warnings.warn(
-                f"lag={self.lag} is not reached: of {steps} optimizer steps the last generation is sampled after "
-                f"{oldest}, so every generation is sampled with the weights that the run begins with. Take a lag of at "
-                f"most {oldest}, or more steps",
+                f"lag={self.lag} leaves the sampler as it is: of {steps} optimizer steps the last generation is "
+                f"sampled after {oldest}, so every generation is sampled with the weights that the run begins with. "
+                f"Take {smaller}more steps",
                 stacklevel=outside(),
             )
 

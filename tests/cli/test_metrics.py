@@ -77,3 +77,13 @@ def test_low_effective_sample_sizes_have_more_than_one_cause(capsys):
 def test_a_link_to_a_page_names_it(capsys):
     assert cli.main(["metrics", "staleness/ess_seq"]) == 0
     assert "which one (which.md)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_symbols_are_explained_where_the_formula_has_them(capsys):
+    assert "where d = logp" not in page(capsys, "offcorr/staleness/lag")
+    assert "where c: the factor" in page(capsys, "offcorr/loss/damped")
+
+
+def test_a_word_of_a_formula_leads_to_its_metrics(refused):
+    said = refused("metrics", "kl")
+    assert "unknown metric 'kl', a word in the formula of offcorr/staleness/k1, offcorr/staleness/k3," in said

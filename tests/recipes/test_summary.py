@@ -113,6 +113,11 @@ def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
     assert grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path) == tmp_path / "checkpoint-4"
 
 
+def test_no_evaluation_is_none_at_the_start_either(tmp_path):
+    assert grpo.Arguments(str(tmp_path), use_cpu=True).eval_on_start
+    assert not grpo.Arguments(str(tmp_path), eval_strategy="no", use_cpu=True).eval_on_start
+
+
 def test_the_summary_of_trls_own_loss_says_so():
     said = shown(history(corrects=False))
     assert "correction none: a loss of TRL's own" in said and "tokens dropped" not in said

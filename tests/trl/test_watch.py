@@ -211,24 +211,26 @@ def test_a_wrong_old_logp_is_named_in_a_trainer(make_trainer):
 
 
 LONG = {
-    "steps": (dict(max_steps=4, steps_per_generation=2, gradient_accumulation_steps=2), 4, 3),
-    "generations of two steps": (dict(max_steps=4, steps_per_generation=4, gradient_accumulation_steps=2), 3, 2),
+    "steps": (dict(max_steps=4, steps_per_generation=2, gradient_accumulation_steps=2), 3, "a lag below 3, or more"),
+    "generations of two steps": (dict(max_steps=4, steps_per_generation=4, gradient_accumulation_steps=2), 2, "a lag "),
+    "one generation": (dict(max_steps=2, steps_per_generation=4, gradient_accumulation_steps=2), 1, "more steps"),
 }
 
 
 @pytest.mark.parametrize("length", LONG)
 def test_a_lag_that_no_sample_reaches_is_said_when_the_trainer_is_made(make_trainer, length):
-    options, lag, most = LONG[length]
-    with pytest.warns(UserWarning, match=f"lag={lag} is not reached: of 4 .* Take a lag of at most {most}, or more"):
-        make_trainer(loss_type="minpro", rollout_func=OffPolicy(lag=lag), **options)
+    options, least, advice = LONG[length]
+    for lag in (least, least + 1):
+        with pytest.warns(UserWarning, match=f"lag={lag} leaves the sampler as it is: .* Take {advice}"):
+            make_trainer(loss_type="minpro", rollout_func=OffPolicy(lag=lag), **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="lag=")
-        for reached in (0, most):
+        for reached in (0, least - 1):
             make_trainer(loss_type="minpro", rollout_func=OffPolicy(lag=reached), **options)
 
 
 def test_a_lag_that_no_sample_reaches_in_an_epoch_is_said_when_it_begins(make_trainer):
     epoch = {"max_steps": -1, "num_train_epochs": 0.1}
-    with pytest.warns(UserWarning, match=r"lag=100 is not reached: of \d+ optimizer steps") as caught:
+    with pytest.warns(UserWarning, match=r"lag=100 leaves the sampler as it is: of \d+ optimizer") as caught:
         make_trainer(loss_type="minpro", rollout_func=OffPolicy(lag=100), **epoch).train()
-    assert sum("is not reached" in str(one.message) for one in caught) == 1
+    assert sum("leaves the sampler as it is" in str(one.message) for one in caught) == 1

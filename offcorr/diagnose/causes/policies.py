@@ -288,7 +288,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         WEIGHTS,
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to 0.02 that "
-        f"rounding makes, and does not depend on the position in the completion{said if shared else ''}",
+        f"rounding makes{profile.course}{said if shared else ''}",
     )
 
 
@@ -326,8 +326,7 @@ class PrecisionOf(Cause):
             float(profile.size.std() / np.sqrt(len(profile))),
             evidence.floor,
             0.15 + 0.1 * float(np.log(largest / max(profile.mean, 1e-9))),
-            f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, {size}, and does not depend on "
-            "the position in the completion",
+            f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, {size}{profile.course}",
         )
 
 

@@ -11,6 +11,9 @@ import numpy as np
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.record import Floats, Integers
 
+EARLY = 8
+"""Tokens of a completion that ``Profile.course`` tells from those after them."""
+
 CERTAIN = 0.01
 """1 - p of a token below which no cause leaves enough of d to be seen."""
 
@@ -67,6 +70,15 @@ class Profile:
     def mean(self) -> float:
         """Mean size."""
         return float(self.size.mean()) if len(self) else 0.0
+
+    @property
+    def course(self) -> str:
+        """The mean size of the first tokens and of those after them, to end a sentence; "" where one of them lacks."""
+        early = self.position < EARLY
+        if early.all() or not early.any():
+            return ""
+        first, then = self.size[early].mean(), self.size[~early].mean()
+        return f", {first:.2g} in the first {EARLY} tokens of the completions and {then:.2g} after them"
 
     @cached_property
     def logs(self) -> Floats:
