@@ -9,7 +9,7 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth
-from offcorr.diagnose.evidence import Estimate, Evidence
+from offcorr.diagnose.evidence import Booleans, Estimate, Evidence
 from offcorr.diagnose.record import Floats
 
 SIGNIFICANT = 5.0
@@ -256,8 +256,86 @@ class Kept:
     left: Evidence
     least: float  # the smallest kept mass
     tail: float  # the 2 % quantile of the truncated d over their mean
+    share: Share | None = None  # of the mass, under which the tokens can be alone as they are; None: not found
     among_others: bool = False  # d has both signs
+    noisy: bool = False  # d is above 0 at some tokens, which no truncation makes
     rounded: bool = False  # something else moves the border of the kept tokens
+
+    @property
+    def nucleus(self) -> bool:
+        """Whether the kept tokens can be the fewest likeliest ones that hold a share of the mass, one everywhere.
+
+        The kept mass is then at least that share in every context, and less than it without any one of the kept
+        tokens, such as the sampled one; where one token has more than the share, it is alone.
+        """
+        if self.share is not None:
+            return self.share.fits or (self.noisy and self.share.may_fit)
+        return not self.certain <= 0.98 and self.crowded < CROWDED
+
+
+ALONE = 8
+"""Tokens that are alone, from which on the share of the mass is found that decides it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A share of the mass above which a token is alone and below which it is not, as a top-p has it.
+
+    Rounding blurs the kept mass, of which the smallest is then below top-p, and hardly the probabilities near top-p.
+    """
+
+    value: float
+    exceptions: float  # that the best share leaves, over the tokens that are alone, or are not, if these are fewer
+    blurred: float  # the same, but for those within BLURRED of the share
+    below: float  # among truncated tokens, the share of which is kept with less than this mass
+    superfluous: float  # that would not be needed for it
+
+    @classmethod
+    def of(cls, evidence: Evidence, truncated: Booleans) -> Share | None:
+        """The share with the fewest exceptions; None: fewer than ``ALONE`` tokens are alone, or unlikely ones are."""
+        certain = evidence.sampler > -1e-6
+        likely = evidence.trainer > np.log(0.5)
+        if (certain & ~likely).sum() > 0.005 * certain.sum():  # zeros that are no probabilities stand among them
+            return None
+        able = likely & (evidence.trainer < -1e-3)
+        p = np.exp(evidence.trainer[able])
+        alone = certain[able]
+        fewer = min(int(alone.sum()), int((~alone).sum()))
+        if fewer < ALONE:
+            return None
+        (low, high), exceptions = _parted(p[alone], p[~alone], SHARP)
+        _, blurred = _parted(p[alone], p[~alone], BLURRED)
+        mass = np.exp(np.minimum(evidence.d, 0))[truncated]
+        without = mass - np.exp(evidence.trainer[truncated])
+        kept_so = [
+            (float((mass < value - 2 * SHARP).mean()), float((without > value + 2 * SHARP).mean()), value)
+            for value in np.linspace(low, high, 9)
+        ]
+        below, superfluous, value = min(kept_so, key=lambda one: one[0] + one[1])
+        return cls(float(value), exceptions / fewer, blurred / fewer, below, superfluous)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is a top-p."""
+        return self.exceptions <= 0.01 and self.below < 0.05 and self.superfluous < 0.01
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it is one, if what else differs moves probabilities as coarse rounding does."""
+        return self.blurred <= 0.01 and self.below < 0.1 and self.superfluous < 0.01
+
+
+SHARP, BLURRED = 0.01, 0.03
+"""Distance of a probability from top-p within which rounding, and coarse rounding, decides whether a token is alone."""
+
+
+def _parted(alone: Floats, others: Floats, width: float) -> tuple[tuple[float, float], int]:
+    """The borders, from and to, that leave the fewest numbers on the wrong side, farther off than a width; these."""
+    alone, others = np.sort(alone), np.sort(others)
+    borders = np.unique(np.concatenate([alone, others]))
+    wrong = np.searchsorted(alone, borders - width) + len(others) - np.searchsorted(others, borders + width, "right")
+    best = borders[wrong == wrong.min()]
+    return (float(best[0]), float(best[-1])), int(wrong.min())
 
 
 FEW_EXCEPTIONS = 4
@@ -293,8 +371,13 @@ def kept(evidence: Evidence) -> Kept | None:
     left = evidence.unbalanced().explained(np.minimum(d, 0))
     left = left.selection(d > 1e-4) if len(raised) >= TOLD else left.with_floor(np.inf)
     common = (lost, int(alone.sum()), certain, crowded, evidence.balance, left, float(np.exp(least)), tail)
+    share = Share.of(evidence, truncated)
+    if share is not None:
+        return Kept(*common, share, noisy=len(raised) > 0, rounded=share.may_fit and not share.fits)
     few = above_all.sum() * (1 - certain) < FEW_EXCEPTIONS and crowded < CROWDED
-    return Kept(*common, rounded=len(raised) > 0 or bool(few and certain <= 0.98))
+    far = (evidence.trainer > np.log(np.exp(least) + BLURRED)) & (evidence.trainer < -noise)
+    blurred = crowded < 4 * CROWDED and not (far.sum() >= 4 and (evidence.sampler > -1e-6)[far].mean() < 0.5)
+    return Kept(*common, rounded=len(raised) > 0 or bool(few and certain <= 0.98) or bool(blurred and crowded > 0))
 
 
 def _kept_among_others(evidence: Evidence, lost: Estimate) -> Kept | None:
@@ -334,15 +417,6 @@ CROWDED = 0.012
 """Share of the tokens that rounding can make superfluous under top_p: it moves probabilities across the border."""
 
 
-def _nucleus(found: Kept) -> bool:
-    """Whether the kept tokens can be the fewest likeliest ones that hold a share of the mass, the same everywhere.
-
-    The kept mass is then at least that share in every context, and less than it without any one of the kept tokens,
-    such as the sampled one; where one token has more than the share, it is alone.
-    """
-    return not found.certain <= 0.98 and found.crowded < CROWDED
-
-
 class TopP(Cause):
     """One-sided d; no kept token is superfluous for one share of the mass, the same in every context."""
 
@@ -353,13 +427,21 @@ class TopP(Cause):
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
-        if found is None or _banned(found) or not _nucleus(found):
+        if found is None or _banned(found) or not found.nucleus:
             return None
+        least = found.least if found.share is None else found.share.value
         said = (
-            f"it has at least {found.least:.3f} nearly everywhere, and hardly ever more tokens than this share needs, "
+            f"it has at least {least:.3f} nearly everywhere, and hardly ever more tokens than this share needs, "
             "as under top_p"
         )
         return _truncated(found, said, 2.0)
+
+
+BLURRED_TOP_P = Alternative(
+    "a top_p whose border is blurred by rounding",
+    "compare the sampler's options, or give --model",
+    settled=lambda evidence: (found := kept(evidence)) is None or not found.rounded,
+)
 
 
 class MinP(Cause):
@@ -369,13 +451,14 @@ class MinP(Cause):
     stage = "sampling"
     title = "the sampler draws from the tokens with at least min_p of the likeliest one's probability"
     advice = ADVICE
+    not_told_from = (BLURRED_TOP_P,)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
-        if found is None or found.alone == 0 or _banned(found) or _nucleus(found):
+        if found is None or found.alone == 0 or _banned(found) or found.nucleus:
             return None
         said = (
-            f"it differs from context to context, from {found.least:.3f} on, as under no single top_p, and "
+            f"it differs from context to context, from {found.least:.3f} on{_no_top_p(found)}, and "
             f"{found.alone} of the sampled tokens have probability 1 at the sampler, as under no top_k"
         )
         return _truncated(found, said, 2.0)
@@ -388,17 +471,22 @@ class TopK(Cause):
     stage = "sampling"
     title = "the sampler draws from the top_k likeliest tokens"
     advice = ADVICE
+    not_told_from = (BLURRED_TOP_P,)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
-        if found is None or found.alone or _banned(found) or _nucleus(found):
+        if found is None or found.alone or _banned(found) or found.nucleus:
             return None
         said = (
-            f"it differs from context to context, from {found.least:.3f} on, as under no single top_p, and no sampled "
+            f"it differs from context to context, from {found.least:.3f} on{_no_top_p(found)}, and no sampled "
             "token has probability 1 at the sampler, as some have under min_p"
         )
         # Other weights that were sampled at another temperature than is logged leave this, too.
         return _truncated(found, said, 0.1 if found.among_others else 2.0)
+
+
+def _no_top_p(found: Kept) -> str:
+    return "" if found.rounded else ", as under no single top_p"
 
 
 class LogitMask(Cause):
