@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from offcorr.diagnose.causes.profile import Profile
@@ -86,36 +88,50 @@ def _jumps(sizes: Floats) -> bool:
     return _trend(before if len(before) > len(after) else after) < STEADY
 
 
-def surprising_steps(evidence: Evidence) -> tuple[Evidence, str]:
-    """The tokens of the steps whose surprisal balance is off, and half a sentence that says so.
+class Surprising(NamedTuple):
+    """The tokens of the steps whose surprisal balance is off.
 
-    All tokens and "" where the balance does not change, or where it is off in all steps.  Tokens of a few steps are too
-    few to tell each of them apart, so one range of steps is looked for, which is off or which alone is not.
+    Args:
+        off: those tokens.
+        said: half a sentence that names the steps; "": all.
+        rest: the tokens of the other steps; None: there are none.
+    """
+
+    off: Evidence
+    said: str = ""
+    rest: Evidence | None = None
+
+
+def surprising_steps(evidence: Evidence) -> Surprising:
+    """The steps whose surprisal balance is off; all where it does not change with the step, or is off in each.
+
+    A single step has too few tokens to be judged, so one range of steps is looked for, which is off or which alone is
+    not.
     """
     step, known, whole = steps_of(evidence), evidence.with_entropy, evidence.balance
     if known is None or known.entropy is None or whole is None or not whole.error or np.isnan(step).any():
-        return evidence, ""
+        return Surprising(evidence)
     steps, index = np.unique(step[known.sequence], return_inverse=True)
-    count: Floats = np.bincount(index).astype(float)
-    off: Floats = np.bincount(index, -known.trainer - known.entropy - whole.value)
-    first, last, gain = _range(count, off)
+    count = np.bincount(index)
+    off = np.bincount(index, -known.trainer - known.entropy - whole.value)
+    first, last, gain = _range(np.asarray(count, float), np.asarray(off, float))
     if gain < CHANGED * len(known) * whole.error**2:
-        return evidence, ""
+        return Surprising(evidence)
     chosen = np.isin(step[evidence.sequence], steps[first:last])
     parts = [evidence.keep(chosen), evidence.keep(~chosen)]
     balances = [part.balance for part in parts if part.balance is not None]
     if len(balances) < 2:
-        return evidence, ""
+        return Surprising(evidence)
     worse = int(np.argmax([abs(one.value) for one in balances]))
     rest = balances[1 - worse]
     if abs(rest.value) > max(3 * rest.error, abs(balances[worse].value) / APART):
-        return evidence, ""
+        return Surprising(evidence)
     inside = np.isin(np.arange(len(steps)), np.arange(first, last)) == (worse == 0)
     said = (
         f"; this is of {inside.sum()} of the {len(steps)} optimizer steps, {ranges(steps[inside], steps)}: in the "
         "others the surprise is as it should be"
     )
-    return parts[worse], said
+    return Surprising(parts[worse], said, parts[1 - worse])
 
 
 def _range(count: Floats, off: Floats) -> tuple[int, int, float]:

@@ -60,7 +60,7 @@ class TemperatureSilent(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        where, of_steps = surprising_steps(evidence)
+        where, of_steps, rest = surprising_steps(evidence)
         for sign in (-1, 1):
             balance = _unlogged(where, sign)
             if balance is None:
@@ -68,7 +68,7 @@ class TemperatureSilent(Cause):
             if sign > 0:
                 found = None if _penalised(where) else _silent(where, balance, "more", UNSURE, of_steps)
             else:
-                ended = _truncation(where).support
+                ended = _truncation(where, rest).support
                 apart = min(UNSURE, 0.2 + (ENDS - ended) / 2)
                 found = None if ended > ENDS else _silent(where, balance, "less", apart, of_steps)
             return found and found._replace(left=evidence.unbalanced())
@@ -85,8 +85,8 @@ class TopPSilent(Cause):
     not_told_from = (Alternative("a low temperature", OPTIONS),)
 
     def found(self, evidence: Evidence) -> Found | None:
-        where, of_steps = surprising_steps(evidence)
-        balance, ended = _unlogged(where, -1), _truncation(where)
+        where, of_steps, rest = surprising_steps(evidence)
+        balance, ended = _unlogged(where, -1), _truncation(where, rest)
         if balance is None or ended.support <= ENDS:
             return None
         found = _silent(
@@ -109,7 +109,7 @@ class PenaltySilent(Cause):
     advice = f"sample with repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, and {PROCESSED}"
 
     def found(self, evidence: Evidence) -> Found | None:
-        where, of_steps = surprising_steps(evidence)
+        where, of_steps, _ = surprising_steps(evidence)
         found = _penalised(where)
         if found is None:
             return None
@@ -141,12 +141,23 @@ def _silent(evidence: Evidence, balance: Estimate, which: str, apart: float, mor
     )
 
 
-def _truncation(evidence: Evidence) -> Truncation:
-    """The truncation that may explain the draws, against a temperature."""
-    known = evidence.with_entropy
+def _truncation(evidence: Evidence, rest: Evidence | None) -> Truncation:
+    """The truncation that may explain the draws, against a temperature.
+
+    Args:
+        rest: tokens of steps without a cause.  Where unlikely tokens end there, too, as in flat distributions over few
+            tokens, that is no sign of a truncation, and as much of it is taken away.
+    """
+    known, others = evidence.with_entropy, rest and rest.with_entropy
     if known is None or known.entropy is None:
         return Truncation(0.0, 0.0)
-    return truncation(known.trainer, known.entropy)
+    found = truncation(known.trainer, known.entropy)
+    if others is None or others.entropy is None:
+        return found
+    usual = truncation(others.trainer, others.entropy).support
+    if usual <= ENDS:
+        return found
+    return Truncation(found.share, max(found.support - usual * len(known) / len(others), 0.0))
 
 
 def _penalised(evidence: Evidence) -> Repeats | None:
