@@ -16,7 +16,7 @@ LEAST_STEPS = 6
 DOUBLED = 2.0
 """Factor by which d grows over fewer steps, at least, before it counts."""
 
-AT_ONCE = 0.75
+AT_ONCE = 0.7
 """Share of the growth over a few steps which one of them may make."""
 
 CHANGED = 30.0
