@@ -1767,6 +1767,27 @@ MUTATIONS = [
         "tests/diagnose/test_steps.py change",
     ),
     Mutation(
+        "diagnose: a small d that jumps counts as growth",
+        "offcorr/diagnose/causes/over_steps.py",
+        "or rises.max() > AT_ONCE * rises.sum()",
+        "",
+        "tests/diagnose/test_steps.py jumps_or_stays",
+    ),
+    Mutation(
+        "diagnose: silent causes are looked for in all steps",
+        "offcorr/diagnose/causes/unlogged.py",
+        "balance, ended = _unlogged(where, -1), _truncation(where, rest)",
+        "balance, ended = _unlogged(evidence, -1), _truncation(evidence, None)",
+        "tests/diagnose/test_drawn.py silent_cause_in_some",
+    ),
+    Mutation(
+        "diagnose: distributions that end by themselves are a truncation",
+        "offcorr/diagnose/causes/unlogged.py",
+        "if usual <= ENDS:",
+        "if True:",
+        "tests/diagnose/test_drawn.py flat_distributions",
+    ),
+    Mutation(
         "diagnose: a shift is taken for text that was encoded again",
         "offcorr/diagnose/causes/values.py",
         "moved_by < 4 * at_place + 1:",

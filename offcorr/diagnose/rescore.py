@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offcorr.diagnose.adapters import has_adapter, without_adapter
+from offcorr.diagnose.causes.over_steps import ranges
 from offcorr.diagnose.earlier import earlier
 from offcorr.diagnose.evidence import SAME
 from offcorr.diagnose.hypotheses import (
@@ -26,7 +27,6 @@ from offcorr.diagnose.hypotheses import (
 )
 from offcorr.diagnose.passes import passes
 from offcorr.diagnose.record import Floats, Record
-from offcorr.diagnose.steps import ranges
 from offcorr.diagnose.variants import cast, rounded_caches
 
 PRECISIONS = ("bf16", "fp16", "int8", "fp8_e4m3")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offcorr.diagnose.causes.over_steps import growth
+from offcorr.diagnose.causes.over_steps import growth, ranges, steps_of
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.record import Floats
@@ -26,7 +26,7 @@ def differing_steps(evidence: Evidence) -> tuple[Evidence, str]:
     A test that reads both kinds as one takes the change from one to the other for a trait of the cause.  Where each
     step has sequences of both kinds, or d grows from step to step, that is a trait of the cause.
     """
-    step = np.array([np.nan if record.step is None else record.step for record in evidence.records])
+    step = steps_of(evidence)
     gaps = Profile.of(evidence).gaps
     bound = _between(step, gaps)
     if bound is None or growth(evidence) is not None:
@@ -61,17 +61,3 @@ def _means(index: np.ndarray, gaps: Floats) -> Floats:
     count = np.bincount(index[known], minlength=index.max() + 1)
     total = np.bincount(index[known], gaps[known], minlength=index.max() + 1)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-
-def ranges(chosen: Floats, steps: Floats) -> str:
-    """The chosen steps in words; neighbours among ``steps`` are one range.
-
-    >>> ranges(np.array([3.0, 4.0, 5.0, 9.0]), np.arange(12.0))
-    '3 to 5 and 9'
-    """
-    places = np.searchsorted(steps, chosen)
-    runs = np.split(chosen, np.flatnonzero(np.diff(places) > 1) + 1)
-    named = [f"{run[0]:.0f} to {run[-1]:.0f}" if len(run) > 1 else f"{run[0]:.0f}" for run in runs]
-    if len(named) > 3:
-        return f"{named[0]}, {named[1]}, ... {named[-1]}"
-    return " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))

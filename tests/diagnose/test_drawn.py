@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from offcorr.diagnose import Evidence, Record, diagnose
 from offcorr.diagnose.causes import unlogged
 from offcorr.diagnose.causes.drawn import Repeats, least_share, likely_seen, power_of_draws, repeats, truncation
+from offcorr.diagnose.causes.over_steps import surprising_steps
 from offcorr.diagnose.evidence import Estimate
 from tests.diagnose.simulated import draw, log_softmax, nucleus
 
 VOCABULARY = 40
 
 
-def chain(sampler, seed=0, sequences=32, tokens=80, prompt=12):
+def chain(sampler, seed=0, sequences=32, tokens=80, prompt=12, scales=(1.5, 3.0)):
     """Records of one Markov chain, whose next token depends on the last; both sides log its untransformed log-probs."""
     rng = np.random.default_rng(seed)
-    table = rng.standard_normal((VOCABULARY, VOCABULARY)) * rng.choice([1.5, 3.0], (VOCABULARY, 1))
+    table = rng.standard_normal((VOCABULARY, VOCABULARY)) * rng.choice(scales, (VOCABULARY, 1))
     ids = np.zeros((sequences, prompt + tokens), int)
     seen = np.zeros((sequences, VOCABULARY), bool)
     logp, entropy = np.zeros(ids.shape), np.zeros(ids.shape)
@@ -76,6 +79,66 @@ def penalised(logits, seen):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_what_neither_side_logs_is_told_by_how_the_tokens_were_drawn(sampler, verdict, seed):
     assert diagnose(chain(sampler, seed)).verdict == verdict
+
+
+def steps_of(*samplers, sequences=8, **options):
+    """Sequences of each sampler, in an optimizer step of their own."""
+    return [
+        dataclasses.replace(record, step=step)
+        for step, sampler in enumerate(samplers, 1)
+        for record in chain(sampler, step, sequences, **options)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "verdicts"),
+    [
+        (hot, {"temperature_silent"}),
+        (cold, {"temperature_silent", "top_p_silent"}),  # which overlap
+        (truncated, {"top_p_silent"}),
+    ],
+)
+@pytest.mark.parametrize(("before", "bad", "after"), [(8, 8, 0), (0, 4, 12), (5, 8, 3)])
+def test_a_silent_cause_in_some_of_the_steps(sampler, verdicts, before, bad, after):
+    report = diagnose(steps_of(*[plain] * before, *[sampler] * bad, *[plain] * after))
+    assert report.verdict in verdicts
+    assert report.causes[0].evidence.endswith(
+        f"; this is of {bad} of the 16 optimizer steps, {before + 1} to {before + bad}: in the others the surprise is "
+        "as it should be"
+    )
+
+
+def test_healthy_steps_in_the_middle_are_left_out():
+    found = surprising_steps(Evidence.of(steps_of(*[cold] * 6, *[plain] * 4, *[cold] * 6)))
+    assert "12 of the 16 optimizer steps, 1 to 6 and 11 to 16:" in found.said
+    assert len(found.off) == 3 * len(found.rest) == 12 * 8 * 80
+
+
+@pytest.mark.parametrize("sampler", [plain, cold, truncated])
+def test_steps_of_one_kind_are_looked_at_together(sampler):
+    records = steps_of(*[sampler] * 8)
+    for kept in (records, [dataclasses.replace(record, step=None) for record in records]):
+        evidence = Evidence.of(kept)
+        assert surprising_steps(evidence) == (evidence, "", None)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_flat_distributions_end_in_healthy_steps_too(seed):
+    """A temperature in some of the steps; unlikely tokens end by themselves where the distributions are flat."""
+    few = {"sequences": 16, "tokens": 12, "scales": (0.8,)}
+    samplers = [plain] * 22 + [lambda logits, seen: logits / 0.6] * 23
+    records = [
+        dataclasses.replace(record, step=step)
+        for step, sampler in enumerate(samplers, 1)
+        for record in chain(sampler, 100 * seed + step, **few)
+    ]
+    assert diagnose(records).verdict == "temperature_silent"
+
+
+def test_what_cannot_be_told_from_a_temperature_is_not_certain():
+    report = diagnose(chain(truncated, sequences=64))
+    assert (report.verdict, report.confidence < 0.66) == ("top_p_silent", True)
+    assert any("top_p_silent or a low temperature" in one for one in report.cannot_tell)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 0.8, 1.0])

@@ -62,6 +62,34 @@ def test_updates_that_are_lost_grow_from_the_first_steps_on(silent, power):
     assert differing_steps(Evidence.of(records))[1] == ""
 
 
+@pytest.mark.parametrize("agree", [0, 1])
+@pytest.mark.parametrize("steps", [3, 4, 8])
+def test_a_small_gap_that_grows_is_no_precision(agree, steps):
+    """As the monitor's alarm says of the same sequences."""
+    growing = [noise(0.03 * (step + 1) / steps, shared=True) for step in range(steps)]
+    report = diagnose(steps_of(*[exact] * agree, *growing))
+    assert report.verdict == "adapter_not_synced" and report.confidence < 0.7
+    assert "no more than rounding makes" in report.causes[0].evidence
+    assert "but it grows over the optimizer steps" in report.causes[0].evidence
+    said = " ".join(report.cannot_tell)
+    assert "whether the cause is adapter_not_synced or a lower precision whose effect grows" in said
+    assert "or older weights (no rollout_version is logged). To find out, log rollout_version and trainer_v" in said
+    aged = [
+        dataclasses.replace(record, rollout_version=np.zeros(len(record)), trainer_version=record.step)
+        for record in steps_of(*growing)
+    ]
+    assert diagnose(aged).verdict == "stale_weights"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(0.01, 0.01, 0.01), (0, 0, 0.01, 0.011), (0.004, 0.012, 0.014), (0.01, 0.013, 0.016), (0.01, 0.02), (0.02, 0.01)],
+)
+def test_a_small_gap_that_jumps_or_stays_is_precision(sizes):
+    records = steps_of(*(noise(size, shared=True) if size else exact for size in sizes))
+    assert diagnose(records).verdict == "precision"
+
+
 def test_sequences_of_both_kinds_in_one_step_are_looked_at_together():
     """Where whole sequences agree within a step, which ones do tells the cause."""
     records = steps_of(*[exact] * 4, *[tempered] * 4)

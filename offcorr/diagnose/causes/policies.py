@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
-from offcorr.diagnose.causes.over_steps import growth
+from offcorr.diagnose.causes.over_steps import growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import away, power
 from offcorr.diagnose.causes.values import GROSS
@@ -223,7 +223,17 @@ class StaleWeights(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
+        if older(evidence) and (growing := _growing(evidence)):
+            return growing
         return None if never_updated(evidence) else _other_weights(evidence)
+
+
+EARLIER = "give --model and, as --checkpoint, the base model and earlier checkpoints"
+
+
+def _has_rollout_version(evidence: Evidence) -> bool:
+    """Whether some record has one."""
+    return any(record.rollout_version is not None for record in evidence.records)
 
 
 class AdapterNotSynced(Cause):
@@ -236,11 +246,20 @@ class AdapterNotSynced(Cause):
     not_told_from = (
         Alternative(
             "weights that are older than rollout_version says",
-            "give --model and, as --checkpoint, the base model and earlier checkpoints",
+            EARLIER,
+            settled=lambda evidence: not _has_rollout_version(evidence),
+        ),
+        Alternative("older weights (no rollout_version is logged)", EARLIER, VERSIONS, settled=_has_rollout_version),
+        Alternative(
+            "a lower precision whose effect grows",
+            EARLIER,
+            settled=lambda evidence: not _as_rounding(evidence),
         ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
+        if not older(evidence) and (growing := _growing(evidence)):
+            return growing
         if not never_updated(evidence):
             return None
         found, grown = _other_weights(evidence), growth(evidence)
@@ -292,6 +311,38 @@ def _other_weights(evidence: Evidence) -> Found | None:
     )
 
 
+def _as_rounding(evidence: Evidence) -> Found | None:
+    """A d no larger than rounding makes it."""
+    profile = Profile.of(evidence)
+    largest = FAR if noise(evidence) and not older(evidence) else WEIGHTS
+    if evidence.gap < evidence.floor or profile.mean >= largest or len(profile) < 8:
+        return None
+    if profile.median < 0.01 * profile.mean:  # rounding leaves no sequence as it is
+        return None
+    size = "no more than rounding makes"
+    if profile.mean >= WEIGHTS:
+        size = "as coarse rounding makes it (older weights would give a token id a similar d everywhere)"
+    return Found(
+        profile.mean,
+        float(profile.size.std() / np.sqrt(len(profile))),
+        evidence.floor,
+        0.15 + 0.1 * float(np.log(largest / max(profile.mean, 1e-9))),
+        f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, {size}{profile.course}",
+    )
+
+
+def _growing(evidence: Evidence) -> Found | None:
+    """A d as small as rounding makes it, which grows over the optimizer steps."""
+    found, grown = _as_rounding(evidence), small_growth(evidence)
+    if found is None or grown is None:
+        return None
+    return found._replace(
+        margin=min(0.35, 0.1 * float(np.log(grown[1] / max(grown[0], 1e-9)))),
+        sentence=f"{found.sentence}; but it grows over the optimizer steps, from {grown[0]:.2g} to {grown[1]:.2g}, and "
+        "rounding does not",
+    )
+
+
 class PrecisionOf(Cause):
     """Small differences everywhere."""
 
@@ -312,22 +363,7 @@ class PrecisionOf(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        profile = Profile.of(evidence)
-        largest = FAR if noise(evidence) and not older(evidence) else WEIGHTS
-        if evidence.gap < evidence.floor or profile.mean >= largest or len(profile) < 8:
-            return None
-        if profile.median < 0.01 * profile.mean:  # rounding leaves no sequence as it is
-            return None
-        size = "no more than rounding makes"
-        if profile.mean >= WEIGHTS:
-            size = "as coarse rounding makes it (older weights would give a token id a similar d everywhere)"
-        return Found(
-            profile.mean,
-            float(profile.size.std() / np.sqrt(len(profile))),
-            evidence.floor,
-            0.15 + 0.1 * float(np.log(largest / max(profile.mean, 1e-9))),
-            f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, {size}{profile.course}",
-        )
+        return None if small_growth(evidence) else _as_rounding(evidence)
 
 
 class PolicyUpdates(Cause):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.drawn import Repeats, Truncation, repeats, truncation
+from offcorr.diagnose.causes.over_steps import surprising_steps
 from offcorr.diagnose.causes.sampling import PROCESSED
 from offcorr.diagnose.evidence import Estimate, Evidence
 
@@ -59,14 +60,18 @@ class TemperatureSilent(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
+        where, of_steps, rest = surprising_steps(evidence)
         for sign in (-1, 1):
-            balance = _unlogged(evidence, sign)
+            balance = _unlogged(where, sign)
             if balance is None:
                 continue
             if sign > 0:
-                return None if _penalised(evidence) else _silent(evidence, balance, "more", UNSURE)
-            ended = _truncation(evidence).support
-            return None if ended > ENDS else _silent(evidence, balance, "less", min(UNSURE, 0.2 + (ENDS - ended) / 2))
+                found = None if _penalised(where) else _silent(where, balance, "more", UNSURE, of_steps)
+            else:
+                ended = _truncation(where, rest).support
+                apart = min(UNSURE, 0.2 + (ENDS - ended) / 2)
+                found = None if ended > ENDS else _silent(where, balance, "less", apart, of_steps)
+            return found and found._replace(left=evidence.unbalanced())
         return None
 
 
@@ -80,17 +85,19 @@ class TopPSilent(Cause):
     not_told_from = (Alternative("a low temperature", OPTIONS),)
 
     def found(self, evidence: Evidence) -> Found | None:
-        balance, ended = _unlogged(evidence, -1), _truncation(evidence)
+        where, of_steps, rest = surprising_steps(evidence)
+        balance, ended = _unlogged(where, -1), _truncation(where, rest)
         if balance is None or ended.support <= ENDS:
             return None
-        return _silent(
-            evidence,
+        found = _silent(
+            where,
             balance,
             "less",
-            0.2 + (ended.support - ENDS) / 2,
+            min(UNSURE, 0.2 + (ended.support - ENDS) / 2),
             f", and unlikely tokens end as under a top_p of {ended.share:.2f} or more, rather than become rare as at a "
-            f"low temperature: the tokens are e^{ended.support:.1f} times likelier to be drawn so",
+            f"low temperature: the tokens are e^{ended.support:.1f} times likelier to be drawn so{of_steps}",
         )
+        return found._replace(left=evidence.unbalanced())
 
 
 class PenaltySilent(Cause):
@@ -102,7 +109,8 @@ class PenaltySilent(Cause):
     advice = f"sample with repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, and {PROCESSED}"
 
     def found(self, evidence: Evidence) -> Found | None:
-        found = _penalised(evidence)
+        where, of_steps, _ = surprising_steps(evidence)
+        found = _penalised(where)
         if found is None:
             return None
         return Found(
@@ -113,14 +121,14 @@ class PenaltySilent(Cause):
             f"where the likely next tokens stood in the context before, the sampled tokens are more surprising than "
             f"draws from the trainer's distributions would be, relative to the others by {found.seen.value:.2f} +- "
             f"{found.seen.error:.2f} of what the entropy allows, although the two log-probs agree (mean |d| "
-            f"{evidence.gap:.2g} nats)",
+            f"{where.gap:.2g} nats){of_steps}",
             evidence.unbalanced(),
             share=1.0,
         )
 
 
 def _silent(evidence: Evidence, balance: Estimate, which: str, apart: float, more: str = "") -> Found:
-    """The finding; ``apart``: a margin that says how far it is from the other silent causes."""
+    """The finding, but for what is left; ``apart``: a margin that says how far it is from the other silent causes."""
     return Found(
         balance.value,
         balance.error,
@@ -129,17 +137,27 @@ def _silent(evidence: Evidence, balance: Estimate, which: str, apart: float, mor
         f"the sampled tokens are {which} surprising than draws from the trainer's distributions would be, by "
         f"{abs(balance.value):.3f} nats per token, although the two log-probs agree (mean |d| {evidence.gap:.2g} nats)"
         f"{more}",
-        evidence.unbalanced(),
         share=1.0,
     )
 
 
-def _truncation(evidence: Evidence) -> Truncation:
-    """The truncation that may explain the draws, against a temperature."""
-    known = evidence.with_entropy
+def _truncation(evidence: Evidence, rest: Evidence | None) -> Truncation:
+    """The truncation that may explain the draws, against a temperature.
+
+    Args:
+        rest: tokens of steps without a cause.  Where unlikely tokens end there, too, as in flat distributions over few
+            tokens, that is no sign of a truncation, and as much of it is taken away.
+    """
+    known, others = evidence.with_entropy, rest and rest.with_entropy
     if known is None or known.entropy is None:
         return Truncation(0.0, 0.0)
-    return truncation(known.trainer, known.entropy)
+    found = truncation(known.trainer, known.entropy)
+    if others is None or others.entropy is None:
+        return found
+    usual = truncation(others.trainer, others.entropy).support
+    if usual <= ENDS:
+        return found
+    return Truncation(found.share, max(found.support - usual * len(known) / len(others), 0.0))
 
 
 def _penalised(evidence: Evidence) -> Repeats | None:
