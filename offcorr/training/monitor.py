@@ -54,12 +54,13 @@ class Monitor:
 
     The first ``warmup`` steps give mean and standard deviation of log k3 (for surprise: of the mean of -logp - entropy
     in standard errors, which each step has of its own); steps under alarm or beyond a fixed limit are not among them.
-    Where those of surprise are off, by .05 nats and five standard errors, 0 is its baseline.  From then on a CUSUM chart of each series (``Cusum``) and the
-    fixed ``LIMITS`` are looked at in every step, a step being one ``end`` (a trainer's logging step).  The chart, or a
-    limit, has to be exceeded in ``persistence`` steps in a row.  The cause is named by ``offcorr.diagnose.diagnose`` on
-    the last batches.  One alarm is raised until the series is back in its range for ``persistence`` steps.  While it is
-    on, the cause is looked at again where k3 has grown by a factor of four or 20 steps have passed, and said again if
-    it is another; where k3 has fallen to less than half, only if two looks in a row find it, with no less confidence.
+    Where those of surprise are off, by .05 nats and five standard errors, 0 is its baseline.  From then on a CUSUM
+    chart of each series (``Cusum``) and the fixed ``LIMITS`` are looked at in every step, a step being one ``end`` (a
+    trainer's logging step).  The chart, or a limit, has to be exceeded in ``persistence`` steps in a row. The cause is
+    named by ``offcorr.diagnose.diagnose`` on the last batches. One alarm is raised until the series is back in its
+    range for ``persistence`` steps. While it is on, the cause is looked at again where k3 has grown by a factor of four
+    or 20 steps have passed, and said again if it is another; where k3 has fallen to less than half, only if two looks
+    in a row find it, with no less confidence.
 
     Surprise is not watched while staleness is in the gap (a mean |d| of staleness above .01 nats; where ``old_logp`` is
     not of the weights that sampled, of the engine at a lag): tokens drawn from older weights are surprising in a
@@ -78,8 +79,8 @@ class Monitor:
             - "warn": a warning;
             - "dump": write the last batches' records to ``folder``, one JSON object per line;
             - "mask": until the alarm ends, give sequences the weight 0 in the loss (``masked``) whose mean k3 is above
-              the lowest of ``limits`` for k3, and above e^(mean + 3 sd) of the baseline, both as they are when the alarm
-              begins; a mask that masks no sequence in ``persistence`` steps is said once;
+              the lowest of ``limits`` for k3, and above e^(mean + 3 sd) of the baseline, as they are when the alarm
+              begins; where that masks no sequence in ``persistence`` steps, a warning says so once;
             - "stop": raise ``MismatchError``; the trainers save a checkpoint and end the training.
 
             Where the last sequences show no cause at all, nothing is masked or stopped.

@@ -236,8 +236,8 @@ def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCa
         return named
     if series.agreed_steps >= SEVERAL:
         said = (
-            f"sampler and trainer agreed up to step {series.agreed_until}, and k3 has grown since, to {series.size:.2g}: "
-            f"updates have not reached the sampler since step {series.agreed_until}"
+            f"sampler and trainer agreed up to step {series.agreed_until}, and k3 has grown since, to "
+            f"{series.size:.2g}: updates have not reached the sampler since step {series.agreed_until}"
         )
         return NamedCause("adapter_not_synced", named.confidence, (said,), f"{LOST_UPDATES}; {REPORTED}")
     said = (

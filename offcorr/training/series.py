@@ -28,8 +28,8 @@ SAMPLERS_WEIGHTS = 0.01
 """Mean |d| of staleness (nats) up to which ``logp`` stands for the log-probs of the weights that sampled."""
 
 SURPRISED, SURPRISED_ERRORS = 0.05, 5.0
-"""Mean of -logp - entropy (nats) over the steps of the warm-up beyond the engine's own mean |d|, which may make as much,
-and its distance from 0 in standard errors, from which these steps are no baseline."""
+"""Mean of -logp - entropy (nats) over the steps of the warm-up, beyond the engine's own mean |d|, which may make as
+much, and its distance from 0 in standard errors, from which these steps are no baseline."""
 
 LAG, LAG_MAX = STALENESS + "lag", STALENESS + "lag_max"
 
@@ -236,16 +236,17 @@ class Series:
         severity: Severity | None = None
         above = moved = False
         over = list(self._over(metrics))
+        warming = not self.charts["above"].ready
         for side, value in values.items():
             chart = self.charts[side]
-            if not chart.ready and (self.active or over):
+            if warming and (self.active or over):
                 continue
             if chart.add(value, conditions):
                 severity, moved = "warning", any(chart.values)
                 found[side] = self._said(chart, value, metrics) + self._risen(chart, conditions)
             above |= chart.above > 0
             self.aged = bool(self._risen(chart, conditions))
-        if self.name == "surprise":
+        if self.name == "surprise" and warming and not (self.active or over):
             self._check_baseline(metrics)
         self._crossed = []
         for i, limit, number in over:
@@ -275,13 +276,11 @@ class Series:
         return severity
 
     def _check_baseline(self, metrics: Mapping[str, float]) -> None:
-        """At the end of the warm-up of surprise: where its steps are off, 0 takes their place, as it is of a healthy run.
+        """At the end of the warm-up of surprise, put 0, the mean of a healthy run, in place of steps that are off.
 
         A fault that began in these steps would be the baseline otherwise.
         """
         chart = self.charts["above"]
-        if len(self.nats) >= chart.seen:
-            return  # this step was under alarm, or the warm-up is over
         self.nats.append(metrics[SURPRISE])
         self.left_out |= metrics.get(LEFT_OUT, 0.0) > 0 or metrics.get(SKIPPED, 0.0) > 0
         if not chart.ready or self.left_out:

@@ -318,6 +318,20 @@ def test_an_alarm_that_becomes_critical_does_not_raise_the_masks_limit(warning):
     assert series.mask_above == 0.015 and monitor.masked(batch_of(0.5)).weight.tolist() == [0.0] * 8
 
 
+@pytest.mark.filterwarnings("ignore:step")
+def test_the_limit_of_a_mask_stays_for_its_alarm():
+    """The baseline is completed between the warning and the critical alarm, by steps that are not under an alarm."""
+    series = quiet(warmup=5)._series["engine"]
+    healthy, moved = {"offcorr/engine/k3": 1e-5}, {"offcorr/engine/k3": 0.02}
+    found = [series.add(metrics, (), 3) for metrics in [*[healthy] * 2, *[moved] * 3]]
+    assert found == [None] * 4 + ["warning"]
+    series.mask()
+    series.charts["above"].values = [0.0] * 5  # a baseline at k3 = 1
+    assert [series.add({"offcorr/engine/k3": 0.04}, (), 3) for _ in range(3)][-1] == "critical"
+    series.mask()
+    assert series.mask_above == 0.015
+
+
 def test_an_alarm_from_the_first_step_on_leaves_the_baseline_for_later():
     monitor = quiet(warmup=5)
     assert alarms_of(monitor, [0.5] * 10 + [0.003] * 8) == [(3, "engine", "critical")]
