@@ -28,8 +28,9 @@ MOVED = {
 FAR = MOVED | {
     "engine": "the engine's log-probs are far from the trainer's",
     "staleness": "the policy is far from the one that sampled",
+    "surprise": "the tokens do not follow the trainer's distribution",
 }
-"""The same, where a metric is beyond a fixed limit, perhaps from the first step on."""
+"""The same, where it is beyond a fixed limit, perhaps from the first step on."""
 
 ADVICE = {
     "engine": "score the same tokens with the same weights on both sides; look at the weight sync, the sampling "

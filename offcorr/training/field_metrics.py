@@ -19,6 +19,9 @@ from offcorr.shapes import TokenMask
 
 ENGINE, STALENESS, FIELD = "offcorr/engine/", "offcorr/staleness/", "field/"
 
+LEFT_OUT, SKIPPED = FIELD + "left_out", "offcorr/loss/skipped"
+"""Share of the sequences without a valid token, and of those that were skipped before the forward pass."""
+
 DEMONSTRATION = ORIGINS.index("demonstration")
 """The number in ``Batch.origin`` of a sequence that another model or a person wrote."""
 
@@ -111,6 +114,7 @@ def field_metrics(batch: Batch, *, contains_rollout: bool) -> Metrics:
         # Read by the monitor alone.  Given their contexts the terms are uncorrelated, with the mean 0.
         finite, spread = mask & surprise.isfinite(), torch.stack([surprise.square(), least_variance(batch.entropy)])
         data[FIELD + "surprise"] = Mean(Mean.of(surprise, finite))
+        data[LEFT_OUT] = Mean(Mean.of(~mask.any(1), torch.ones_like(mask[:, 0])))
         data[FIELD + "surprise_error"] = StandardError(StandardError.of(spread, finite))
     if batch.rollout_version is not None and batch.trainer_version is not None:
         data |= lag_series(batch, (batch.trainer_version - batch.rollout_version).double())

@@ -19,7 +19,7 @@ def unmasked(watched: Iterable[Series], batch: Batch) -> Tensor | None:
     """[B] bool, False for the sequences whose mean k3 is above a series' limit; None where no mask is in force."""
     keep = None
     for series in watched:
-        if series.mask_above is None or series.name == "surprise":
+        if series.mask_above is None or not series.maskable:
             continue
         of: Mismatch = "engine" if series.name == "engine" else "staleness"
         if of == "engine" and batch.rollout_logp is None:

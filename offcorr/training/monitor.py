@@ -53,12 +53,14 @@ class Monitor:
     """Watches three series, engine mismatch, staleness and surprise, and raises an alarm where one leaves its range.
 
     The first ``warmup`` steps give mean and standard deviation of log k3 (for surprise: of the mean of -logp - entropy
-    in standard errors, which each step has of its own).  From then on a CUSUM chart of each series (``Cusum``) and the
-    fixed ``LIMITS`` are looked at in every step, a step being one ``end`` (a trainer's logging step).  The chart, or a
-    limit, has to be exceeded in ``persistence`` steps in a row.  The cause is named by ``offcorr.diagnose.diagnose`` on
-    the last batches.  One alarm is raised until the series is back in its range for ``persistence`` steps.  While it is
-    on, the cause is looked at again where k3 has grown by a factor of four or 20 steps have passed, and said again if
-    it is another; where k3 has fallen to less than half, only if two looks in a row find it, with no less confidence.
+    in standard errors, which each step has of its own); steps under alarm or beyond a fixed limit are not among them.
+    Where those of surprise are off, by .05 nats and five standard errors, 0 is its baseline.  From then on a CUSUM
+    chart of each series (``Cusum``) and the fixed ``LIMITS`` are looked at in every step, a step being one ``end`` (a
+    trainer's logging step).  The chart, or a limit, has to be exceeded in ``persistence`` steps in a row. The cause is
+    named by ``offcorr.diagnose.diagnose`` on the last batches. One alarm is raised until the series is back in its
+    range for ``persistence`` steps. While it is on, the cause is looked at again where k3 has grown by a factor of four
+    or 20 steps have passed, and said again if it is another; where k3 has fallen to less than half, only if two looks
+    in a row find it, with no less confidence.
 
     Surprise is not watched while staleness is in the gap (a mean |d| of staleness above .01 nats; where ``old_logp`` is
     not of the weights that sampled, of the engine at a lag): tokens drawn from older weights are surprising in a
@@ -77,7 +79,8 @@ class Monitor:
             - "warn": a warning;
             - "dump": write the last batches' records to ``folder``, one JSON object per line;
             - "mask": until the alarm ends, give sequences the weight 0 in the loss (``masked``) whose mean k3 is above
-              the lowest of ``limits`` for k3, and above e^(mean + 3 sd) of the baseline;
+              the lowest of ``limits`` for k3, and above e^(mean + 3 sd) of the baseline, as they are when the alarm
+              begins; where that masks no sequence in ``persistence`` steps, a warning says so once;
             - "stop": raise ``MismatchError``; the trainers save a checkpoint and end the training.
 
             Where the last sequences show no cause at all, nothing is masked or stopped.
@@ -190,6 +193,7 @@ class Monitor:
         self._last = LastBatches()
         self.alarms = []
         self.tested = self.stopped = self._all_masked = False
+        self._none_masked = 0
 
     # -- batches -------------------------------------------------------------------------------------------------
 
@@ -244,8 +248,10 @@ class Monitor:
             return Metrics()
         return Metrics({PREFIX + "masked": Mean(Mean.of(~keep, torch.ones_like(keep)))})
 
-    def say_all_masked(self, metrics: Mapping[str, float]) -> None:
-        """Warn where every sequence since the last log was masked, once until that ends."""
+    def say_masked(self, metrics: Mapping[str, float]) -> None:
+        """Warn where every sequence since the last log was masked, once until that ends; and where the mask of an alarm
+        masked none in ``persistence`` steps out of the range, once.
+        """
         all_masked = metrics.get(PREFIX + "masked") == 1.0
         if all_masked and not self._all_masked and self.on_main:
             warnings.warn(
@@ -255,6 +261,23 @@ class Monitor:
                 stacklevel=outside(),
             )
         self._all_masked = all_masked
+        self._say_none_masked(metrics.get(PREFIX + "masked"))
+
+    def _say_none_masked(self, share: float | None) -> None:
+        masking = [one for one in self._series.values() if one.maskable and one.mask_above is not None]
+        if not masking:
+            self._none_masked = 0
+        if share is None or self._none_masked >= self.persistence or all(one.calm for one in masking):
+            return
+        self._none_masked = self._none_masked + 1 if share == 0 else 0
+        if self._none_masked == self.persistence and self.on_main:
+            limits = " or ".join(f"{one.mask_above:.2g} ({one.name})" for one in masking)
+            warnings.warn(
+                f"the monitor's action 'mask' masked no sequence in {self.persistence} steps under alarm, and all are "
+                f"trained on: the mean k3 of none is above {limits}. Mend the cause that its alarm names, or stop the "
+                "run (action 'stop')",
+                stacklevel=outside(),
+            )
 
     # -- the self-test -------------------------------------------------------------------------------------------
 
@@ -299,7 +322,7 @@ class Monitor:
         conditions = [metrics.get(name, 0.0) for name in CONDITIONS]
         if self.learning_rate is not None:
             conditions[CONDITIONS.index("learning_rate")] = self.learning_rate
-        judged = [(one, one.add(metrics, conditions, self.persistence)) for one in self._series.values()]
+        judged = [(one, one.add(metrics, conditions, self.persistence, step)) for one in self._series.values()]
         new = [self._alarm(step, series, severity) for series, severity in judged if severity is not None]
         for series, severity in judged:
             if severity is None and series.looks_again():

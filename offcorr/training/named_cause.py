@@ -16,7 +16,7 @@ from offcorr.diagnose.evidence import Evidence
 from offcorr.training.alarms import ADVICE
 from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.own_updates import LOWER_LEARNING_RATE, of_own_updates
-from offcorr.training.series import GROWN, SMALLEST_K3, Series
+from offcorr.training.series import GROWN, SEVERAL, SMALLEST_K3, Series
 
 OF_AGE = ("stale_weights", "adapter_not_synced", "policy_updates")
 """The causes of staleness itself."""
@@ -229,11 +229,17 @@ def _grows(series: Series, report: Report) -> bool:
 
 
 def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCause:
-    """That no update reaches the sampler, where the run says that none ever did and no logged version explains it."""
+    """That no update reaches the sampler, where the run says since when and no logged version explains it."""
     evidence = getattr(report, "evidence", None)
     older_by_log = evidence is not None and older(evidence)
     if series.name == "surprise" or named.cause not in OF_AGE or not series.never_fell or older_by_log:
         return named
+    if series.agreed_steps >= SEVERAL:
+        said = (
+            f"sampler and trainer agreed up to step {series.agreed_until}, and k3 has grown since, to "
+            f"{series.size:.2g}: updates have not reached the sampler since step {series.agreed_until}"
+        )
+        return NamedCause("adapter_not_synced", named.confidence, (said,), f"{LOST_UPDATES}; {REPORTED}")
     said = (
         f"sampler and trainer agreed at the first step, and k3 was the largest so far in {series.highs} of the "
         f"{series.steps - 1} steps since: it looks as if the sampler was never updated, as a copy of the model that "

@@ -11,7 +11,7 @@ from offcorr.batch import ORIGINS, Batch, check_batch
 from offcorr.metrics import MISMATCH, Accumulator, LogSumExp, Mean, Metrics, Share, measure
 from offcorr.shapes import PerToken
 from offcorr.stages.checks import one_of
-from offcorr.training.field_metrics import ENGINE, FIELD, STALENESS, aged, field_metrics
+from offcorr.training.field_metrics import ENGINE, FIELD, SKIPPED, STALENESS, aged, field_metrics
 
 __all__ = ["ORIGINS", "origin_ids", "origin_metrics"]
 
@@ -155,5 +155,7 @@ def watched_numbers(computed: Mapping[str, float]) -> dict[str, float]:
     if not any(name.startswith(PREFIX) for name in computed):
         return dict(computed)
     return {
-        name.removeprefix(WATCHED_PREFIX): value for name, value in computed.items() if name.startswith(WATCHED_PREFIX)
+        name.removeprefix(WATCHED_PREFIX): value
+        for name, value in computed.items()
+        if name.startswith(WATCHED_PREFIX) or name == SKIPPED
     }

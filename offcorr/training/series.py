@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from offcorr.training.cusum import RISES, Cusum
-from offcorr.training.field_metrics import ENGINE, FIELD, STALENESS
+from offcorr.training.field_metrics import ENGINE, FIELD, LEFT_OUT, SKIPPED, STALENESS
 
 __all__ = ["LIMITS", "Limit"]
 
@@ -27,6 +27,10 @@ SMALLEST_ERROR = 0.02
 SAMPLERS_WEIGHTS = 0.01
 """Mean |d| of staleness (nats) up to which ``logp`` stands for the log-probs of the weights that sampled."""
 
+SURPRISED, SURPRISED_ERRORS = 0.05, 5.0
+"""Mean of -logp - entropy (nats) over the steps of the warm-up, beyond the engine's own mean |d|, which may make as
+much, and its distance from 0 in standard errors, from which these steps are no baseline."""
+
 LAG, LAG_MAX = STALENESS + "lag", STALENESS + "lag_max"
 
 CONDITIONS = (LAG, "learning_rate")
@@ -35,6 +39,10 @@ CONDITIONS = (LAG, "learning_rate")
 LONG = 8
 """Number of steps from which a k3 that has only grown says that updates never reached the sampler: a constant lag
 levels off."""
+
+SEVERAL = 3
+"""Number of steps without a gap from which updates have reached the sampler: a first step, and one more where the
+learning rate begins at 0, have none in any case."""
 
 UNSYNCED = 0.03
 """k3 from which a sampler that looks as if it was never updated is an alarm of its own: the critical limit of the
@@ -120,6 +128,9 @@ class Series:
         self.calm = 0
         self.alarms = 0
         self.mask_above: float | None = None
+        """The mean k3 of a sequence above which the action "mask" masks it; None: it is not in force."""
+        self.mask_limit = 0.0
+        """The same as it was when the alarm began."""
         self.evidence: tuple[str, ...] = ()
         self.moved = False
         """The evidence has a chart's verdict: the series has left its own baseline."""
@@ -145,6 +156,12 @@ class Series:
         """Number of steps with a k3, and of those since the first whose k3 exceeded all before."""
         self.start = self.highest = 0.0
         """k3 of the first step, and the largest so far."""
+        self.agreed_steps = self.agreed_until = 0
+        """Number of steps without a gap, and the optimizer step of the last of them."""
+        self.nats: list[float] = []
+        """Of surprise: the mean of -logp - entropy of each step of the warm-up."""
+        self.left_out = False
+        """Of surprise: in the warm-up whole sequences were left out, so that its mean need not be 0."""
         self.start_lag = 0.0
         """The reported lag of the first step; 0 where it is not known."""
         self.left_size = 0.0
@@ -164,6 +181,11 @@ class Series:
         """
         charted = (chart.score / chart.threshold if chart.threshold else chart.score for chart in self.charts.values())
         return max(*charted, *self._crossed, 0.0)
+
+    @property
+    def maskable(self) -> bool:
+        """Whether its sequences have a k3 of their own, by which they can be masked."""
+        return self.name != "surprise"
 
     @property
     def never_fell(self) -> bool:
@@ -200,23 +222,34 @@ class Series:
         """k3 over that at the alarm; 1 where either is not known."""
         return self.size / self.first_size if self.size and self.first_size else 1.0
 
-    def add(self, metrics: Mapping[str, float], conditions: Sequence[float], persistence: int) -> Severity | None:
-        """The severity of a new alarm, or of one that has become critical; None where there is none."""
+    def add(
+        self, metrics: Mapping[str, float], conditions: Sequence[float], persistence: int, step: int = 0
+    ) -> Severity | None:
+        """The severity of a new alarm, or of one that has become critical; None where there is none.
+
+        A step under alarm or beyond a limit is no part of the baseline.
+        """
         values = self._values(metrics)
         if values is None:
             return None
         found: dict[str, str] = {}
         severity: Severity | None = None
         above = moved = False
+        over = list(self._over(metrics))
+        warming = not self.charts["above"].ready
         for side, value in values.items():
             chart = self.charts[side]
+            if warming and (self.active or over):
+                continue
             if chart.add(value, conditions):
-                severity, moved = "warning", True
+                severity, moved = "warning", any(chart.values)
                 found[side] = self._said(chart, value, metrics) + self._risen(chart, conditions)
             above |= chart.above > 0
             self.aged = bool(self._risen(chart, conditions))
+        if self.name == "surprise" and warming and not (self.active or over):
+            self._check_baseline(metrics)
         self._crossed = []
-        for i, limit, number in self._over(metrics):
+        for i, limit, number in over:
             above = True
             self._crossed.append(limit.excess(number))
             if self.exceeded[i] >= persistence:
@@ -224,7 +257,7 @@ class Series:
                 found[limit.metric] = f"{limit.said} {number:.3g}, {bound} in {self.exceeded[i]} steps in a row"
                 severity = limit.severity if severity != "critical" else severity
         self.size = math.exp(values["above"]) if self.name != "surprise" else None
-        self._count(self.size, metrics)
+        self._count(self.size, metrics, step)
         if self.unsynced:
             above, severity = True, severity or "warning"
             found.setdefault("k3", f"the KL divergence of the two (k3) is {self.size:.2g} nats")
@@ -236,11 +269,35 @@ class Series:
             self._end()
         if severity is None or self.active in (severity, "critical"):
             return None
+        if self.active is None:
+            self.mask_limit = self._mask_limit()
         self.active, self.evidence, self.moved = severity, tuple(found.values()), moved
         self.alarms += 1
         return severity
 
-    def _count(self, size: float | None, metrics: Mapping[str, float]) -> None:
+    def _check_baseline(self, metrics: Mapping[str, float]) -> None:
+        """At the end of the warm-up of surprise, put 0, the mean of a healthy run, in place of steps that are off.
+
+        A fault that began in these steps would be the baseline otherwise.
+        """
+        chart = self.charts["above"]
+        self.nats.append(metrics[SURPRISE])
+        self.left_out |= metrics.get(LEFT_OUT, 0.0) > 0 or metrics.get(SKIPPED, 0.0) > 0
+        if not chart.ready or self.left_out:
+            return
+        errors = abs(chart.mean) * math.sqrt(len(chart.values))
+        least = SURPRISED + metrics.get(ENGINE + "abs_mean", 0.0)
+        if errors > SURPRISED_ERRORS and abs(self._warm_up_mean) > least:
+            for one in self.charts.values():
+                one.values = [0.0] * len(one.values)
+
+    @property
+    def _warm_up_mean(self) -> float:
+        """Of surprise: the mean of -logp - entropy over the steps of the baseline."""
+        steps = self.nats[-len(self.charts["above"].values) :]
+        return sum(steps) / max(len(steps), 1)
+
+    def _count(self, size: float | None, metrics: Mapping[str, float], step: int) -> None:
         """Count a step for ``never_fell``, and keep its lag."""
         if size is None:
             return
@@ -249,6 +306,8 @@ class Series:
             self.new_size = size
         if not self.steps:
             self.start, self.start_lag = size, self.lag or 0.0
+        if size <= 2 * SMALLEST_K3:
+            self.agreed_steps, self.agreed_until = self.agreed_steps + 1, step
         self.highs += self.steps > 0 and size > self.highest
         self.highest = max(self.highest, size)
         self.steps += 1
@@ -280,11 +339,15 @@ class Series:
         return again and confidence >= self.confidence
 
     def mask(self) -> None:
-        """Mask from now on: above the lowest limit of k3, or what the baseline rarely reaches, if that is more."""
+        """Mask until the alarm ends, above the limit as it was when the alarm began."""
+        self.mask_above = self.mask_limit
+
+    def _mask_limit(self) -> float:
+        """The lowest limit of k3, or what the baseline rarely reaches, if that is more."""
         fixed = [limit.high for limit in self.limits if limit.metric.endswith("/k3")]
         chart = self.charts["above"]
         usual = [math.exp(min(chart.mean + 3 * chart.sd, 700.0))] if chart.ready else []
-        self.mask_above = max([min(fixed, default=0.0), *usual])
+        return max([min(fixed, default=0.0), *usual])
 
     def _end(self) -> None:
         """The alarm is over."""
@@ -319,9 +382,12 @@ class Series:
         """The chart's verdict in words."""
         chart_said = f"{chart.above} steps in a row; CUSUM {chart.score:.1f}, an alarm from {chart.threshold:g} on"
         if self.name == "surprise":
+            usual = "that of the first steps"
+            if not any(chart.values):
+                usual = f"0; the first steps are off by {self._warm_up_mean:.3g}, so that they are no baseline"
             return (
                 f"mean of -logp - entropy {metrics[SURPRISE]:.3g} +- {_error(metrics):.2g} nats, "
-                f"{abs(value - chart.mean):.1f} standard errors from that of the first steps ({chart_said})"
+                f"{abs(value - chart.mean):.1f} standard errors from {usual} ({chart_said})"
             )
         times = math.exp(value - chart.mean)
         return (
@@ -331,6 +397,8 @@ class Series:
 
     def _risen(self, chart: Cusum, conditions: Sequence[float]) -> str:
         """The reported lag, where it is more than in the first steps."""
+        if not chart.usual:  # under alarm from the first step on
+            return ""
         lag, usual = conditions[0], chart.usual[0]
         return f"; the reported lag is {lag:.3g}, {usual:.3g} in the first steps" if lag > RISES * usual else ""
 
@@ -359,6 +427,7 @@ _STATE = (
     "calm",
     "alarms",
     "mask_above",
+    "mask_limit",
     "cause",
     "confidence",
     "named_size",
@@ -372,6 +441,10 @@ _STATE = (
     "highs",
     "start",
     "start_lag",
+    "agreed_steps",
+    "agreed_until",
+    "nats",
+    "left_out",
     "highest",
     "left_size",
     "new_size",

@@ -584,7 +584,7 @@ class Step:
         self.none_trained = "entropy" in measured.data and "entropy" not in computed
         self.none_advantaged = computed.get(NO_ADVANTAGE) == 1.0 and not computed.get(NONFINITE)
         if self.monitor is not None and train:
-            self.monitor.say_all_masked(computed)
+            self.monitor.say_masked(computed)
             self.monitor.end(self._version, self._judged(computed))
             computed |= self.monitor.numbers() if computed else {}
         if choice is None:

@@ -26,6 +26,7 @@ from offcorr.rollout.vllm_server import VLLMServer
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.training.anchors import Anchor, default_anchor
 from offcorr.training.ess_lr import AUTO
+from offcorr.training.field_metrics import SKIPPED
 from offcorr.training.replica import base_of
 from offcorr.training.unrecorded import filled
 from offcorr.trl.config import choose_correction
@@ -255,7 +256,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             batch = self._batch(inputs, Forward(placeholder.nan_to_num(), torch.zeros_like(placeholder)))
         rows = rows_kept(dead_sequences(self.correction_step.correction, batch))
         skipped = rows.new_tensor([len(inputs["advantages"]) - len(rows)] * 2, dtype=torch.float64)
-        self.correction_step.add(offcorr.Metrics({"offcorr/loss/skipped": Mean(skipped)}))
+        self.correction_step.add(offcorr.Metrics({SKIPPED: Mean(skipped)}))
         return only(inputs, rows)
 
     def _forward(self, model: Any, inputs: dict[str, Any], compute_entropy: bool = True) -> Forward:

@@ -306,6 +306,55 @@ def test_a_mask_over_every_sequence_is_said_once():
 
 
 @pytest.mark.filterwarnings("ignore:step")
+@pytest.mark.parametrize("warning", ["warn", "mask"])
+def test_an_alarm_that_becomes_critical_does_not_raise_the_masks_limit(warning):
+    """A sampler that is updated no more from step 9 on: the steps of the fault are no baseline for its mask."""
+    monitor = quiet(warning=warning, critical="mask")
+    gaps = [0.003] * 8 + [0.03 * step for step in range(1, 33)]
+    found = alarms_of(monitor, gaps)
+    assert ("engine", "critical") in [alarm[1:] for alarm in found]
+    series = monitor._series["engine"]
+    assert not series.charts["above"].ready and len(series.charts["above"].values) < 12
+    assert series.mask_above == 0.015 and monitor.masked(batch_of(0.5)).weight.tolist() == [0.0] * 8
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_the_limit_of_a_mask_stays_for_its_alarm():
+    """The baseline is completed between the warning and the critical alarm, by steps that are not under an alarm."""
+    series = quiet(warmup=5)._series["engine"]
+    healthy, moved = {"offcorr/engine/k3": 1e-5}, {"offcorr/engine/k3": 0.02}
+    found = [series.add(metrics, (), 3) for metrics in [*[healthy] * 2, *[moved] * 3]]
+    assert found == [None] * 4 + ["warning"]
+    series.mask()
+    series.charts["above"].values = [0.0] * 5  # a baseline at k3 = 1
+    assert [series.add({"offcorr/engine/k3": 0.04}, (), 3) for _ in range(3)][-1] == "critical"
+    series.mask()
+    assert series.mask_above == 0.015
+
+
+def test_an_alarm_from_the_first_step_on_leaves_the_baseline_for_later():
+    monitor = quiet(warmup=5)
+    assert alarms_of(monitor, [0.5] * 10 + [0.003] * 8) == [(3, "engine", "critical")]
+    chart = monitor._series["engine"].charts["above"]
+    assert chart.ready and math.exp(chart.mean) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_mask_over_no_sequence_is_said_once():
+    """An alarm at k3 = .00125, below the mask's limit of .015."""
+    step = Step(offcorr.get("tis"), monitor=quiet(warning="mask", critical="mask"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for version, gap in enumerate([*FAULTY, *[0.05] * 10], 1):
+            step.begin(tokens=512)
+            step.loss(step.place(batch_of(gap, seed=version)))
+            step.end(version)
+            step.metrics()
+    (said,) = [str(one.message) for one in caught if "masked no sequence" in str(one.message)]
+    assert "masked no sequence in 3 steps under alarm" in said and "is above 0.015 (engine)" in said
+
+
+@pytest.mark.filterwarnings("ignore:step")
 def test_stop():
     monitor = quiet(warning=["log", "stop"])
     with pytest.raises(MismatchError, match="step 28: the engine's log-probs have moved away"):

@@ -127,6 +127,14 @@ def test_a_sampler_that_was_never_updated_is_an_alarm_of_its_own(gaps, lags, ste
         assert monitor.numbers()["offcorr/monitor/staleness"] > 1
 
 
+def test_a_sampler_that_was_updated_at_first_is_not_called_never_updated():
+    gaps = [0.0] * 8 + [0.1 * step for step in range(1, 12)]
+    found = staleness(quiet(name_cause=named("stale_weights")), gaps, [0] * len(gaps))
+    assert {alarm.cause for alarm in found} == {"adapter_not_synced"} and "never updated" not in str(found[0])
+    assert "agreed up to step 8, and k3 has grown since" in str(found[0])
+    assert "updates have not reached the sampler since step 8" in str(found[0])
+
+
 def test_what_to_do_comes_before_the_evidence():
     alarm = Alarm(3, "engine", "warning", "precision", 0.5, ("k3 1", "more"), "keep it.", ("warn",))
     assert str(alarm) == (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import offcorr
 from offcorr.training import Monitor, Step, make_anchor
-from offcorr.training.field_metrics import FIELD, field_metrics
+from offcorr.training.field_metrics import FIELD, LEFT_OUT, SKIPPED, field_metrics
 from offcorr.training.series import SURPRISE
 
 
@@ -101,3 +103,46 @@ def test_surprise_is_not_watched_while_the_engines_gap_holds_the_lag(lag, gap, a
         step.end(version)
         step.metrics()
     assert any(alarm.series == "surprise" for alarm in monitor.alarms) == watched
+
+
+@pytest.mark.parametrize("fault", [1, 8, 15, 18])
+def test_a_fault_within_the_warm_up_is_an_alarm(fault):
+    """The baseline would hold it, and what the first batch's test stops would pass in silence some steps later."""
+    for seed in range(2):
+        (found,) = alarms(seed, 60, tokens=512, ramp=1, sharpest=4.0, temperature=0.6, fault=fault)
+        assert 21 <= found <= 28
+
+
+def test_a_warm_up_whose_sequences_are_selected_is_a_baseline():
+    """The mean of -logp - entropy of what is left need not be 0, as of completions with an end."""
+    for left_out, skipped, expected in ((0.0, 0.0, [23]), (0.25, 0.0, []), (0.0, 0.25, [])):
+        monitor = Monitor(warning="log", critical="log", self_test="off")
+        for step in range(1, 60):
+            chosen = {LEFT_OUT: left_out if step == 5 else 0.0, SKIPPED: skipped if step == 5 else 0.0}
+            monitor.end(step, {SURPRISE: -0.3, FIELD + "surprise_error": 0.05, **chosen})
+        assert [alarm.step for alarm in monitor.alarms] == expected
+    monitor.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+
+
+@pytest.mark.parametrize(("engine", "found"), [(0.0, [29]), (0.1, [])])
+def test_what_the_engines_own_gap_explains_is_a_baseline(engine, found):
+    monitor = Monitor(warning="log", critical="log", self_test="off")
+    for step in range(1, 60):
+        monitor.end(step, {SURPRISE: 0.1, FIELD + "surprise_error": 0.05, "offcorr/engine/abs_mean": engine})
+    assert [alarm.step for alarm in monitor.alarms] == found
+
+
+def test_an_alarm_of_the_warm_up_says_that_it_is_no_baseline():
+    monitor = Monitor(warning="log", critical="log", self_test="off")
+    for step in range(1, 40):
+        monitor.end(step, {SURPRISE: 0.0 if step < 8 else -0.46, FIELD + "surprise_error": 0.08})
+    (alarm,) = monitor.alarms
+    assert "standard errors from 0; the first steps are off by -0.299" in str(alarm)
+    assert "the tokens do not follow the trainer's distribution" in str(alarm)
+
+
+def test_the_share_of_sequences_without_a_token():
+    logp, mask = torch.full((4, 8), -1.0), torch.ones(4, 8).bool()
+    mask[0] = False
+    batch = offcorr.Batch(logp=logp, advantages=torch.ones(4), mask=mask, entropy=-logp)
+    assert field_metrics(batch, contains_rollout=False).compute()[LEFT_OUT] == 0.25
