@@ -11,7 +11,7 @@ from offcorr.diagnose import CAUSES, Cause, Evidence, Found, Record, diagnose
 from offcorr.diagnose.causes.base import confidence
 from offcorr.lab import mismatch
 from tests.diagnose import simulated
-from tests.diagnose.simulated import world
+from tests.diagnose.simulated import World, min_p, noise, nucleus, top_k, world
 
 IDS = """clean precision kv_cache moe_routing stale_weights adapter_not_synced policy_updates dropout temperature
 temperature_silent raw_logprobs unnormalised top_p top_p_silent top_k min_p repetition_penalty penalty_silent logit_mask
@@ -419,6 +419,21 @@ def test_causes_that_leave_alike_traces_are_no_surer_than_that(cause):
     assert any(f"whether the cause is {cause} or" in one and "--checkpoint" in one for one in report.cannot_tell)
 
 
-def test_a_truncation_beside_rounding_is_less_sure_of_its_kind():
-    alone, rounded = (diagnose(world(*causes).records()) for causes in (["top_p"], ["top_p", "precision"]))
-    assert rounded.causes[0].confidence <= 0.75 < alone.confidence
+ROUNDED = {"top_p 0.8": nucleus(0.8), "top_p 0.95": nucleus(0.95), "min_p": min_p, "top_k": top_k}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("size, surest", [(0.01, 1.0), (0.03, 0.75), (0.1, 0.75)])
+def test_a_truncation_beside_rounding(name, size, surest):
+    """Rounding blurs the kept mass: what it can make of a top-p is named, if at all, with less confidence."""
+    blur = noise(size)
+    for seed in range(2):
+        made = World(seed=seed)
+        made.sampler = lambda logits, world: ROUNDED[name](blur(logits, world), world)
+        report = diagnose(made.records())
+        right = report.verdict == name.split()[0]
+        assert right or report.confidence <= 0.75, (name, size, report.verdict, report.confidence)
+        assert right or size == 0.1, (name, size, report.verdict)
+        assert report.confidence <= surest or (name == "min_p" and size < 0.1)
+        if report.verdict in ("min_p", "top_k") and report.confidence == 0.75:
+            assert any("blurred by rounding" in one for one in report.cannot_tell)

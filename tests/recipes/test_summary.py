@@ -323,7 +323,7 @@ def test_the_demo_cut_short(tmp_path):
         cwd=ROOT,
     )
     first, last = run.stdout.partition("Three runs")[::2]
-    assert "minute" in first and "GB of memory" in first and "update 12 of 12, reward" in last
+    assert "minute" in first and "GB of memory" in first and "update 12 of 12, accuracy" in last
     assert "offcorr train --loss_type minpro" in last
     for name in demo.RUNS:
         assert len(list((tmp_path / name / "rollouts").glob("step_*.rank_0.parquet"))) == 12

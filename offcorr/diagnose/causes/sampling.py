@@ -258,6 +258,7 @@ class Kept:
     tail: float  # the 2 % quantile of the truncated d over their mean
     share: Share | None = None  # of the mass, under which the tokens can be alone as they are; None: not found
     among_others: bool = False  # d has both signs
+    coarse: bool = False  # a share of the mass fits if what lies within BLURRED of it is left out
     noisy: bool = False  # d is above 0 at some tokens, which no truncation makes
     rounded: bool = False  # something else moves the border of the kept tokens
 
@@ -269,7 +270,7 @@ class Kept:
         tokens, such as the sampled one; where one token has more than the share, it is alone.
         """
         if self.share is not None:
-            return self.share.fits or (self.noisy and self.share.may_fit)
+            return self.share.fits or (self.noisy and self.coarse)
         return not self.certain <= 0.98 and self.crowded < CROWDED
 
 
@@ -277,65 +278,67 @@ ALONE = 8
 """Tokens that are alone, from which on the share of the mass is found that decides it."""
 
 
+SHARP, BLURRED = 0.01, 0.03
+"""Distance of a probability from top-p within which rounding, and coarse rounding, decides whether a token is alone."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Share:
     """A share of the mass above which a token is alone and below which it is not, as a top-p has it.
 
-    Rounding blurs the kept mass, of which the smallest is then below top-p, and hardly the probabilities near top-p.
+    Rounding blurs the kept mass, of which the smallest is then below top-p, more than the probabilities near top-p.
     """
 
     value: float
     exceptions: float  # that the best share leaves, over the tokens that are alone, or are not, if these are fewer
-    blurred: float  # the same, but for those within BLURRED of the share
     below: float  # among truncated tokens, the share of which is kept with less than this mass
     superfluous: float  # that would not be needed for it
 
     @classmethod
-    def of(cls, evidence: Evidence, truncated: Booleans) -> Share | None:
-        """The share with the fewest exceptions; None: fewer than ``ALONE`` tokens are alone, or unlikely ones are."""
+    def of(cls, evidence: Evidence, truncated: Booleans, width: float) -> Share | None:
+        """The share with the fewest exceptions; None: fewer than ``ALONE`` tokens are alone, or unlikely ones are.
+
+        Args:
+            width: distance from the share, in probability, within which nothing counts; in mass twice as much.
+        """
         certain = evidence.sampler > -1e-6
         likely = evidence.trainer > np.log(0.5)
         if (certain & ~likely).sum() > 0.005 * certain.sum():  # zeros that are no probabilities stand among them
             return None
         able = likely & (evidence.trainer < -1e-3)
-        p = np.exp(evidence.trainer[able])
-        alone = certain[able]
+        p, alone = np.exp(evidence.trainer[able]), certain[able]
         fewer = min(int(alone.sum()), int((~alone).sum()))
         if fewer < ALONE:
             return None
-        (low, high), exceptions = _parted(p[alone], p[~alone], SHARP)
-        _, blurred = _parted(p[alone], p[~alone], BLURRED)
+        (low, high), exceptions = _parted(p[alone], p[~alone], width)
         mass = np.exp(np.minimum(evidence.d, 0))[truncated]
         without = mass - np.exp(evidence.trainer[truncated])
-        kept_so = [
-            (float((mass < value - 2 * SHARP).mean()), float((without > value + 2 * SHARP).mean()), value)
-            for value in np.linspace(low, high, 9)
-        ]
-        below, superfluous, value = min(kept_so, key=lambda one: one[0] + one[1])
-        return cls(float(value), exceptions / fewer, blurred / fewer, below, superfluous)
+        below, superfluous, value = min(
+            (
+                (float((mass < value - 2 * width).mean()), float((without > value + 2 * width).mean()), float(value))
+                for value in np.linspace(low, high, 9)
+            ),
+            key=lambda one: one[0] + one[1],
+        )
+        return cls(value, exceptions / fewer, below, superfluous)
 
     @property
     def fits(self) -> bool:
         """Whether it is a top-p."""
         return self.exceptions <= 0.01 and self.below < 0.05 and self.superfluous < 0.01
 
-    @property
-    def may_fit(self) -> bool:
-        """Whether it is one, if what else differs moves probabilities as coarse rounding does."""
-        return self.blurred <= 0.01 and self.below < 0.1 and self.superfluous < 0.01
-
-
-SHARP, BLURRED = 0.01, 0.03
-"""Distance of a probability from top-p within which rounding, and coarse rounding, decides whether a token is alone."""
-
 
 def _parted(alone: Floats, others: Floats, width: float) -> tuple[tuple[float, float], int]:
-    """The borders, from and to, that leave the fewest numbers on the wrong side, farther off than a width; these."""
+    """The borders, from and to, that leave the fewest numbers on the wrong side, farther off than a width; exceptions.
+
+    Those are twice the fewer of the numbers on either wrong side: placeholders of 0 stand on one alone.
+    """
     alone, others = np.sort(alone), np.sort(others)
     borders = np.unique(np.concatenate([alone, others]))
-    wrong = np.searchsorted(alone, borders - width) + len(others) - np.searchsorted(others, borders + width, "right")
-    best = borders[wrong == wrong.min()]
-    return (float(best[0]), float(best[-1])), int(wrong.min())
+    below = np.searchsorted(alone, borders - width)
+    above = len(others) - np.searchsorted(others, borders + width, "right")
+    best = below + above == (below + above).min()
+    return (float(borders[best][0]), float(borders[best][-1])), int(2 * np.minimum(below, above)[best].max())
 
 
 FEW_EXCEPTIONS = 4
@@ -371,9 +374,11 @@ def kept(evidence: Evidence) -> Kept | None:
     left = evidence.unbalanced().explained(np.minimum(d, 0))
     left = left.selection(d > 1e-4) if len(raised) >= TOLD else left.with_floor(np.inf)
     common = (lost, int(alone.sum()), certain, crowded, evidence.balance, left, float(np.exp(least)), tail)
-    share = Share.of(evidence, truncated)
-    if share is not None:
-        return Kept(*common, share, noisy=len(raised) > 0, rounded=share.may_fit and not share.fits)
+    share, coarse = (Share.of(evidence, truncated, width) for width in (SHARP, BLURRED))
+    if share is not None and coarse is not None:
+        noisy = len(raised) > 0
+        blurred = (coarse.fits or noisy) and not share.fits
+        return Kept(*common, share=share, coarse=coarse.fits, noisy=noisy, rounded=blurred)
     few = above_all.sum() * (1 - certain) < FEW_EXCEPTIONS and crowded < CROWDED
     far = (evidence.trainer > np.log(np.exp(least) + BLURRED)) & (evidence.trainer < -noise)
     blurred = crowded < 4 * CROWDED and not (far.sum() >= 4 and (evidence.sampler > -1e-6)[far].mean() < 0.5)
