@@ -361,6 +361,9 @@ class Step:
         """[K] counts of this rank, summed over all ranks."""
         return self._gather(counts).sum(0)
 
+    says_idle = True
+    """Whether ``place`` warns, once, where no anchor gives a batch ``old_logp``; the trainers do so themselves."""
+
     def place(self, batch: Batch, score: Score | None = None, recomputed: Tensor | None = None) -> Batch:
         """The batch with the anchor's ``old_logp``.
 
@@ -372,7 +375,21 @@ class Step:
         """
         check_batch(batch)
         self._placed = self._anchor_of(batch.old_logp is not None, batch.rollout_logp is not None)
-        return self._placed.place(batch, score, recomputed)
+        placed = self._placed.place(batch, score, recomputed)
+        if placed.old_logp is None and self.anchor is None and self.says_idle and self._idle:
+            warn_first(
+                "Step: no old_logp",
+                f"old_logp is None, and {self.correction.method!r} compares with it; no anchor was chosen and place() "
+                "was given no recomputed=, so every staleness ratio is 1. Pass the log-probs from before the first "
+                "update on these samples as place(batch, recomputed=...), or batches with old_logp; "
+                "Step(..., anchor=offcorr.training.Recomputed()) says that each sample has one update",
+            )
+        return placed
+
+    @property
+    def _idle(self) -> bool:
+        """Whether a part of the correction looks at staleness, and does nothing while each ratio of it is 1."""
+        return self._correction is not None and "staleness" in self._correction.compares
 
     def reads_recomputed(self, *, old_logp: bool, rollout_logp: bool) -> bool:
         """Whether ``place`` reads ``recomputed`` of batches that come with, or without, these log-probs.

@@ -89,7 +89,7 @@ def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
         own = getattr(trainer, "rollout_func", None) is None and not getattr(trainer, "use_vllm", True)
         return ESSLearningRate(trainer.optimizer, args.ess_base, rule or "sqrt", own_samples=own)
 
-    return Step(
+    step = Step(
         loss,
         anchor=None
         if name is None
@@ -98,6 +98,8 @@ def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
         gather=lambda vector: trainer.accelerator.gather(vector[None]),
         monitor=make_monitor(args, corrects=loss is not None),
     )
+    step.says_idle = False  # see offcorr.trl.idle
+    return step
 
 
 def make_monitor(args: Any, corrects: bool) -> Monitor | None:

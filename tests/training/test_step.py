@@ -220,6 +220,17 @@ def test_another_number_than_the_micro_batches_have_is_said(method, change, rank
         assert f"{unit} is {own + change}, but the micro-batches of an optimizer step have {own} over" in said[0]
 
 
+def test_a_step_without_old_logp_says_so_unless_that_is_meant():
+    batch = whole_batch().replaced(old_logp=None, rollout_logp=None)
+    with pytest.warns(RuntimeWarning, match="old_logp is None, and 'ppo' compares with it; no anchor was chosen"):
+        Step(offcorr.get("ppo")).place(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Step(offcorr.get("ppo"), anchor=Recomputed()).place(batch)
+        Step(offcorr.get("ppo")).place(batch, recomputed=batch.logp.detach())
+        Step(offcorr.get("reinforce")).place(batch)
+
+
 def test_a_rank_without_gather_is_told_of_gather_and_not_of_its_gradient(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -304,7 +315,8 @@ def test_the_default_anchor():
         assert Step(loss).reads_recomputed(**given) == (kind is Recomputed)
     recomputed = torch.zeros(ROWS, WIDTH)
     assert Step(tis).place(engine, recomputed=recomputed).old_logp is recomputed
-    assert Step(tis).place(engine).old_logp is None
+    with pytest.warns(RuntimeWarning, match="no anchor was chosen"):
+        assert Step(tis).place(engine).old_logp is None
 
 
 def test_the_anchor_is_in_the_repr():

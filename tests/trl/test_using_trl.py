@@ -189,6 +189,7 @@ def test_two_processes(hub, tmp_path):
     small = "import pathlib, pytest\nfrom tests.trl.test_using_trl import make_small\n"
     small += f"make_small(pytest.MonkeyPatch(), pathlib.Path({str(hub)!r}))\n"
     said = '\nassert trainer.accelerator.num_processes == 2\nprint("steps", trainer.state.global_step)\n'
+    said += "trainer.accelerator.wait_for_everyone()\ntrainer.accelerator.end_training()\n"  # as the page says
     (tmp_path / "train.py").write_text(small + SCRIPTS["The two-line swap"] + said)
     configuration = ROOT / "recipes" / "accelerate" / "two_cpu_processes.yaml"
     ran = subprocess.run(

@@ -31,6 +31,7 @@ from offcorr.kernels.logprob import tiles
 from offcorr.kernels.logprob.checks import check_float, check_head, check_slice, check_targets, transform_of
 from offcorr.kernels.logprob.support import Support, support_of
 from offcorr.kernels.logprob.tiles import Finished, Transform
+from offcorr.stages.checks import warn_first
 
 ALIGNED = 64
 """With rows of a multiple of this many numbers, and chunks of a multiple of this many rows, every chunk starts at an
@@ -113,8 +114,8 @@ def linear_logprob(
         vocabulary_start: with ``group``, the token that the first row of ``weight`` is for.
 
     A valid target outside the vocabulary (-100, for example) makes every result of its token NaN and is counted
-    (see ``out_of_vocabulary``), without a host synchronisation.  A valid target outside its support is a ValueError on
-    a CPU; on a GPU it is treated in the same way and counted by ``out_of_support``.
+    (see ``out_of_vocabulary``), without a host synchronisation; on a CPU it is warned of, once.  A valid target outside
+    its support is a ValueError on a CPU; on a GPU it is treated in the same way and counted by ``out_of_support``.
 
     With ``group``, a forward pass takes one all-gather, of 6 numbers per token and rank, and a backward pass one
     all-reduce, of hidden's gradient in float32.  With a frozen head the forward pass takes both, and the backward pass
@@ -375,7 +376,14 @@ def _prepare_targets(
         row.clamp(0, size - 1), torch.where((row >= 0) & (row < size), row, -1), mask, None, support, start
     )
     if plan.group is None:
-        _count(_OUT_OF_VOCABULARY, targets.valid(~targets.here))
+        outside = targets.valid(~targets.here)
+        _count(_OUT_OF_VOCABULARY, outside)
+        if plan.on_host and not torch.compiler.is_compiling() and outside.any():
+            warn_first(
+                "linear_logprob: out of vocabulary",
+                f"{int(outside.sum())} targets, such as {int(target[outside][0])}, are outside the vocabulary of "
+                f"{size}, and their results are NaN: pass mask=, which leaves padding such as -100 out",
+            )
     if support is None:
         return targets
     unsupported = targets.valid(~support.contains(target))
