@@ -1767,6 +1767,20 @@ MUTATIONS = [
         "tests/diagnose/test_variants.py taken_back",
     ),
     Mutation(
+        "diagnose: a top-p by the smallest kept mass alone, which rounding blurs",
+        "offcorr/diagnose/causes/sampling.py",
+        "return self.share.fits or (self.noisy and self.coarse)",
+        "return not self.certain <= 0.98 and self.crowded < CROWDED",
+        "tests/diagnose/test_causes.py truncation_beside_rounding",
+    ),
+    Mutation(
+        "Step: the tokens of the last micro-batch alone are counted",
+        "offcorr/training/counted.py",
+        "self._total = own if self._total is None else self._total + own",
+        "self._total = own",
+        "tests/training/test_step.py another_number",
+    ),
+    Mutation(
         "diagnose --model: noise hides the trainer's temperature",
         "offcorr/diagnose/rescore.py",
         "if found[best] > 0.9 * found[1.0] or",
