@@ -11,6 +11,7 @@ from offcorr.diagnose.causes import CAUSES, Finding
 from offcorr.diagnose.causes.policies import FAR, same_version
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.diagnosis import Report, without_cause
+from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.rescore import EXPLAINS, TRANSFORMS, Rescored
 
@@ -60,7 +61,7 @@ def informed(report: Report, rescored: Rescored) -> Report:
         replaced |= {one.cause for one in report.causes if CAUSES[one.cause].stage == "sampling" and one.share > room}
     others = [_older(one, rescored) for one in report.causes if one.cause not in replaced]
     cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
-    causes = [*found, *others]
+    causes = _larger_gap_first([*found, *others], report.evidence)
     verdict, sure = report.verdict, report.confidence
     if causes:
         verdict, sure = causes[0].cause, causes[0].confidence
@@ -69,6 +70,13 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if verdict == "clean":  # a transform that is nearly found makes it less so
         sure = min(sure, _odds(rescored.threshold - rescored.best_drawn[1]))
     return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=causes, cannot_tell=cannot_tell)
+
+
+def _larger_gap_first(causes: list[Finding], evidence: Evidence) -> list[Finding]:
+    """The trainer's updates before two policies that differ by less, as in the report from the logs."""
+    if not causes or CAUSES[causes[0].cause].stage != "policies" or evidence.moved <= evidence.gap:
+        return causes
+    return sorted(causes, key=lambda one: one.cause != "policy_updates")
 
 
 def _older(finding: Finding, rescored: Rescored) -> Finding:

@@ -44,6 +44,9 @@ SEVERAL = 3
 """Number of steps without a gap from which updates have reached the sampler: a first step, and one more where the
 learning rate begins at 0, have none in any case."""
 
+BEGINS = 1e-5
+"""k3 (a mean |d| of about .004 nats) of a gap that begins in the warm-up, after steps without any."""
+
 UNSYNCED = 0.03
 """k3 from which a sampler that looks as if it was never updated is an alarm of its own: the critical limit of the
 engine's k3."""
@@ -236,6 +239,9 @@ class Series:
         severity: Severity | None = None
         above = moved = False
         over = list(self._over(metrics))
+        if self._begins(values["above"], metrics):
+            chart = self.charts["above"]
+            chart.values = [math.log(SMALLEST_K3)] * chart.warmup
         warming = not self.charts["above"].ready
         for side, value in values.items():
             chart = self.charts[side]
@@ -274,6 +280,16 @@ class Series:
         self.active, self.evidence, self.moved = severity, tuple(found.values()), moved
         self.alarms += 1
         return severity
+
+    def _begins(self, log_size: float, metrics: Mapping[str, float]) -> bool:
+        """Whether a gap begins in the warm-up, where none was before and the samples are new.
+
+        The steps before are then the baseline.  After a step with a smaller gap, as updates that reach the sampler late
+        make it, the warm-up goes on.
+        """
+        if self.name == "surprise" or self.charts["above"].ready or metrics.get(LAG):
+            return False
+        return self.agreed_steps == self.steps >= SEVERAL and log_size > math.log(BEGINS)
 
     def _check_baseline(self, metrics: Mapping[str, float]) -> None:
         """At the end of the warm-up of surprise, put 0, the mean of a healthy run, in place of steps that are off.

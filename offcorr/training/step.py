@@ -194,7 +194,7 @@ class Step:
             measured = "not measured, as there are no log-probs of older weights"
             if policy is not None:
                 measured = f"measured against {policy}"
-            return f"nothing is corrected; staleness is {measured}; {engine}"
+            return f"this library adds metrics and corrects nothing; staleness is {measured}; {engine}"
         old_logp = f"{policy or 'none, so that every staleness ratio is 1'} ({self._named_anchor(str)})"
         if self._placed is not None and self._placed.contains_rollout:
             engine += "; the engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them)"

@@ -100,6 +100,12 @@ def test_a_precision(model):
     assert found.hypotheses[0].words == "weights in int8" and found.hypotheses[0].share > 0.6, found
     assert informed(diagnose(records), found).verdict == "precision"
 
+    draw = np.random.default_rng(0)
+    trained = [dataclasses.replace(one, logp=one.old_logp + draw.standard_normal(len(one))) for one in records]
+    report = diagnose(trained)
+    causes = [one.cause for one in informed(report, found).causes]
+    assert causes == ["policy_updates", "precision"] and report.verdict == "policy_updates"  # the larger gap
+
 
 def test_an_earlier_checkpoint(model):
     older, other = fresh_model(0).eval(), fresh_model(3).eval()

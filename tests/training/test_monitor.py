@@ -16,7 +16,7 @@ from offcorr.diagnose import Record
 from offcorr.training import LIMITS, Cusum, MismatchError, Monitor, Step
 from offcorr.training.alarms import ACTIONS
 from offcorr.training.monitor import PREFIX
-from offcorr.training.series import SMALLEST_K3
+from offcorr.training.series import LAG, SMALLEST_K3
 from tests.training.test_semantics import FAULTS, sampled
 
 # The chart
@@ -513,6 +513,27 @@ def test_the_trainers_temperature_is_part_of_the_message():
 
 
 # Metrics, cost and checkpoints
+
+
+@pytest.mark.parametrize("series", ["staleness", "engine"])
+@pytest.mark.parametrize(
+    ("sizes", "lag", "expected"),
+    [
+        ([1e-13] * 8, 0.0, [11]),  # a sampler that was right goes wrong: all before is the baseline
+        ([1e-13] * 8, None, [11]),
+        ([1e-13] * 8, 1.0, []),  # samples that are older than the weights
+        ([1e-13] * 2, 0.0, []),  # updates that never reached the sampler, or a learning rate that begins at 0
+        ([1e-13, 1e-13, 1e-13, 1e-6], 0.0, []),  # a gap that grows with the updates
+    ],
+)
+def test_a_gap_that_begins_in_the_warm_up_is_not_its_baseline(series, sizes, lag, expected):
+    monitor = Monitor(warning="log", critical="log", self_test="off", limits=())
+    for step in range(1, 40):
+        size = sizes[step - 1] if step <= len(sizes) else 1e-4
+        metrics = {f"offcorr/{series}/k3": size} | ({} if lag is None else {LAG: lag * (step > len(sizes))})
+        monitor.end(step, metrics)
+    assert [alarm.step for alarm in monitor.alarms] == expected
+    monitor.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
 
 
 def run_with_step(monitor, gaps, first=1, micro_batches=2):

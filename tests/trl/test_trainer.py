@@ -276,14 +276,16 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
         (
             ["old_logp"],
             dict(loss_type="dapo"),
-            "TRL's own loss 'dapo': nothing is corrected; staleness is measured against the weights that sampled, as "
+            "TRL's own loss 'dapo': this library adds metrics and corrects nothing; "
+            "staleness is measured against the weights that sampled, as "
             "the sampler supplied it; engine log-probs: yes; sampled by rollout_func",
             "Supplied()",
         ),
         (
             None,
             dict(loss_type="dapo"),
-            "TRL's own loss 'dapo': nothing is corrected; staleness is not measured, as there are no log-probs of "
+            "TRL's own loss 'dapo': this library adds metrics and corrects nothing; "
+            "staleness is not measured, as there are no log-probs of "
             "older weights; engine log-probs: no; sampled by TRL's own generation",
             "Recomputed()",
         ),
