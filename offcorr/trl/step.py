@@ -247,8 +247,8 @@ def report_first_batch(trainer: Any, batch: offcorr.Batch, sampler: str) -> None
     """Log one line at a run's first batch, on the main process: loss, anchor and the engine's log-probs.
 
     It goes to the logger "offcorr" at the level of warnings, the lowest that is shown where nothing is configured.
-    Under TRL's own loss it says that nothing is corrected here, and what is measured.  Engine log-probs that are not the
-    sampler's probabilities are a warning that names what to change, or end the run on every rank (``Monitor``).
+    Under TRL's own loss it says that nothing is corrected here, and what is measured.  Engine log-probs that are not
+    the sampler's probabilities are a warning that names what to change, or end the run on every rank (``Monitor``).
 
     Raises:
         MismatchError: the first batch of the main process fails the monitor's self-test.
