@@ -98,7 +98,7 @@ def as_data(world: World, rows: Sequence[Row], elapsed: float) -> dict[str, Any]
         "setting": dataclasses.asdict(world.setting),
         "sequences": world.tree.sequences,
         "distances": world.distances(),
-        "success": {"sampler": world.success(world.old), "trainer": world.success(world.trainer)},
+        "success": {"sampler": world.success(world.engine), "trainer": world.success(world.trainer)},
         "columns": {column.key: column.formula for column in COLUMNS},
         "note": f"{SCOPE} {NOT_A_RANKING}",
         "elapsed": round(elapsed, 2),

@@ -228,7 +228,7 @@ def _about(world: World) -> list[tuple[str, str]]:
         said = f"effective sample size (ESS) {share:.2f} of the sequences, mean |log-ratio| {size:.2f} nats per token"
         return "; ".join(filter(None, [said, other.get(pair, "")]))
 
-    old, new = world.success(world.old), world.success(world.trainer)
+    drawn, new = world.success(world.engine), world.success(world.trainer)
     return [
         (
             "world",
@@ -237,7 +237,7 @@ def _about(world: World) -> list[tuple[str, str]]:
         ),
         (
             "reward",
-            f"0 or 1: 1 for {old:.0%} of the sequences that the sampler draws, and for {new:.0%} of those that the "
+            f"0 or 1: 1 for {drawn:.0%} of the sequences that the sampler draws, and for {new:.0%} of those that the "
             "trainer would draw",
         ),
         ("staleness", f"{setting.regime}: {gap('staleness')}" if setting.gap else "none (--gap)"),

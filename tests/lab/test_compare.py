@@ -479,3 +479,14 @@ def test_with_an_engine_gap_the_caption_says_what_is_biased(command):
     assert "geo_mis and vcpo also weight each sequence by the engine's ratio" in said
     for words in (["sequence_is"], [GEO_MIS, "--engine-gap", "0.1"]):
         assert "which biases a method" not in " ".join(command(*words, *TINY)[1].split())
+
+
+def test_the_reward_is_that_of_what_is_drawn_the_engines_mismatch_included():
+    """The batches are drawn from the engine's distributions."""
+    world = World.of(Setting(vocabulary=2, length=4, engine_gap=0.5, engine_regime="flatter"))
+    drawn = world.success(world.engine)
+    assert abs(drawn - world.success(world.old)) > 0.005
+    assert f"1 for {drawn:.0%} of the sequences that the sampler draws" in " ".join(
+        comparison.table(world, compare.compare(world, compare.named_methods(["ppo"]), timed=False), 100).split()
+    )
+    assert compare.as_data(world, [], 0.0)["success"]["sampler"] == drawn
