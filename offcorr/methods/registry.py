@@ -15,6 +15,7 @@ import os
 import pkgutil
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +117,27 @@ class Method:
         if "aggregate" in common and "max_length" not in common:
             common["max_length"] = None
         defaults = {name: option.default for name, option in self.options.items() if option.default is not option.empty}
-        return named(dataclasses.replace(correction, **common), self.name, defaults | options)
+        made = dataclasses.replace(correction, **common)
+        if slots := [f"{slot}=" for slot in _SLOTS if slot in common]:
+            for name in own:
+                if self._replaced(name, own, common, correction, made):
+                    raise ValueError(
+                        f"{self.name}: {name} is {own[name]!r}, an option of a stage that {' or '.join(slots)} "
+                        "replaces, so that it has no effect: leave it out, or give it to the new stage"
+                    )
+        return named(made, self.name, defaults | options)
+
+    def _replaced(
+        self, name: str, own: Mapping[str, Any], common: Mapping[str, Any], built: Correction, made: Correction
+    ) -> bool:
+        """Whether an option changes what the method builds, and not what is left of it once its stages are replaced."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                other = self.build(**{option: value for option, value in own.items() if option != name})
+            return bool(other != built and dataclasses.replace(other, **common) == made)
+        except (RuntimeError, TypeError, ValueError):  # it has no default, or the numbers are tensors
+            return False
 
 
 def _same_bound(name: str, known: list[str]) -> str:

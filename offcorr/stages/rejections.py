@@ -25,6 +25,7 @@ from offcorr.stages.checks import (
     check_order,
     warn_of_bounds,
     warn_of_unused,
+    warn_once,
 )
 
 __all__ = [
@@ -284,6 +285,7 @@ class Veto(Rejection):
 
     def __post_init__(self) -> None:
         check_number(self, "threshold", low=0, above=True)
+        warn_of_bounds(type(self).__name__, "dropped", threshold=self.threshold)
         check_mismatch(self)
 
     @cached_property
@@ -319,6 +321,7 @@ class SuffixVeto(Rejection):
 
     def __post_init__(self) -> None:
         check_number(self, "threshold", low=0, above=True)
+        warn_of_bounds(type(self).__name__, "dropped", threshold=self.threshold)
         check_mismatch(self)
 
     @cached_property
@@ -352,7 +355,7 @@ class OPSM(Rejection):
     span = "geometric"
 
     def __post_init__(self) -> None:
-        check_number(self, "delta")
+        check_number(self, "delta", low=0)
         check_choice(self, "level", ("token", "sequence"))
         check_mismatch(self, optional=True)
 
@@ -449,6 +452,12 @@ class DPPO(Rejection):
         for field in ("low", "high", "delta"):
             check_number(self, field, low=0)
         warn_of_unused(self, "divergence", {"tv": ("delta",), "kl": ("low", "high")}[self.divergence])
+        for field in ("low", "high"):
+            if self.divergence == "tv" and isinstance(bound := getattr(self, field), int | float) and bound > 1:
+                warn_once(
+                    f"DPPO: {field} is {bound!r}, and bounds a difference of probabilities, which is at most 1: it "
+                    "never acts"
+                )
         check_mismatch(self)
 
     @property

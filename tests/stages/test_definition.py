@@ -443,3 +443,19 @@ def test_a_stage_without_fields_is_shown_by_its_class():
         surrogate = staticmethod(lambda log_ratio: (log_ratio, 1.0))
 
     assert repr(Plainest()) == "Plainest()" and repr(gates.Clip(0.1, 0.2)).startswith("Clip(eps_low=0.1")
+
+
+def test_an_option_of_a_stage_that_is_replaced_is_refused():
+    for spec, options in (("tis?cap=3", {"weight": "truncate"}), ("geo_rs?low=0.9&high=1.1", {"reject": "veto"})):
+        with pytest.raises(ValueError, match="an option of a stage that (weight|reject)= replaces, so that it has no"):
+            offcorr.get(spec, **options)
+    assert offcorr.get("tis?eps_high=0.3", weight="truncate").gate.eps_high == 0.3
+
+
+def test_bounds_that_drop_on_policy_tokens_or_never_act_are_told():
+    with pytest.warns(RuntimeWarning, match="Veto: threshold is 10000.0, so that on-policy tokens"):
+        offcorr.rejections.Veto(1e4)
+    with pytest.warns(RuntimeWarning, match="DPPO: high is 1.2, and bounds a difference of probabilities, which is at"):
+        offcorr.get("dppo", low=0.8, high=1.2)
+    with pytest.raises(ValueError, match="delta"):
+        offcorr.get("opsm", delta=-0.5)
