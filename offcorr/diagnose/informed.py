@@ -8,12 +8,12 @@ import math
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, Finding
-from offcorr.diagnose.causes.policies import FAR, same_version
+from offcorr.diagnose.causes.policies import EARLIER, FAR, same_version
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.questions import open_questions
-from offcorr.diagnose.rescore import EXPLAINS, TRANSFORMS, Rescored
+from offcorr.diagnose.rescore import EXPLAINS, OF_CHECKPOINTS, SAME, TRANSFORMS, Rescored
 
 SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised")}
 """Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
@@ -36,6 +36,13 @@ EXACTLY = 0.02
 
 FIRSTS = 6
 """Completions whose first tokens tell."""
+
+REFUTED = 0.5
+"""The most that a cause from the logs is sure where its own hypotheses were tried and do not explain the gap."""
+
+EARLIER_CHECKPOINTS = "give, as --checkpoint, the base model and earlier checkpoints"
+OTHER_WEIGHTS = "give a checkpoint of other weights"
+COMPARE = f"{OTHER_WEIGHTS}, or compare the prompt ids that each side read"
 
 
 def informed(report: Report, rescored: Rescored) -> Report:
@@ -60,7 +67,9 @@ def informed(report: Report, rescored: Rescored) -> Report:
         room = 2 * (1 - gap.share) + 0.1  # of mean |d|: no more is left to a transform that the logs show beside it
         replaced |= {one.cause for one in report.causes if CAUSES[one.cause].stage == "sampling" and one.share > room}
     others = [_older(one, rescored) for one in report.causes if one.cause not in replaced]
+    others = [_refuted(one, rescored) for one in others]
     cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
+    cannot_tell = [_not_yet_done(one, rescored) for one in cannot_tell]
     causes = _larger_gap_first([*found, *others], report.evidence)
     verdict, sure = report.verdict, report.confidence
     if causes:
@@ -89,6 +98,29 @@ def _older(finding: Finding, rescored: Rescored) -> Finding:
     return dataclasses.replace(
         finding, cause=cause.id, title=cause.title, advice=cause.advice, evidence=f"{finding.evidence}; {why}"
     )
+
+
+def _refuted(finding: Finding, rescored: Rescored) -> Finding:
+    """Less sure where hypotheses of the finding's cause were tried, and none of any cause explains the gap."""
+    tried = {one.cause for one in rescored.hypotheses}
+    explained = any(one.share > EXPLAINS for one in rescored.hypotheses)
+    if finding.cause not in (*OF_CHECKPOINTS, "truncated_prompt") or finding.cause not in tried or explained:
+        return finding
+    if rescored.gap <= SAME or rescored.as_the_model:  # the model leaves no gap to explain
+        return finding
+    both = not tried.isdisjoint(OF_CHECKPOINTS)
+    nothing = "neither the model nor the checkpoint explains it" if both else "the model does not explain it"
+    said = f"{finding.evidence}; scored again, {nothing}"
+    return dataclasses.replace(finding, confidence=min(finding.confidence, REFUTED), evidence=said)
+
+
+def _not_yet_done(question: str, rescored: Rescored) -> str:
+    """The question without a request for the model, nor for a checkpoint if one was tried."""
+    both = "give --model and an earlier --checkpoint"
+    if not any(one.cause in OF_CHECKPOINTS for one in rescored.hypotheses):
+        return question.replace(both, "give an earlier --checkpoint").replace(EARLIER, EARLIER_CHECKPOINTS)
+    left = COMPARE if question.endswith((both, EARLIER)) else OTHER_WEIGHTS
+    return question.replace(both, left).replace(EARLIER, left)
 
 
 def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:

@@ -437,3 +437,13 @@ def test_a_truncation_beside_rounding(name, size, surest):
         assert report.confidence <= surest or (name == "min_p" and size < 0.1)
         if report.verdict in ("min_p", "top_k") and report.confidence == 0.75:
             assert any("blurred by rounding" in one for one in report.cannot_tell)
+
+
+@pytest.mark.parametrize("size", [0.05, 0.3])
+def test_weights_that_are_the_trainers_from_one_token_on_were_swapped(size):
+    """A fade leaves no part in which both sides agree exactly, from one token to the next."""
+    made = world()
+    made.sampler = noise(size, shared=True, where=simulated.positions(lambda t: t < 22))
+    report = diagnose(made.records())
+    assert [one.cause for one in report.causes] == ["weights_swapped"] and report.confidence > 0.65
+    assert "agree in the last part of the completion" in report.causes[0].evidence

@@ -485,3 +485,33 @@ def test_a_temperature_keeps_the_name_that_the_log_gave_it():
     report = diagnose(world("raw_logprobs").records())
     found = informed(report, outcome(0.95, "temperature"))
     assert [one.cause for one in found.causes] == ["raw_logprobs"]
+
+
+@pytest.mark.parametrize("cause", ["stale_prefix_cache", "stale_weights"])
+def test_a_cause_whose_hypothesis_was_tried_in_vain_is_less_sure(cause):
+    report = diagnose(world(cause).records())
+    assert report.verdict == cause and report.confidence > 0.5
+    found = informed(report, outcome(0.04, cause))
+    assert found.verdict == cause and found.confidence == found.causes[0].confidence <= 0.5
+    assert found.causes[0].evidence.endswith("; scored again, neither the model nor the checkpoint explains it")
+    assert not any("--checkpoint" in said or "--model and" in said for said in found.cannot_tell)
+    alone = informed(report, outcome(0.04, "precision"))
+    assert alone.causes == report.causes and not any("--model and" in said for said in alone.cannot_tell)
+
+
+def test_open_questions_ask_for_no_model_and_no_checkpoint_that_was_tried():
+    report = diagnose(world("stale_prefix_cache").records())
+    question = "whether the cause is stale_prefix_cache or a shorter or other prompt on one side. To find out, "
+    for tried, left in (
+        ("precision", "give an earlier --checkpoint"),
+        ("stale_weights", "give a checkpoint of other weights, or compare the prompt ids that each side read"),
+    ):
+        assert question + "give --model and an earlier --checkpoint" in report.cannot_tell
+        assert question + left in informed(report, outcome(0.04, tried)).cannot_tell
+
+
+def test_a_shorter_prompt_that_was_tried_in_vain_is_less_sure():
+    report = diagnose(world("truncated_prompt").records())
+    found = informed(report, outcome(0.04, "truncated_prompt"))
+    assert found.verdict == "truncated_prompt" and found.confidence <= 0.5
+    assert found.causes[0].evidence.endswith("; scored again, the model does not explain it")

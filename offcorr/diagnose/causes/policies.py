@@ -145,11 +145,14 @@ class WeightsSwapped(Cause):
         profile = Profile.of(evidence)
         share, first, cuts = profile.halves
         if share > 0.25 and len(cuts) >= 4 and not 0.1 < first < 0.9 and np.median(cuts) >= 4:
+            margin = 1.5 + 4 * (share - 0.25)
+            if first < 0.5 and np.ptp(np.quantile(cuts, [0.1, 0.9])) <= 4:  # at one position, which no fade explains
+                margin *= 2
             return Found(
                 share,
                 float(np.sqrt(share * (1 - share) / len(evidence.records))),
                 0.25,
-                1.5 + 4 * (share - 0.25),
+                margin,
                 f"in {len(cuts)} of {len(evidence.records)} sequences the log-probs agree in the "
                 f"{'first' if first > 0.5 else 'last'} part of the completion, and differ in the "
                 f"{'last' if first > 0.5 else 'first'}; the change is mostly between index "
