@@ -11,9 +11,9 @@ from offcorr.diagnose.causes import CAUSES, Finding
 from offcorr.diagnose.causes.policies import EARLIER, FAR, same_version
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.diagnosis import Report, without_cause
-from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import open_questions
-from offcorr.diagnose.rescore import EXPLAINS, OF_CHECKPOINTS, SAME, TRANSFORMS, Rescored
+from offcorr.diagnose.rescore import EXPLAINS, OF_CHECKPOINTS, TRANSFORMS, Rescored
 
 SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised")}
 """Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
