@@ -10,8 +10,8 @@ import torch
 import offcorr
 from offcorr import Batch
 from offcorr.methods.registry import catalogue, illustration
-from offcorr.stages.checks import warn_once
-from offcorr.training import Step
+from offcorr.stages.checks import quietly, warn_once
+from offcorr.training import Recomputed, Step
 
 TOTAL_OR_NONE = {
     *(
@@ -79,11 +79,16 @@ def test_without_any_other_policy():
     assert not said(offcorr.Correction(gate=offcorr.gates.ScoreFunction()), batch())  # its ratio is not read
 
 
-def test_a_step_has_placed_it():
-    step = Step(offcorr.get("minpro"))
+@pytest.mark.parametrize("anchor", [None, Recomputed()])
+def test_a_step_has_placed_it(anchor):
+    """Where an anchor was chosen that is meant; else the step says it, once, and the correction does not."""
+    step = Step(offcorr.get("minpro"), anchor=anchor)
+    with quietly():
+        pass  # what another test was told is forgotten
 
     def loss(given):
         step.begin(tokens=6)
         return step.loss(step.place(given))
 
-    assert not said(loss, batch(rollout_logp=None))
+    told = [str(one.message) for one in said(loss, batch(rollout_logp=None))]
+    assert len(told) == (anchor is None) and all("no anchor was chosen" in one for one in told)
