@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from offcorr.correction import Correction
 from offcorr.methods.registry import register
 from offcorr.stages import gates, ops, ratios
-from offcorr.stages.checks import check_number
+from offcorr.stages.checks import check_number, warn_of_differences
 from offcorr.stages.rejections import probability_distance
 
 
@@ -54,6 +54,7 @@ class ProbabilityRegion(gates.Gate):
     def __post_init__(self) -> None:
         check_number(self, "threshold", low=0)
         check_number(self, "kl_tau", low=0)
+        warn_of_differences("ProbabilityRegion", threshold=self.threshold)
 
     @property
     def scales_with_advantage(self) -> bool:

@@ -206,6 +206,16 @@ def warn_of_distances(owner: str, *, log: bool = False, **distances: Any) -> Non
         )
 
 
+def warn_of_differences(owner: str, **bounds: Any) -> None:
+    """Warns of upper bounds above 1 on a difference of probabilities; those of tensors are not looked at."""
+    for name, bound in bounds.items():
+        if isinstance(bound, int | float) and bound > 1:
+            warn_once(
+                f"{owner}: {name} is {bound!r}, and bounds a difference of probabilities, which is at most 1: it never "
+                "acts"
+            )
+
+
 def uncalled(value: Any) -> str:
     """ "Veto is a class; write Veto(...)" for a class, or function of ours, in the place of what it makes; else "".
 

@@ -24,8 +24,8 @@ from offcorr.stages.checks import (
     check_number,
     check_order,
     warn_of_bounds,
+    warn_of_differences,
     warn_of_unused,
-    warn_once,
 )
 
 __all__ = [
@@ -452,12 +452,8 @@ class DPPO(Rejection):
         for field in ("low", "high", "delta"):
             check_number(self, field, low=0)
         warn_of_unused(self, "divergence", {"tv": ("delta",), "kl": ("low", "high")}[self.divergence])
-        for field in ("low", "high"):
-            if self.divergence == "tv" and isinstance(bound := getattr(self, field), int | float) and bound > 1:
-                warn_once(
-                    f"DPPO: {field} is {bound!r}, and bounds a difference of probabilities, which is at most 1: it "
-                    "never acts"
-                )
+        if self.divergence == "tv":
+            warn_of_differences("DPPO", low=self.low, high=self.high)
         check_mismatch(self)
 
     @property
@@ -511,6 +507,8 @@ class VACO(Rejection):
     def __post_init__(self) -> None:
         check_number(self, "bound", low=0)
         check_choice(self, "divergence", _DIVERGENCES)
+        if self.divergence == "tv":
+            warn_of_differences("VACO", bound=self.bound)
         check_flag(self, "increase_only")
         check_mismatch(self, optional=True)
 

@@ -459,3 +459,22 @@ def test_bounds_that_drop_on_policy_tokens_or_never_act_are_told():
         offcorr.get("dppo", low=0.8, high=1.2)
     with pytest.raises(ValueError, match="delta"):
         offcorr.get("opsm", delta=-0.5)
+
+
+def test_bounds_above_one_on_a_difference_of_probabilities_are_told():
+    for owner, option, method, options in (
+        ("DPPO", "low", "dppo", {"low": 1.5}),
+        ("ProbabilityRegion", "threshold", "ipo", {"threshold": 1.5}),
+        ("VACO", "bound", "vaco", {"bound": 1.5, "divergence": "tv"}),
+    ):
+        with pytest.warns(RuntimeWarning, match=f"{owner}: {option} is 1.5, and bounds a difference of probabilities"):
+            offcorr.get(method, **options)
+    with pytest.warns(RuntimeWarning, match="SuffixVeto: threshold is 10000.0, so that on-policy tokens"):
+        offcorr.get("mu_grpo", threshold=1e4)
+
+
+def test_a_bound_of_a_ratio_or_of_a_budget_may_be_above_one():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        offcorr.get("vaco", bound=1.5)
+        offcorr.get("cppo", delta=1.5)  # the tokens before may have spent more than it
