@@ -36,6 +36,7 @@ LEGEND = (
     'micro-batches and ranks are merged. The trainers log about ten of these (log_metrics="short"), or all ("full").'
 )
 NEXT = "`offcorr metrics NAME` explains one: `offcorr metrics ess_seq`."
+_CLIPPED = re.compile(r"clip_?(ratio|frac)")  # TRL's clip_ratio/..., verl's pg_clipfrac
 
 
 def add_parser(commands: Any) -> None:
@@ -100,8 +101,15 @@ def find(name: str) -> list[Entry]:
     every = entries()
     if found := [one for one in every if f"/{one.name}".endswith(f"/{name}") or fnmatchcase(name, one.name)]:
         return found
-    ends = {one.name.rpartition("/")[2] for one in every} - {"*"}
-    known = [one.name for one in every] if "/" in name else [*ends, *ALIASES]
+    if ends := [one.name.removeprefix(f"offcorr/{name}/") for one in every if one.name.startswith(f"offcorr/{name}/")]:
+        raise Refusal(f"{name!r} is a series of metrics, name one: {listed(ends)}")
+    if _CLIPPED.search(name):
+        raise Refusal(
+            f"{name!r} is of a loss of the trainer's own, and a correction does not log it; the nearest to it are clipped "
+            "and dropped: `offcorr metrics clipped dropped`"
+        )
+    last = {one.name.rpartition("/")[2] for one in every} - {"*"}
+    known = [one.name for one in every] if "/" in name else [*last, *ALIASES]
     of_it = [one.name for one in every if one.metric and re.search(rf"\b{re.escape(name)}\b", one.metric.formula, re.I)]
     found_in = f", a word in the formula of {listed(of_it)};" if 0 < len(of_it) < 8 else ""
     raise Refusal(f"unknown metric {name!r}{found_in or nearest(name, known, ';')} `offcorr metrics` lists all")

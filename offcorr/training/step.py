@@ -116,6 +116,7 @@ class Step:
         self._kept: dict[str, Tensor] = {}
         self._tokens: float | Tensor | None = None
         self._counted: Counted | None = None
+        self._compares_first = gather is None  # a loop may never read the metrics, which compare every step
         self.statistics: Statistics | None = None
         self.denominator: float | Tensor | None = None
         self.in_progress = False
@@ -533,9 +534,16 @@ class Step:
         self._measured[self._train] = self._measured[self._train].merge(metrics)
 
     def _add_counted(self) -> None:
-        """Adds the number that the step was told and what its micro-batches had, for ``metrics`` to compare."""
+        """Adds the number that the step was told and what its micro-batches had, for ``metrics`` to compare.
+
+        The first step's of a lone rank are compared at once.
+        """
         if self._counted is not None:
-            self._measured[True] = self._measured[True].merge(self._counted.metrics())
+            counted = self._counted.metrics()
+            self._measured[True] = self._measured[True].merge(counted)
+            if self._compares_first:
+                warn_of_wrong_number(counted.compute())
+                self._compares_first = False
         self._counted = None
 
     def end(self, version: int) -> None:

@@ -62,6 +62,9 @@ def test_an_unknown_name(refused):
     assert "did you mean 'offcorr/loss/dropped'?" in near
     assert "unknown metric 'qqqq'; `offcorr metrics` lists all" in refused("metrics", "qqqq")
     assert "takes no NAME" in refused("metrics", "--markdown", "ess_seq")
+    assert "'staleness' is a series of metrics, name one: abs_mean, abs_max" in refused("metrics", "staleness")
+    for other in ("clip_ratio/high_mean", "actor/pg_clipfrac"):
+        assert "the nearest to it are clipped and dropped" in refused("metrics", other)
 
 
 def test_a_product_in_a_formula_keeps_its_sign(capsys):

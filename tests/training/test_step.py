@@ -220,6 +220,13 @@ def test_another_number_than_the_micro_batches_have_is_said(method, change, rank
         assert f"{unit} is {own + change}, but the micro-batches of an optimizer step have {own} over" in said[0]
 
 
+def test_a_loop_that_reads_no_metrics_is_told_of_its_first_step():
+    batch = whole_batch()
+    step = Step(offcorr.get("dapo"))
+    with pytest.warns(RuntimeWarning, match="but the micro-batches of an optimizer step have"):
+        run_step(step, [batch], tokens=int(counts(batch)["tokens"]) + 4)
+
+
 def test_a_step_without_old_logp_says_so_unless_that_is_meant():
     batch = whole_batch().replaced(old_logp=None, rollout_logp=None)
     with pytest.warns(RuntimeWarning, match="old_logp is None, and 'ppo' compares with it; no anchor was chosen"):
@@ -236,9 +243,8 @@ def test_a_rank_without_gather_is_told_of_gather_and_not_of_its_gradient(monkeyp
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     batch = whole_batch()
     step = Step(offcorr.get("dapo"))
-    run_step(step, [batch], tokens=2 * int(counts(batch)["tokens"]))
     with pytest.warns(RuntimeWarning, match="there are 2 ranks, and without gather= a Step's metrics"):
-        step.metrics()
+        run_step(step, [batch], tokens=2 * int(counts(batch)["tokens"]))
 
 
 def test_what_is_not_compared_is_not_said():
