@@ -22,7 +22,7 @@ __all__ = ["Batch", "LOG_LIMIT", "LogRatio", "Rows", "Tokens"]
 LOG_LIMIT = 20.0
 """Log-ratios (nats) are clamped to +-LOG_LIMIT, token by token and again before ``exp``."""
 
-ABOVE_ZERO = "{} is above 0 on valid tokens, as no log-prob is: were probabilities passed, or log-probs without their sign?"
+ABOVE_ZERO = "{} is above 0 on valid tokens, as no log-prob is: were probabilities passed, or -log p?"
 """The warning where ``above_zero`` holds of a field."""
 
 BELOW_ZERO = {

@@ -347,9 +347,9 @@ def test_small_probabilities_and_rounding_are_told_apart(values, warns, heard):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         offcorr.Batch(logp=torch.tensor([[*values, 0.0]]), advantages=torch.ones(1), mask=mask)
-    assert [str(w.message) for w in seen if "were probabilities passed" in str(w.message)] == (
-        ["logp is above 0 on valid tokens, as no log-prob is: were probabilities passed, or log-probs without their sign?"] if warns else []
-    )
+    said = [str(w.message) for w in seen if "were probabilities passed" in str(w.message)]
+    expected = "logp is above 0 on valid tokens, as no log-prob is: were probabilities passed, or -log p?"
+    assert said == ([expected] if warns else [])
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -105,8 +105,8 @@ def find(name: str) -> list[Entry]:
         raise Refusal(f"{name!r} is a series of metrics, name one: {listed(ends)}")
     if _CLIPPED.search(name):
         raise Refusal(
-            f"{name!r} is of a loss of the trainer's own, and a correction does not log it; the nearest to it are clipped "
-            "and dropped: `offcorr metrics clipped dropped`"
+            f"{name!r} is of a loss of the trainer's own, and a correction does not log it; the nearest to it are "
+            "clipped and dropped: `offcorr metrics clipped dropped`"
         )
     last = {one.name.rpartition("/")[2] for one in every} - {"*"}
     known = [one.name for one in every] if "/" in name else [*last, *ALIASES]

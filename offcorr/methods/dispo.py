@@ -60,8 +60,8 @@ class SignClip(gates.Gate):
             check_number(self, field, low=0, above=field.endswith("high"))
         check_order(self, "pos_low", "pos_high")
         check_order(self, "neg_low", "neg_high")
-        warn_of_bounds("SignClip", "multiplied by it", "pos_high", pos_low=self.pos_low, pos_high=self.pos_high)
-        warn_of_bounds("SignClip", "multiplied by it", "neg_high", neg_low=self.neg_low, neg_high=self.neg_high)
+        warn_of_bounds("SignClip", "are multiplied by it", "pos_high", pos_low=self.pos_low, pos_high=self.pos_high)
+        warn_of_bounds("SignClip", "are multiplied by it", "neg_high", neg_low=self.neg_low, neg_high=self.neg_high)
 
     @property
     def params(self) -> SignBounds:

@@ -62,7 +62,7 @@ class NarrowingInterval(rejections.Rejection):
         check_number(self, "low", low=0, above=True)
         check_number(self, "high", low=0, above=True)
         check_order(self, "low", "high")
-        warn_of_bounds("NarrowingInterval", "dropped", low=self.low, high=self.high)
+        warn_of_bounds("NarrowingInterval", "are dropped", low=self.low, high=self.high)
         check_number(self, "length_power", low=0)
         check_mismatch(self)
 

@@ -164,22 +164,24 @@ def check_order(owner: Any, low: str, high: str) -> None:
         )
 
 
-def warn_of_bounds(owner: str, outside: str, upper: str = "high", **bounds: Any) -> None:
+def warn_of_bounds(owner: str, outside: str, upper: str = "high", *, distances: bool = True, **bounds: Any) -> None:
     """Warns of bounds on a ratio with 1 outside, the ratio of on-policy tokens; those of tensors are not looked at.
 
     Args:
-        outside: what happens to a token outside, as in "on-policy tokens are dropped".
+        outside: what happens to tokens outside, "are dropped".
         upper: the name of the upper bound; the other one is a lower bound.
+        distances: whether a distance from 1, as other libraries have it, may have been meant.
         bounds: the bounds by name; None: no bound.
     """
     for name, bound in bounds.items():
         is_upper = name == upper
         if isinstance(bound, int | float) and (bound < 1 if is_upper else bound > 1):
             epsilon = "epsilon_high" if is_upper else "epsilon_low"
+            written = f"1 {'+' if is_upper else '-'} {epsilon}"
+            meant = f"; where {epsilon} of verl or TRL is meant, a distance from 1, pass {written}" if distances else ""
             warn_once(
-                f"{owner}: {name} is {bound!r}, so that on-policy tokens, whose ratio is 1, are {outside}: {name} "
-                f"bounds the ratio itself; where {epsilon} of verl or TRL is meant, a distance from 1, pass "
-                f"1 {'+' if is_upper else '-'} {epsilon}"
+                f"{owner}: {name} is {bound!r}, so that on-policy tokens, whose ratio is 1, {outside}: {name} bounds "
+                f"the ratio itself{meant}"
             )
 
 

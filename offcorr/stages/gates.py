@@ -189,7 +189,7 @@ class DetachedClip(Gate):
         check_number(self, "low", low=0)
         if self.cap is not None:
             check_order(self, "low", "cap")
-        warn_of_bounds("DetachedClip", "multiplied by it", "cap", low=self.low, cap=self.cap)
+        warn_of_bounds("DetachedClip", "are multiplied by it", "cap", low=self.low, cap=self.cap)
 
     @property
     def params(self) -> RatioBounds:

@@ -128,7 +128,7 @@ class Geometric(Rejection):
         check_number(self, "low", low=0, above=True)
         check_number(self, "high", low=0, above=True)
         check_order(self, "low", "high")
-        warn_of_bounds(type(self).__name__, "dropped", low=self.low, high=self.high)
+        warn_of_bounds(type(self).__name__, "are dropped", low=self.low, high=self.high)
         check_mismatch(self)
 
     @cached_property
@@ -170,7 +170,7 @@ class K1(Rejection):
         check_number(self, "low", low=0, above=True)
         check_number(self, "high", low=0, above=True)
         check_order(self, "low", "high")
-        warn_of_bounds(type(self).__name__, "dropped", low=self.low, high=self.high)
+        warn_of_bounds(type(self).__name__, "are dropped", low=self.low, high=self.high)
         check_choice(self, "level", _SPAN_OF_LEVEL)
         check_mismatch(self)
 
@@ -285,7 +285,7 @@ class Veto(Rejection):
 
     def __post_init__(self) -> None:
         check_number(self, "threshold", low=0, above=True)
-        warn_of_bounds(type(self).__name__, "dropped", threshold=self.threshold)
+        warn_of_bounds("Veto", "are dropped with their sequences", distances=False, threshold=self.threshold)
         check_mismatch(self)
 
     @cached_property
@@ -321,7 +321,7 @@ class SuffixVeto(Rejection):
 
     def __post_init__(self) -> None:
         check_number(self, "threshold", low=0, above=True)
-        warn_of_bounds(type(self).__name__, "dropped", threshold=self.threshold)
+        warn_of_bounds("SuffixVeto", "veto what follows them", distances=False, threshold=self.threshold)
         check_mismatch(self)
 
     @cached_property

@@ -114,8 +114,9 @@ class Bound(Weight):
         check_mismatch(self)
         name, options = self._form
         upper = "cap" if "cap" in options else "high"
-        outside = "multiplied by it" if self.outside == "clamp" else "dropped"
-        warn_of_bounds(name, outside, upper, **{"low": self.low, upper: self.high})
+        outside = "are multiplied by it" if self.outside == "clamp" else "are dropped"
+        bounds: dict[str, Any] = {"low": self.low, upper: self.high}
+        warn_of_bounds(name, outside, upper, **bounds)
 
     @property
     def span(self) -> str:

@@ -391,7 +391,7 @@ def test_probabilities_as_log_probs_are_one_warning(make_trainer, loss_type):
         warnings.simplefilter("always")
         trainer.train()
     said = [str(w.message) for w in caught if "log-prob is" in str(w.message)]
-    assert said == ["rollout_logp is above 0 on valid tokens, as no log-prob is: were probabilities passed, or log-probs without their sign?"]
+    assert said == ["rollout_logp is above 0 on valid tokens, as no log-prob is: were probabilities passed, or -log p?"]
     warn_once.cache_clear()
 
 
