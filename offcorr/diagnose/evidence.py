@@ -46,6 +46,19 @@ def mean(values: Floats, least: float = 0.0) -> Estimate:
     return Estimate(float(values.mean()), max(float(values.std() / np.sqrt(len(values))), least))
 
 
+def mean_by_sequence(values: Floats, sequence: Integers) -> Estimate:
+    """The mean over tokens, NaN left out, and its standard error, in which whole sequences are drawn independently."""
+    known = np.isfinite(values)
+    if not known.any():
+        return Estimate(0.0, np.nan)
+    average = float(values[known].mean())
+    _, same = np.unique(sequence[known], return_inverse=True)
+    if same.max() == 0:  # one sequence: its tokens
+        return mean(values[known])
+    off = np.bincount(same, values[known] - average)
+    return Estimate(average, float(np.sqrt((off**2).sum() * len(off) / max(len(off) - 1, 1)) / known.sum()))
+
+
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """N tokens that the model sampled, of all sequences one after the other; d = trainer - sampler.
@@ -222,7 +235,12 @@ class Evidence:
     @cached_property
     def moved(self) -> float:
         """Mean |logp - old_logp| (nats): how far the updates on this batch moved the trainer; 0 where not logged."""
-        return float(np.nanmean(self._updates)) if np.isfinite(self._updates).any() else 0.0
+        return mean_by_sequence(self._updates, self.sequence).value
+
+    @property
+    def moved_error(self) -> float:
+        """The standard error of ``moved``."""
+        return mean_by_sequence(self._updates, self.sequence).error
 
     @property
     def moved_most(self) -> float:

@@ -99,8 +99,9 @@ MEANINGS = {
 """One or two plain sentences for each number of the report."""
 
 ERRORS = (
-    "± is one standard error: by about this much a number differs by chance between dumps of this size. A number that "
-    "is several standard errors away from its usual value is hardly chance."
+    "± is one standard error: by about this much a number differs by chance between two dumps of this size from the "
+    "same weights. A number that is several standard errors away from its usual value there is hardly chance; over the "
+    "steps of a run it may well change by more."
 )
 READING = (
     "p is the probability that the trainer gives a token. Two models hardly differ about one that is nearly certain (p "

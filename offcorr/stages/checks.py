@@ -178,10 +178,10 @@ def warn_of_bounds(owner: str, outside: str, upper: str = "high", *, distances: 
         if isinstance(bound, int | float) and (bound < 1 if is_upper else bound > 1):
             epsilon = "epsilon_high" if is_upper else "epsilon_low"
             written = f"1 {'+' if is_upper else '-'} {epsilon}"
-            meant = f"; where {epsilon} of verl or TRL is meant, a distance from 1, pass {written}" if distances else ""
+            meant = f"; where a distance from 1 is meant, as {epsilon} of a clipped loss is, pass {written}"
             warn_once(
                 f"{owner}: {name} is {bound!r}, so that on-policy tokens, whose ratio is 1, {outside}: {name} bounds "
-                f"the ratio itself{meant}"
+                f"the ratio itself{meant if distances else ''}"
             )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from offcorr.diagnose import CAUSES, Cause, Evidence, Found, Record, diagnose
 from offcorr.diagnose.causes.base import confidence
+from offcorr.diagnose.evidence import mean_by_sequence
 from offcorr.lab import mismatch
 from tests.diagnose import simulated
 from tests.diagnose.simulated import World, min_p, noise, nucleus, top_k, world
@@ -188,6 +189,28 @@ def test_ratio_identity_and_balance_by_hand():
     assert made.ratio_identity.value == pytest.approx(1.5)
     assert made.ratio_identity.error == pytest.approx(0.5 / np.sqrt(2))
     assert made.balance.value == pytest.approx(((1 - np.log(2) - 0.25) + (2.0 - 2.5)) / 2)
+
+
+def test_the_error_of_a_mean_over_tokens_is_over_sequences():
+    """Of sequences that differ as wholes, as under older weights: the mean of each is one draw, whatever its length."""
+    levels = np.random.default_rng(0).exponential(size=400)
+    values, sequence = np.repeat(levels, 25), np.repeat(np.arange(400), 25)
+    made = mean_by_sequence(values, sequence)
+    assert made.value == pytest.approx(levels.mean())
+    assert made.error == pytest.approx(levels.std(ddof=1) / np.sqrt(400))
+    assert mean_by_sequence(np.append(values, np.nan), np.append(sequence, 7)) == made
+    alone = mean_by_sequence(levels, np.zeros(400, int))
+    assert alone.error == pytest.approx(levels.std() / 20)
+
+
+@pytest.mark.parametrize("cause", ["policy_updates", "stale_weights", "precision"])
+def test_the_error_beside_a_statistic_is_of_sequences(cause):
+    """Dumps of other sequences differ by about as much as the report says."""
+    runs = [diagnose(world(cause, seed=seed).records()) for seed in range(12)]
+    found = [finding for run in runs for finding in run.causes if finding.cause == cause]
+    assert len(found) >= 8
+    spread = np.std([finding.statistic for finding in found], ddof=1)
+    assert 0.4 < np.mean([finding.se for finding in found]) / spread < 2.5
 
 
 def test_only_what_the_mask_covers_and_both_scored_counts():

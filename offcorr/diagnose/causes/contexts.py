@@ -150,7 +150,7 @@ class ChatTemplate(Cause):
         if other and repeatable(evidence) and first > -1 and evidence.entropy is not None:
             return Found(
                 profile.mean,
-                float(profile.size.std() / np.sqrt(len(profile))),
+                profile.error,
                 FAR,
                 0.3,
                 f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than rounding makes, "

@@ -107,7 +107,7 @@ class MoERouting(Cause):
             return None
         return Found(
             heavy,
-            heavy / np.sqrt(len(profile)),
+            profile.error / max(profile.median, 1e-9),
             5.0,
             float(np.log(heavy / 5)) + 0.5,
             f"the relative difference |d| / (1 - p) has a mean of {profile.mean:.2g} and a median of "
@@ -306,7 +306,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
     )
     return Found(
         profile.mean,
-        float(profile.size.std() / np.sqrt(len(profile))),
+        profile.error,
         WEIGHTS,
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to 0.02 that "
@@ -327,7 +327,7 @@ def _as_rounding(evidence: Evidence) -> Found | None:
         size = "as coarse rounding makes it (older weights would give a token id a similar d everywhere)"
     return Found(
         profile.mean,
-        float(profile.size.std() / np.sqrt(len(profile))),
+        profile.error,
         evidence.floor,
         0.15 + 0.1 * float(np.log(largest / max(profile.mean, 1e-9))),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, {size}{profile.course}",
@@ -392,7 +392,7 @@ class PolicyUpdates(Cause):
         share = moved / (moved + evidence.gap)
         return Found(
             moved,
-            moved / np.sqrt(len(evidence)),
+            evidence.moved_error,
             10 * SAME,
             1.0 + float(np.log(moved / (10 * SAME))) / 2,
             f"the trainer's current log-probs (logp) differ from those of the weights that it takes for the sampler's "

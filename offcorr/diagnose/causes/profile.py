@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.evidence import Evidence, mean_by_sequence
 from offcorr.diagnose.record import Floats, Integers
 
 EARLY = 8
@@ -70,6 +70,11 @@ class Profile:
     def mean(self) -> float:
         """Mean size."""
         return float(self.size.mean()) if len(self) else 0.0
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean size."""
+        return mean_by_sequence(self.size, self.sequence).error
 
     @property
     def course(self) -> str:
