@@ -31,6 +31,17 @@ SILENT = {
 TRAINERS = ("dropout", "position", "policy_updates")
 """Causes in how the trainer scores."""
 
+OTHER_WEIGHTS_OF_TRAINER = (
+    "the trainer's log-probs are of other weights than the sampler's",
+    "give, as --model, the weights that old_logp is of; if these are they, compute old_logp with the weights that "
+    "sampled, or correct for the difference with a method that compares the two",
+)
+OF_TRAINER = {
+    "stale_weights": OTHER_WEIGHTS_OF_TRAINER,
+    "adapter_not_synced": OTHER_WEIGHTS_OF_TRAINER,
+}
+"""Title and advice of a cause that is named for the sampler, where it is the trainer's."""
+
 EXACTLY = 0.02
 """Share of mean |d| up to which two log-probs are the same."""
 
@@ -39,6 +50,9 @@ FIRSTS = 6
 
 REFUTED = 0.5
 """The most that a cause from the logs is sure where its own hypotheses were tried and do not explain the gap."""
+
+NOISY = 0.65
+"""The most that dropout is sure by its size alone: padding, or another prompt, may move log-probs by as much."""
 
 EARLIER_CHECKPOINTS = "give, as --checkpoint, the base model and earlier checkpoints"
 OTHER_WEIGHTS = "give a checkpoint of other weights"
@@ -55,7 +69,7 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if rescored.other_model:
         return report
     silent = _of_the_draws(rescored)
-    gap = _of_the_gap(report, rescored) or _of_the_trainer(report, rescored)
+    gap = _of_what_the_trainer_read(rescored) or _of_the_gap(report, rescored) or _of_the_trainer(report, rescored)
     # What is drawn wrongly precedes two policies that differ.
     first, second = (silent, gap) if gap is not None and CAUSES[gap.cause].stage == "policies" else (gap, silent)
     found = [one for one in (first, second) if one is not None]
@@ -101,7 +115,12 @@ def _older(finding: Finding, rescored: Rescored) -> Finding:
 
 
 def _refuted(finding: Finding, rescored: Rescored) -> Finding:
-    """Less sure where hypotheses of the finding's cause were tried, and none of any cause explains the gap."""
+    """Less sure where hypotheses of the finding's cause were tried, and none of any cause explains the gap; and where
+    the sampler's log-probs are the model's own.
+    """
+    if rescored.as_the_model and CAUSES[finding.cause].stage == "policies" and finding.cause not in TRAINERS:
+        said = f"{finding.evidence}; but scored again, the sampler's log-probs are the model's: look at the trainer's"
+        return dataclasses.replace(finding, confidence=min(finding.confidence, REFUTED), evidence=said)
     tried = {one.cause for one in rescored.hypotheses}
     explained = any(one.share > EXPLAINS for one in rescored.hypotheses)
     if finding.cause not in (*OF_CHECKPOINTS, "truncated_prompt") or finding.cause not in tried or explained:
@@ -125,10 +144,19 @@ def _not_yet_done(question: str, rescored: Rescored) -> str:
 
 def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
     """The hypothesis that explains most of the gap, if it explains enough."""
-    fits = [one for one in rescored.hypotheses if one.cause == "dropout" or not rescored.as_the_model]
+    noisy = not _repeats_itself(report.evidence)
+    fits = [one for one in rescored.hypotheses if (noisy if one.cause == "dropout" else not rescored.as_the_model)]
     best = fits[0] if fits else None
     if best is None or best.share <= EXPLAINS:
         return None
+    if best.cause == "dropout":
+        said = (
+            f"scored again without dropout, the model's log-probs are {best.gap:.2g} nats from the sampler's on "
+            f"average; its dropout moves them by {rescored.dropout:.2g}, about as much as the trainer's are off "
+            f"({rescored.logged:.2g})"
+        )
+        by_log = max((one.confidence for one in report.causes if one.cause == "dropout"), default=0.0)
+        return _finding("dropout", max(min(best.share, NOISY), by_log), best.share, EXPLAINS, best.share, said)
     named = {one.cause for one in report.causes}
     id = next((one for one in SAME_HYPOTHESIS.get(best.cause, ()) if one in named), best.cause)
     said = (
@@ -136,6 +164,27 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
         f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
     )
     return _finding(id, best.share, best.share, EXPLAINS, best.share, said)
+
+
+def _repeats_itself(evidence: Evidence) -> bool:
+    """Whether the trainer gave one token the same log-prob after one context each time, as no dropout does."""
+    spread, _ = evidence.same_context
+    return len(spread) > 0 and float(spread.max()) < SAME
+
+
+def _of_what_the_trainer_read(rescored: Rescored) -> Finding | None:
+    """The hypothesis about the trainer that explains most of the gap, if it explains enough."""
+    best = rescored.of_trainer[0] if rescored.of_trainer else None
+    if best is None or best.share <= EXPLAINS:
+        return None
+    said = (
+        f"scored again, the sampler's log-probs are the model's own, and the trainer's, {rescored.logged:.2g} nats "
+        f"from them on average, are {best.gap:.2g} from those under the hypothesis '{best.words}': it explains "
+        f"{best.share:.0%} of the gap"
+    )
+    found = _finding(best.cause, best.share, best.share, EXPLAINS, best.share, said)
+    title, advice = OF_TRAINER.get(best.cause, (found.title, found.advice))
+    return dataclasses.replace(found, title=title, advice=advice)
 
 
 def _of_the_trainer(report: Report, rescored: Rescored) -> Finding | None:
@@ -158,9 +207,9 @@ def _of_the_trainer(report: Report, rescored: Rescored) -> Finding | None:
     if 0 < whole.mean() < 1 or (len(first) >= FIRSTS and first.all()):
         where = "at the first token of every completion" if agree == 1 else f"in {whole.mean():.0%} of the sequences"
         return _finding("position", 0.9, agree, 0.0, 1.0, f"{known}they agree exactly {where}, and nowhere else")
-    if same_version(evidence) and Profile.of(evidence).mean > FAR:
+    if same_version(evidence) and Profile.of(evidence).mean > FAR and not _repeats_itself(evidence):
         said = f"{known}both sides had the same weights, as the logged versions say, and no sequence agrees"
-        return _finding("dropout", 0.8, agree, 0.0, 1.0, said)
+        return _finding("dropout", NOISY, agree, 0.0, 1.0, said)
     return None
 
 

@@ -48,6 +48,9 @@ OF_CHECKPOINTS = ("stale_weights", "stale_prefix_cache")
 FALSE_ALARMS = 1e-3
 """Share of the dumps, at most, whose tokens were drawn as they were logged and would be said not to be."""
 
+OF_EITHER = ("truncated_prompt", "chat_template", "precision", "stale_weights", "adapter_not_synced")
+"""Causes whose hypotheses are about the trainer, too, where the sampler's log-probs are the model's own."""
+
 EXPLAINS = 0.6
 """A hypothesis is named as the cause if it explains more than this share of the gap."""
 
@@ -104,6 +107,9 @@ class Rescored:
             beforehand exceeds it by log(1 / a) with a probability of more than a.
         temperature: of the trainer.
         versions: ``rollout_version`` of the tokens that were scored, each once; empty: not logged.
+        of_trainer: hypotheses about the trainer, whose gap is from its logged log-probs; empty where the sampler's are
+            not the model's own.
+        dropout: mean |change| of the model's log-probs where its dropout is on (nats).
     """
 
     sequences: int
@@ -115,6 +121,8 @@ class Rescored:
     drawn_as_logged: float = 0.0
     temperature: float = 1.0
     versions: Sequence[int] = ()
+    of_trainer: Sequence[Hypothesis] = ()
+    dropout: float = 0.0
 
     @property
     def threshold(self) -> float:
@@ -204,22 +212,28 @@ def rescore(
         logp = np.concatenate(logps)[valid]
         return _hypothesis(*name, _gap(logp, sampler), gap, 0.0 if name[0] == "shift" else _likelier(logp, ours))
 
+    def of_trainer(name: Name, logps: list[Floats]) -> Hypothesis:
+        return _hypothesis(*name, _gap(np.concatenate(logps)[valid], trainer), logged)
+
     hypotheses = [hypothesis(name, logps) for name, logps in scored.items()]
     noise = _gap(dropped[valid], ours)
     if noise > SAME and logged / 3 < noise < logged * 3:  # the trainer is off by as much as dropout makes
         hypotheses.append(_hypothesis("dropout", "dropout off", gap, logged))
     hypotheses.sort(key=lambda one: -one.share)
     if gap > SAME and hypotheses[0].share <= NEARLY_ALL:
-        first, last = template(records, lambda some: _gap_of(some, scorer.again("other templates", model, some)))
-        if first or last:
-            words = f"the prompt without its first {first} and last {last} tokens"
-            cut = [without(record, first, last) for record in records]
-            hypotheses.append(hypothesis(("chat_template", words), scorer.again(words, model, cut)))
-            hypotheses.sort(key=lambda one: -one.share)
+        hypotheses += [hypothesis(*found) for found in scorer.other_template("rollout_logp")]
+        hypotheses.sort(key=lambda one: -one.share)
+    trainers: list[Hypothesis] = []
+    if logged > SAME and gap < 0.1 * logged:
+        trainers = [of_trainer(name, logps) for name, logps in scored.items() if name[0] in OF_EITHER]
+        if max(one.share for one in trainers) <= NEARLY_ALL:
+            trainers += [of_trainer(*found) for found in scorer.other_template("old_logp")]
+        trainers.sort(key=lambda one: -one.share)
     as_logged = _likelier(sampler, ours, slips=0.0)
     trained = _gap(ours, trainer)
     held = rollout_versions(records)
-    return Rescored(len(records), gap, logged, trained, hypotheses, left_out, as_logged, temperature, held)
+    numbers = (gap, logged, trained, hypotheses, left_out, as_logged, temperature, held, trainers, noise)
+    return Rescored(len(records), *numbers)
 
 
 def rollout_versions(records: Iterable[Record]) -> list[int]:
@@ -277,6 +291,25 @@ class _Scorer:
             found = earlier(named, module, self.model, self.records, base, self.again)
             yield f"the weights of {named}", partial(dict, found)
 
+    def other_template(self, side: str) -> Iterator[tuple[Name, list[Floats]]]:
+        """The log-probs after the prompts without the first and last tokens that one side most likely did not read.
+
+        Args:
+            side: the field of its log-probs.
+        """
+
+        def gap(some: Sequence[Record]) -> float:
+            logps = self.again("other templates", self.model, some)
+            valid = np.concatenate([_valid(record) for record in some])
+            logged = np.concatenate([getattr(record, side) for record in some])
+            return _gap(np.concatenate(logps)[valid], logged[valid])
+
+        first, last = template(self.records, gap)
+        if first or last:
+            words = f"the prompt without its first {first} and last {last} tokens"
+            cut = [without(record, first, last) for record in self.records]
+            yield ("chat_template", words), self.again(words, self.model, cut)
+
     def _one(self, name: Name, module: Callable[[], nn.Module], **how: Any) -> dict[Name, list[Floats]]:
         return {name: self.again(name[1], module(), **how)}
 
@@ -292,7 +325,7 @@ class _Scorer:
 
 
 def template(records: Sequence[Record], gap: Callable[[Sequence[Record]], float]) -> tuple[int, int]:
-    """The first and last tokens of the prompts that the sampler most likely did not read: those that all share.
+    """The first and last tokens of the prompts that one side most likely did not read: of those that all share.
 
     Args:
         gap: mean |d| of records.
@@ -306,17 +339,12 @@ def template(records: Sequence[Record], gap: Callable[[Sequence[Record]], float]
     return first, last
 
 
-def _gap_of(records: Sequence[Record], logps: Sequence[Floats]) -> float:
-    valid = np.concatenate([_valid(record) for record in records])
-    sampler = np.concatenate([record.rollout_logp for record in records])
-    return _gap(np.concatenate(logps)[valid], sampler[valid])
-
-
 @torch.no_grad()
 def fit(records: Sequence[Record], model: nn.Module) -> tuple[float, float]:
     """The temperature at which the model's log-probs are nearest to the trainer's, and mean |difference| there (nats).
 
-    The temperature is 1 where no other is clearly nearer.
+    The temperature is 1 where no other makes less than half of the difference: what else the trainer does differently
+    flattens or sharpens its distributions, too.
     """
     valid = np.concatenate([_valid(record) for record in records])
     trainer = np.concatenate([record.old_logp for record in records])[valid]
@@ -336,8 +364,7 @@ def fit(records: Sequence[Record], model: nn.Module) -> tuple[float, float]:
         grid = [round(near + count * step, 2) for count in range(-5, 6)]
         found |= gaps([one for one in grid if one > 0 and one not in found])
     best = min(found, key=lambda one: found[one])
-    gained = found[1.0] - found[best]
-    if found[best] > 0.9 * found[1.0] or (found[best] > 0.5 * found[1.0] and gained < FITS):
+    if found[best] > 0.5 * found[1.0]:
         best = 1.0
     return best, found[best]
 
@@ -374,6 +401,11 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
             f"the trainer's logged ones differ from the sampler's by {rescored.logged:.2g} nats, so the sampler did "
             "what the model does: look for the cause in how the trainer computes log-probs"
         )
+        said += [
+            f"{one.words} [{one.cause}], of the trainer, explains {one.share:.0%} of that; {one.gap:.2g} nats are left"
+            for one in rescored.of_trainer[:most]
+            if one.share > 0.05
+        ]
     elif rescored.trainer > max(SAME, 2 * rescored.logged):
         said.append(
             f"they differ from the trainer's logged ones (old_logp) by {rescored.trainer:.2g} nats, more than these "

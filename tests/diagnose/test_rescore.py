@@ -16,7 +16,7 @@ pytest.importorskip("tokenizers")
 
 import torch
 
-from offcorr.diagnose import Record, hypotheses, passes
+from offcorr.diagnose import CAUSES, Finding, Record, hypotheses, passes
 from offcorr.diagnose import rescore as module
 from offcorr.diagnose.diagnosis import diagnose
 from offcorr.diagnose.informed import EXPLAINS, informed
@@ -328,6 +328,64 @@ def test_dropout_in_the_trainer_is_told_by_the_model_that_has_it():
     found = rescore(noisy, fresh_model(0).eval())
     assert all(one.cause != "dropout" for one in found.hypotheses)
     assert any("how the trainer computes log-probs" in said for said in described(found))
+
+
+def read_otherwise(records, model, read):
+    """The records with the log-probs of a trainer that read other prompts."""
+    pairs = [(read(one.prompt_ids.tolist()), one.completion_ids.tolist()) for one in records]
+    return [dataclasses.replace(one, old_logp=logp_of(model, *pair)) for one, pair in zip(records, pairs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "words, cause, read",
+    [
+        ("the later half of the prompt alone", "truncated_prompt", lambda ids: ids[len(ids) // 2 :]),
+        ("the prompt with its first token twice", "chat_template", lambda ids: [ids[0], *ids]),
+    ],
+)
+def test_what_the_trainer_read_is_told_by_the_model(model, words, cause, read):
+    records = read_otherwise(dump(model), model, read)
+    found = rescore(records, model)
+    assert found.temperature == 1 and found.gap < 1e-5
+    assert (found.of_trainer[0].words, found.of_trainer[0].cause) == (words, cause)
+    report = informed(diagnose(records), found)
+    assert report.verdict == cause and report.confidence > 0.9
+    assert "under the hypothesis" in report.causes[0].evidence
+    assert any(f"{words} [{cause}], of the trainer, explains 100%" in said for said in described(found))
+
+
+def test_a_trainer_with_the_weights_of_the_checkpoint_is_no_sampler_that_is_behind(model):
+    """The model and the checkpoint may have been exchanged."""
+    other = fresh_model(3).eval()
+    records = read_otherwise(dump(model), other, list)
+    report = informed(diagnose(records), rescore(records, model, checkpoints=[("old", other)]))
+    assert report.verdict == "stale_weights" and report.confidence > 0.9
+    assert report.causes[0].title == "the trainer's log-probs are of other weights than the sampler's"
+    assert "as --model" in report.causes[0].advice
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_what_a_trainer_does_that_no_hypothesis_has_is_not_named_for_sure(groups):
+    """Log-probs that are off by as much as dropout makes them, with another spread: no temperature of the trainer's."""
+    model = fresh_model(0, attention_dropout=0.3).eval()
+    records = dump(model)
+    if groups:  # samples of one prompt, which begin alike, and get the same log-probs there
+        records = [one for one in records for _ in range(2)]
+    other = read_otherwise(records, fresh_model(3).eval(), list)
+    mixed = [
+        dataclasses.replace(one, old_logp=0.7 * one.rollout_logp + 0.3 * off.old_logp)
+        for one, off in zip(records, other, strict=True)
+    ]
+    found = rescore(mixed, model)
+    assert found.temperature == 1 and any(one.cause == "dropout" for one in found.hypotheses)
+    cause = CAUSES["stale_weights"]
+    older = Finding(cause.id, 0.77, 1.0, 0.1, 0.5, 1.0, cause.title, "older", cause.advice)
+    from_logs = dataclasses.replace(diagnose(mixed), verdict=cause.id, causes=(older,))
+    (named,) = informed(from_logs, found).causes
+    if groups:
+        assert (named.cause, named.confidence) == (cause.id, 0.5) and "look at the trainer's" in named.evidence
+    else:
+        assert (named.cause, named.confidence) == ("dropout", 0.65)
 
 
 def test_agreement_has_nothing_to_explain(model):
