@@ -255,7 +255,7 @@ def on_page_content(content: str, **_: Any) -> str:
     r"""Make formulas MathML; let long code in tables break behind punctuation rather than inside a word.
 
     A displayed formula may go on in another line wherever it has a ``\qquad``.  A picture is a link to itself, since
-    some are too wide to read in a page.
+    some are too wide to read in a page.  A flag such as ``--model`` does not break behind its hyphens.
     """
 
     def written(match: re.Match[str]) -> str:
@@ -272,9 +272,11 @@ def on_page_content(content: str, **_: Any) -> str:
 
     content = re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', content)
     content = re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', written, content, flags=re.DOTALL)
-    return re.sub(
+    content = re.sub(
         r"<table>.*?</table>", lambda t: re.sub(r"(?<=<code>)[^<]+", breakable, t[0]), content, flags=re.DOTALL
     )
+    flags = functools.partial(re.sub, r"(?<![\w-])--[\w-]+", r'<span class="flag">\g<0></span>')
+    return re.sub(r"<code>[^<\n]+</code>", lambda code: flags(code[0]), content)
 
 
 def mathml(formula: str, display: str = "inline") -> str:
