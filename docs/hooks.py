@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 BLOB = "https://github.com/offcorr/offcorr/blob/main/"
 PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-WIDE = ("methods.md", "migrating.md")
+WIDE = ("methods.md", "migrating.md", "versions.md")
+UNBROKEN = 14  # characters of code in a table, such as near_overlap, that stay in one line
 ORDER = (
     "offcorr",
     "offcorr.batch",
@@ -235,10 +236,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Make links that lead out of docs/ links to the repository; show code that prints nothing without prompts.
 
-    Pages of wide tables use the width of the table of contents, too.
+    Pages of wide tables use the width of the table of contents, too, which then stands above the first heading.
     """
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
+        markdown = markdown.replace("\n## ", "\n[TOC]\n\n## ", 1)
     markdown = re.sub(r"(?<=^```python\n)((?:>>> |\.\.\. |\n).*?)(?=^```$)", _copyable, markdown, flags=re.M | re.S)
     return markdown if page.file.src_uri in PAGES else _links_from(f"docs/{page.file.src_uri}", markdown)
 
@@ -250,25 +252,38 @@ def _copyable(block: re.Match[str]) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Make formulas MathML; let long code in tables break behind punctuation rather than inside a word."""
+    r"""Make formulas MathML; let long code in tables break behind punctuation rather than inside a word.
+
+    A displayed formula may go on in another line wherever it has a ``\qquad``.  A picture is a link to itself, since
+    some are too wide to read in a page.  A flag such as ``--model`` does not break behind its hyphens.
+    """
 
     def written(match: re.Match[str]) -> str:
-        return mathml(html.unescape(match[2])[2:-2].strip(), "block" if match[1] == "div" else "inline")
+        formula = html.unescape(match[2])[2:-2].strip()
+        if match[1] == "span":
+            return mathml(formula)
+        parts = (mathml(part.strip(), "block") for part in formula.split(r"\qquad"))
+        return f'<div class="formulas">{"".join(parts)}</div>'
 
     def breakable(code: re.Match[str]) -> str:
+        if len(html.unescape(code[0])) <= UNBROKEN:
+            return code[0]
         return re.sub(r"(?<=[\w\"])([ _=,:/|]+|\.(?!\d|(?:py|md|json)\b))(?=[\w\"&-])", r"\1<wbr>", code[0])
 
+    content = re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', content)
     content = re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', written, content, flags=re.DOTALL)
-    return re.sub(
+    content = re.sub(
         r"<table>.*?</table>", lambda t: re.sub(r"(?<=<code>)[^<]+", breakable, t[0]), content, flags=re.DOTALL
     )
+    flags = functools.partial(re.sub, r"(?<![\w-])--[\w-]+", r'<span class="flag">\g<0></span>')
+    return re.sub(r"<code>[^<\n]+</code>", lambda code: flags(code[0]), content)
 
 
 def mathml(formula: str, display: str = "inline") -> str:
     """MathML of a formula in LaTeX.
 
-    latex2mathml makes infix operators of lvert and rvert and of min, max and clip, and sets log and exp without the
-    space around a function.
+    latex2mathml makes infix operators of lvert and rvert and of min, max and clip, sets log and exp without the space
+    around a function, and keeps the backslash before an underscore in a text.
     """
     from latex2mathml.converter import convert
 
@@ -281,12 +296,17 @@ def mathml(formula: str, display: str = "inline") -> str:
         function,
         lambda m: (m[1] + space if m[1] else "") + m[2] + (space if m[3] else ""),
         re.sub(f"{bare}<mo>(min|max|clip)</mo>", r"<mi>\1</mi>", convert(formula, display=display)),
-    )
+    ).replace(r"\_", "_")
 
 
 def on_post_page(output: str, **_: Any) -> str:
     """Take out the mark by which the theme's script finds the repository's link, to ask GitHub for its stars."""
     return output.replace(' data-md-component="source"', "")
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """The same on the page for addresses that do not exist."""
+    return on_post_page(output_content)
 
 
 def on_pre_build(**_: Any) -> None:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -317,11 +317,53 @@ def test_formulas_keep_their_bars_and_spaces(hooks):
     assert bars == hooks.mathml(r"\left\lvert g\right\rvert^2") and 'form="prefix"' in bars
     assert hooks.mathml(r"d\log r").count("<mspace") == 2
     assert not any("<mspace" in hooks.mathml(bare) for bare in (r"\log(r)", r"\log^2 r", r"\min_t r"))
+    assert "<mtext>log_low</mtext>" in hooks.mathml(r"\text{log\_low}")
+
+
+def test_a_displayed_formula_may_go_on_in_another_line(hooks):
+    pytest.importorskip("latex2mathml")
+    page = hooks.on_page_content(r'<div class="arithmatex">\[a = 1, \qquad b = 2\]</div>')
+    assert page.startswith('<div class="formulas"><math') and page.count('display="block"') == 2
+    for text in map(Path.read_text, PAGES):
+        cases = re.findall(r"\\begin.*?\\end", text, flags=re.DOTALL)
+        assert not any("qquad" in part for part in cases), "a formula that would be cut inside"
+
+
+def test_a_picture_is_a_link_to_itself(hooks):
+    picture = '<img alt="x" src="../x.png">'
+    assert hooks.on_page_content(picture) == f'<a href="../x.png">{picture}</a>'
 
 
 def test_code_in_tables_breaks_behind_punctuation(hooks):
     page = hooks.on_page_content("<code>eps_low</code><table><code>clip_max=0.5 a.py b.c</code></table>")
     assert page == "<code>eps_low</code><table><code>clip_<wbr>max=<wbr>0.5 <wbr>a.py <wbr>b.<wbr>c</code></table>"
+    assert "<wbr>" not in hooks.on_page_content("<table><code>near_overlap</code></table>")
+
+
+def test_a_flag_does_not_break_behind_its_hyphens(hooks):
+    page = hooks.on_page_content("<code>a-b --save_steps 4</code><pre><code>--model\n</code></pre>")
+    assert page.startswith('<code>a-b <span class="flag">--save_steps</span> 4</code>') and page.count("span") == 2
+
+
+def test_a_page_of_wide_tables_has_its_contents_above_the_first_heading(hooks):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="migrating.md"), meta={})
+    assert hooks.on_page_markdown("# A\n\n## B\n\n## C\n", page) == "# A\n\n[TOC]\n\n## B\n\n## C\n"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_list_behind_a_paragraph_has_an_empty_line_before_it(page):
+    """Without it Python-Markdown makes the items a part of the paragraph, although GitHub shows a list."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.M | re.S)
+    item = re.compile(r" *(?:[-*]|\d+\.) ")
+    for block in re.split(r"\n\s*\n", text):
+        first, *others = block.strip("\n").split("\n")
+        assert item.match(first) or not any(map(item.match, others)), block
+
+
+def test_every_accumulator_of_the_table_is_explained():
+    said, *rows = (ROOT / "docs" / "metrics.md").read_text().partition("The accumulators: ")[2].splitlines()
+    named = {row.split("|")[-2].strip() for row in rows[: rows.index("<!-- end -->")] if row.startswith("| offcorr/")}
+    assert named and {name for name in named if f"`{name}`" not in said} == set()
 
 
 @pytest.mark.slow
@@ -337,7 +379,9 @@ def test_the_site_builds_strictly(tmp_path):
     page = (tmp_path / "site" / "math" / "index.html").read_text()
     assert page.count("<math") > 50 and "arithmatex" not in page
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css)"', page), "a page that loads scripts from elsewhere"
-    assert 'data-md-component="source"' not in page, "a page that asks GitHub for the repository's stars"
+    for file in ("math/index.html", "404.html"):
+        asks = 'data-md-component="source"' in (tmp_path / "site" / file).read_text()
+        assert not asks, f"{file} asks GitHub for the repository's stars"
 
 
 # ------------------------------------------------------------------------------------------------ the Makefile

@@ -33,7 +33,7 @@ async function read(page, width) {
   while (walk.nextNode()) if (inProse(walk.currentNode)) text.push(walk.currentNode.data);
   return {
     scrolls: root.documentElement.scrollWidth - frame.contentWindow.innerWidth,
-    latex: text.filter(t => /\\$[^$]+\\$|\\\\[a-zA-Z]{2}/.test(t)),
+    latex: text.filter(t => /\\$[^$]+\\$|\\\\(_|[a-zA-Z]{2})/.test(t)),
     flat: [...root.querySelectorAll("math")].filter(m => !m.getBoundingClientRect().width).length,
     images: [...root.images].filter(i => i.src.startsWith("file:") && !i.naturalWidth).map(i => i.src),
     links: [...root.links].map(a => a.href).filter(a => a.startsWith("file:")),
@@ -72,7 +72,8 @@ def pages(tmp_path_factory) -> dict[str, dict]:
     pages = json.loads(html.unescape(found[1]))
     assert len(pages) == len(names) * len(WIDTHS)
     for page in pages.values():
-        page["links"] = [link.removeprefix(site.as_uri() + "/") for link in page["links"]]
+        links = [link.removeprefix(site.as_uri() + "/") for link in page["links"]]
+        page["links"] = [link for link in links if not link.endswith((".png", ".svg")) or not (site / link).is_file()]
     return pages
 
 

@@ -89,7 +89,8 @@ class BalancedClip(Controller):
     Args:
         target: the positive sum over the negative one; the paper's rho_0 is a share, positive / (positive + negative):
             .5 there is 1 here.
-        low_start, low_max, low_step, high_start, high_max, high_step: absolute bounds on the ratio.
+        low_start, low_max, low_step: first value, maximum and step of the lower bound, on the ratio itself.
+        high_start, high_max, high_step: first value, maximum and step of the upper bound, on the ratio itself.
         dual_clip: as in ``Clip``.
     """
 
