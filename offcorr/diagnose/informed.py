@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import open_questions
-from offcorr.diagnose.rescore import EXPLAINS, OF_CHECKPOINTS, TRANSFORMS, Rescored
+from offcorr.diagnose.rescore import EXPLAINS, OF_CHECKPOINTS, TRANSFORMS, Hypothesis, Rescored
 
 SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised")}
 """Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
@@ -53,6 +54,9 @@ REFUTED = 0.5
 
 NOISY = 0.65
 """The most that dropout is sure by its size alone: padding, or another prompt, may move log-probs by as much."""
+
+CLOSE = 0.75
+"""The most that a hypothesis is sure where one of another cause leaves less than twice its gap."""
 
 EARLIER_CHECKPOINTS = "give, as --checkpoint, the base model and earlier checkpoints"
 OTHER_WEIGHTS = "give a checkpoint of other weights"
@@ -163,7 +167,13 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
         f"scored again under the hypothesis '{best.words}', the sampled tokens are {best.gap:.2g} nats from the "
         f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
     )
-    return _finding(id, best.share, best.share, EXPLAINS, best.share, said)
+    return _finding(id, _sure(best, fits), best.share, EXPLAINS, best.share, said)
+
+
+def _sure(best: Hypothesis, tried: Sequence[Hypothesis]) -> float:
+    """How sure the best hypothesis is: the share of the gap that it explains, less where another nearly does, too."""
+    nearest = min((one.gap for one in tried if one.cause != best.cause), default=math.inf)
+    return best.share if nearest > 2 * best.gap else min(best.share, CLOSE)
 
 
 def _repeats_itself(evidence: Evidence) -> bool:
@@ -182,7 +192,7 @@ def _of_what_the_trainer_read(rescored: Rescored) -> Finding | None:
         f"from them on average, are {best.gap:.2g} from those under the hypothesis '{best.words}': it explains "
         f"{best.share:.0%} of the gap"
     )
-    found = _finding(best.cause, best.share, best.share, EXPLAINS, best.share, said)
+    found = _finding(best.cause, _sure(best, rescored.of_trainer), best.share, EXPLAINS, best.share, said)
     title, advice = OF_TRAINER.get(best.cause, (found.title, found.advice))
     return dataclasses.replace(found, title=title, advice=advice)
 

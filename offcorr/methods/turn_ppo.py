@@ -23,7 +23,8 @@ from offcorr.stages import gates, ratios
     multiplier="s, the turn's geometric ratio; 0 where clipped (s > 1 + eps_high for A > 0, s < 1 - eps_low for A < 0)",
     paper="2511.20718",
     provenance="paper text",
-    notes="the ratio of ST-PPO, without its gradient-bias correction",
+    notes="the ratio of ST-PPO, without its gradient-bias correction; turns are Batch.turn_ids, or else the runs of "
+    "the mask",
 )
 def turn_ppo(eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None) -> Correction:
     """Surrogate min(s A, clip(s, 1 - eps_low, 1 + eps_high) A), with s the geometric ratio of the turn.

@@ -539,6 +539,19 @@ def test_a_verdict_is_replaced_only_by_what_explains_more():
     assert "'the weights of older'" in found.causes[0].evidence and found.causes[0].threshold == EXPLAINS
 
 
+def test_a_hypothesis_is_less_sure_where_another_explains_nearly_as_much():
+    records = world("stale_weights").records()
+
+    def sure(second, cause="chat_template"):
+        found = [
+            Hypothesis("truncated_prompt", "half", 0.1, 1.0, 0.9),
+            Hypothesis(cause, "another", second, 1.0, 1 - second),
+        ]
+        return informed(diagnose(records), Rescored(32, 1.0, 1.0, 0.0, found)).confidence
+
+    assert (sure(0.15), sure(0.25), sure(0.15, "truncated_prompt")) == (0.75, 0.9, 0.9)
+
+
 def test_a_temperature_keeps_the_name_that_the_log_gave_it():
     report = diagnose(world("raw_logprobs").records())
     found = informed(report, outcome(0.95, "temperature"))
