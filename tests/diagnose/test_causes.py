@@ -175,6 +175,15 @@ def test_a_mistaken_cause_is_refused_when_its_class_is_defined(attributes, said)
         type("Made", (Cause,), body | attributes)
 
 
+def test_one_token_that_is_far_off_is_no_sure_cause():
+    """Other experts move many tokens; a single one may be a value that is no log-prob."""
+    records = world("clean", sequences=8).records()
+    at = int(np.argmin(records[0].old_logp))
+    changed = np.where(np.arange(len(records[0])) == at, 1.0, records[0].rollout_logp)
+    report = diagnose([dataclasses.replace(records[0], rollout_logp=changed), *records[1:]])
+    assert (report.verdict, report.confidence) == ("moe_routing", 0.8)
+
+
 # -- the statistics ------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,9 @@ FAR = 0.15
 ALIKE = 0.8
 """Confidence at most in a cause that others leave the traces of: an old cache, another prompt, a change within."""
 
+SEVERAL = 8
+"""Tokens that are far off from which they are other experts' for sure; fewer may be values that are no log-probs."""
+
 REPEATED = 6
 """Tokens after contexts that were scored more than once, which a test for dropout needs."""
 
@@ -112,6 +115,7 @@ class MoERouting(Cause):
             float(np.log(heavy / 5)) + 0.5,
             f"the relative difference |d| / (1 - p) has a mean of {profile.mean:.2g} and a median of "
             f"{profile.median:.2g}: most tokens agree, and a few, at no position in particular, are far off",
+            surest=1.0 if int((evidence.size > 5 * evidence.gap).sum()) >= SEVERAL else ALIKE,
         )
 
 
