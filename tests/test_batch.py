@@ -290,6 +290,7 @@ def test_a_denominator_of_tokens_for_a_mean_over_sequences_warns_once(method):
         for denominator in (4, torch.tensor(8), 512):
             loss_fn(batch, denominator=denominator)
         loss_fn(one_token_each, denominator=4)
+        loss_fn(batch.replaced(mask=torch.arange(24).view(4, 6) < 1), denominator=1.0)  # a sum
         offcorr.get("dapo")(batch, denominator=24)
     with pytest.warns(RuntimeWarning) as given:
         for denominator in (24, torch.tensor(24)):
