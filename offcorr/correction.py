@@ -24,6 +24,7 @@ from offcorr.stages.aggregate import (
     checked_denominator,
     tokens_on_host,
     warn_of_small_denominator,
+    warn_of_tokens,
 )
 from offcorr.stages.base import Controller, Number, Plan, Stage, plain
 from offcorr.stages.checks import check_flag, warn_once
@@ -172,7 +173,8 @@ class Correction:
 
         Args:
             denominator: Z; tokens (token-mean) or sequences (seq-mean-*) of the global batch. None: this batch's own.
-                On a CPU, one below half of this batch's own tokens warns once.
+                On a CPU, one that seems to be of the other unit warns once: of sequences below half of this batch's
+                own tokens, or of tokens as many as its own.
             statistics: merged ``self.statistics(...)`` of the global batch, for methods with controllers. None: this
                 batch's own, which warns once where a denominator says that the batch is part of a larger one.
             kept: the denominator counts what is kept (the sum of ``kept_units``), as ``count_rejected=False`` needs;
@@ -408,6 +410,8 @@ class Correction:
             )
         if AGGREGATIONS[self.aggregate].unit == "tokens":
             warn_of_small_denominator(denominator, batch.mask)
+        elif AGGREGATIONS[self.aggregate].unit == "sequences":
+            warn_of_tokens(self.aggregate, denominator, batch.mask, batch.sequences)
 
     def _control(self, resolved: Correction, device: torch.device) -> dict[str, Mean]:
         """The ``offcorr/control/`` series: those of resolved controllers, with the place where a name is taken."""

@@ -15,6 +15,7 @@ updates while a completion is sampled and waits, up to ``max_staleness``; older 
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -91,6 +92,8 @@ def main() -> None:
             worker = VLLMWorker(*parts, url=args.sampler)
         backend = {"rollout_worker": worker, "weight_transfer": worker}
     history = History(Path(args.output_dir))
+    if not args.resume_from_checkpoint and int(os.environ.get("RANK", 0)) == 0:
+        history.say_replaced()
     trainer = AsyncGRPOTrainer(
         model=path,
         reward_funcs=task.reward,

@@ -451,7 +451,7 @@ class History(TrainerCallback):
     def say_replaced(self) -> None:
         """Says that the file of an earlier run is replaced, if there is one."""
         if self.file.exists():
-            print(f"{self.file} is of an earlier run, and is replaced; --output_dir keeps both", flush=True)
+            print(f"{self.file} is of an earlier run, and is replaced; another --output_dir keeps both", flush=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -277,6 +277,27 @@ def test_a_denominator_far_below_the_batchs_own_tokens_warns_once():
     assert [str(one.message)[: len(said)] for one in given] == [said]
 
 
+@pytest.mark.parametrize("method", ["ppo", "gspo"])
+def test_a_denominator_of_tokens_for_a_mean_over_sequences_warns_once(method):
+    logp, loss_fn = torch.full((4, 6), -1.0), offcorr.get(method)
+    batch = Batch(logp=logp, old_logp=logp, advantages=torch.ones(4), mask=logp < 0)
+    one_token_each = Batch(logp=logp[:, :1], old_logp=logp[:, :1], advantages=torch.ones(4), mask=logp[:, :1] < 0)
+    said = (
+        "denominator is 24, as many as this batch has tokens, and it has 4 sequences: aggregate 'seq-mean-token-mean'"
+    )
+    with quietly(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for denominator in (4, torch.tensor(8), 512):
+            loss_fn(batch, denominator=denominator)
+        loss_fn(one_token_each, denominator=4)
+        loss_fn(batch.replaced(mask=torch.arange(24).view(4, 6) < 1), denominator=1.0)  # a sum
+        offcorr.get("dapo")(batch, denominator=24)
+    with pytest.warns(RuntimeWarning) as given:
+        for denominator in (24, torch.tensor(24)):
+            loss_fn(batch, denominator=denominator)
+    assert [str(one.message)[: len(said)] for one in given] == [said]
+
+
 def test_denominator_or_kept_count_not_both():
     with pytest.raises(ValueError, match="count_rejected=False"):
         offcorr.get("ppo", count_rejected=False)(Batch(**GOOD), denominator=8)

@@ -105,7 +105,7 @@ GUIDE: dict[str, Advice] = {
     "offcorr/loss/amplified": Advice(
         "Share of the tokens with an advantage that have |c| > 1.01 r.",
         "0 for a method that only clips or truncates. CTPO, which takes the product of the ratios along the "
-        "prefix, amplifies as many tokens as it damps (see the table).",
+        "prefix, amplifies somewhat more tokens than it damps in the table.",
         "Where `ess_after` is low as well, a few tokens carry the update: put a cap on the weight "
         "(`weights.Truncate`).",
     ),

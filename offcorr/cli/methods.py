@@ -129,7 +129,7 @@ def about(spec: str, width: int) -> str:
         "notes": [method.notes],
         "example": [illustrated] if added else [],
         "in TRL": [f"GRPOConfig(..., loss_type={called!r}" + (f", loss_kwargs={in_python})" if in_python else ")")],
-        "without": [f"offcorr.{'resolve' if ':' in name else 'get'}({spec!r}{call})"],
+        "in a loop": [f"offcorr.{'resolve' if ':' in name else 'get'}({spec!r}{call})"],
         "try it": [f"offcorr train --loss_type {called}" + (f" --loss_kwargs '{in_json}'" if in_json else "")],
     }
     lines = [" = ".join((method.name, *method.aliases))]

@@ -24,7 +24,8 @@ from offcorr.stages import gates, ratios, weights
     multiplier="as ppo; the weight is min(rho, cap)",
     paper="2110.00641; AReaL 2505.24298",
     provenance="paper text; framework code",
-    notes="AReaL drops a token with rho above its bound of 5; here the weight is truncated",
+    notes="AReaL drops a token with rho above its bound of 5; here the weight is truncated. The anchor "
+    "supplies the proximal policy: 'recomputed' is AReaL's, 'ewma' that of 2110.00641, 'log_linear' A-3PO's",
 )
 def decoupled_ppo(
     cap: float = 5.0, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None

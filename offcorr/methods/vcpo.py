@@ -24,7 +24,8 @@ from offcorr.stages import gates, weights
     paper="2602.17616",
     provenance="official code",
     notes="the weight is the total ratio; the released code's compares old_logp with rollout_logp, the same at "
-    "the first step on a batch",
+    "the first step on a batch. This is VCPO's loss alone: its learning rate is ess_lr='sqrt' of GRPOConfig, and its "
+    "baseline is in recipes/vcpo.py",
 )
 def vcpo(cap: float = 8.0) -> Correction:
     """Surrogate sg(min(prod R, cap)) A log pi.

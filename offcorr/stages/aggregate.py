@@ -107,6 +107,22 @@ def warn_of_small_denominator(denominator: float | Tensor, mask: Tensor) -> None
         )
 
 
+def warn_of_tokens(aggregate: str, denominator: float | Tensor, mask: Tensor, sequences: int) -> None:
+    """Warn once where sequences are to be counted and the denominator is the batch's own tokens; on a CPU, as this
+    reads values.  1 stands for a sum.
+    """
+    own = tokens_on_host(mask)
+    if own is None or (isinstance(denominator, Tensor) and denominator.device.type != "cpu"):
+        return
+    if own == float(denominator) not in (1, sequences):
+        warn_first(
+            "denominator of tokens",
+            f"denominator is {own}, as many as this batch has tokens, and it has {sequences} sequences: aggregate "
+            f"{aggregate!r} divides by the sequences of all micro-batches and ranks (docs/math.md, Aggregation); was "
+            "the number of tokens passed?",
+        )
+
+
 def own_total(name: str, count: PerSequence, sequences: Scalar | IntScalar | int) -> Scalar | IntScalar | float:
     """Z of a batch by itself, at least 1."""
     unit = AGGREGATIONS[name].unit

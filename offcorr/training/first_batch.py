@@ -11,6 +11,7 @@ from offcorr.batch import Batch, above_zero
 from offcorr.training.origins import watched_rows
 from offcorr.training.semantics import (
     HEALTHY,
+    NOTABLE,
     UNCERTAIN,
     Estimate,
     Semantics,
@@ -62,7 +63,7 @@ def batch_semantics(
         temperature=temperature,
         same_weights=same_weights,
     )
-    if same_weights or found.kind != "agrees" or found.gap <= HEALTHY:
+    if same_weights or found.kind != "agrees" or found.gap <= NOTABLE:
         return found
     return replace(found, sentence=f"{found.sentence}, {_expected(padded)}")
 

@@ -49,6 +49,10 @@ SMALLEST_LOG_K3, SMALLEST_SURPRISE = 0.7, 1.0
 from one phase of a run to the next; of surprise, in its own standard errors."""
 
 
+ENDS = ", or stop the run: 'stop' among the actions of this alarm's own severity ends it"
+"""The end of a warning about the action "mask"."""
+
+
 class Monitor:
     """Watches three series, engine mismatch, staleness and surprise, and raises an alarm where one leaves its range.
 
@@ -256,8 +260,8 @@ class Monitor:
         if all_masked and not self._all_masked and self.on_main:
             warnings.warn(
                 "the monitor masks every sequence, as its action 'mask' asks: the loss and its gradient are 0 "
-                "until the sampler is mended; only the optimizer's momentum and weight decay move the weights. "
-                "Mend the cause that its alarm names, or stop the run (action 'stop')",
+                "until the sampler is mended, and the run goes on without learning; only the optimizer's momentum and "
+                f"weight decay move the weights. Mend the cause that its alarm names{ENDS}",
                 stacklevel=outside(),
             )
         self._all_masked = all_masked
@@ -274,8 +278,8 @@ class Monitor:
             limits = " or ".join(f"{one.mask_above:.2g} ({one.name})" for one in masking)
             warnings.warn(
                 f"the monitor's action 'mask' masked no sequence in {self.persistence} steps under alarm, and all are "
-                f"trained on: the mean k3 of none is above {limits}. Mend the cause that its alarm names, or stop the "
-                "run (action 'stop')",
+                f"trained on: the mean k3 of none is above {limits}. Mend the cause that its alarm "
+                f"names{ENDS}",
                 stacklevel=outside(),
             )
 

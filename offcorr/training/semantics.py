@@ -38,7 +38,11 @@ LARGE = 0.1
 """Mean |d| (nats) above which two log-probs of the same weights are not the same; an fp8 KV cache gives .03."""
 
 HEALTHY = 0.05
-"""Mean |d| (nats) below which engine and trainer are said to agree; its source is in docs/metrics.md."""
+"""Mean |d| (nats) up to which the engine's log-probs pass for the sampler's probabilities; its source is in
+docs/metrics.md."""
+
+NOTABLE = 0.01
+"""Mean |d| (nats) up to which engine and trainer are said to agree; above it an engine weight may be worth it."""
 
 SIGNIFICANT = 5.0
 """Standard errors that an effect is away from 0 before it is reported; a run makes one such test."""
@@ -289,7 +293,7 @@ def logprob_semantics(
         why = " nor by a temperature" if h is not None else "; entropy would show whether by a temperature"
         return result("differs", f"the engine's log-probs differ from the trainer's, not by a kept mass{why}")
     near = "agree with" if gap <= HEALTHY else "are near"
-    if gap > HEALTHY and not same_weights:
+    if gap > NOTABLE and not same_weights:
         return result("agrees", "the engine's log-probs differ from the trainer's as those of other weights do")
     if same_weights and surprise is not None and abs(surprise.value) > SIGNIFICANT * surprise.error:
         sharper = "more" if surprise.value < 0 else "less"
@@ -303,6 +307,12 @@ def logprob_semantics(
         return Semantics(
             "agrees", len(d), gap, ratio, None, surprise, f"{sentence} (healthy: below {HEALTHY:g})", same_weights
         )
+    if gap > NOTABLE:
+        sentence = (
+            f"the engine's log-probs are the sampler's probabilities, and mean |d| is {gap:.2g} over {len(d)} tokens "
+            f"(above {NOTABLE:g} an engine weight may be worth it: docs/which.md)"
+        )
+        return Semantics("agrees", len(d), gap, ratio, None, surprise, sentence, same_weights)
     return result("agrees", "the engine's log-probs agree with the trainer's")
 
 

@@ -18,6 +18,7 @@ from offcorr.stages.checks import warn_first
 from offcorr.statistics import Statistics
 from offcorr.training.anchors import Anchor, Score, default_anchor
 from offcorr.training.counted import Counted, warn_of_wrong_number
+from offcorr.training.described import on_one_line
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import FIELD, field_metrics
 from offcorr.training.first_batch import batch_semantics
@@ -178,7 +179,8 @@ class Step:
     def describe(self, batch: Batch, lags: bool | None = None) -> str:
         """One line on a placed batch: the loss, the policy that supplies ``old_logp``, the engine's log-probs.
 
-        Of a loss that is computed elsewhere it says what is measured.
+        The loss is named with the options that differ from its defaults.  Of a loss that is computed elsewhere the line
+        says what is measured.
 
         Args:
             lags: the sampler's weights are older than the trainer's at some generation; None: not known.
@@ -202,7 +204,9 @@ class Step:
         elif lags is not False and self._holds_lag(batch):
             said = "offcorr/engine holds the lag as well" if lags else "if the sampler lags, offcorr/engine holds that"
             engine += f"; {said} (anchor='snapshot' keeps the two apart)"
-        return f"loss {self._correction.method!r}; old_logp: {old_logp}; {engine}"
+        scheduled = "" if self._annealed is None else ", ".join(self._annealed.schedules)
+        loss = on_one_line(self._correction) + (f" ({scheduled} by a schedule)" if scheduled else "")
+        return f"loss {loss}; old_logp: {old_logp}; {engine}"
 
     def _holds_lag(self, batch: Batch) -> bool:
         """Whether the engine series of a sampler that may lag compare it with later weights than it has."""

@@ -16,13 +16,13 @@ import offcorr
 from offcorr.stages.checks import nearest, one_of, outside
 from offcorr.training.alarms import ACTIONS
 from offcorr.training.anchors import ANCHORS
+from offcorr.training.described import in_short
 from offcorr.training.ess_lr import AUTO, RULES
 from offcorr.training.logged import CHOICES
 from offcorr.training.monitor import Monitor
 from offcorr.training.named_loss import PREFIX, TRL_LOSSES, named_loss
 from offcorr.training.schedules import Annealed
 from offcorr.trl.convex_kl import EXAMPLE, ConvexKL
-from offcorr.trl.described import in_short
 from offcorr.trl.lm_head import HEADS, SUPPORTED
 from offcorr.trl.numeric import check_counts, check_numbers
 from offcorr.trl.trial import try_out
@@ -410,6 +410,8 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
         ignored.pop("vllm_importance_sampling_correction", None)
     if "vllm_importance_sampling_cap" in ignored:  # which TRL copies
         ignored.pop("vllm_importance_sampling_clip_max", None)
+    if "epsilon" in ignored and getattr(args, "epsilon_high", None) is None:  # which TRL then takes for both
+        ignored["epsilon"] = "eps_low and eps_high"
     if ignored:
         listed = ", ".join(f"{name}={getattr(args, name)!r} (here: {instead})" for name, instead in ignored.items())
         warnings.warn(

@@ -17,6 +17,7 @@ def idle_warning(
     supplied: bool,
     reported: bool,
     used: str = "generation",
+    current: str = "",
     sample_with: str = "offcorr.rollout.OffPolicy",
     more: str = "",
 ) -> str:
@@ -26,20 +27,22 @@ def idle_warning(
         sampler: its name.
         supplied, reported: the batch has ``old_logp`` of the weights that sampled, or the engine's log-probs.
         used: what is used for one optimizer step.
+        current: half a sentence that names a sampler which has the current weights.
         sample_with: supplies ``old_logp``.
         more: further ways out.
     """
     alone = "engine" not in correction.compares  # else anchor='rollout' would count the mismatch twice
     lacking, other = "anchor='recomputed' takes no log-probs of the weights that sampled", ""
     if supplied:
-        cure = f"Take anchor='snapshot', which uses those that {sampler} supplies"
+        cure = f"take anchor='snapshot', which uses those that {sampler} supplies"
     elif reported and alone:
-        cure = f"Take anchor='rollout', which uses those that {sampler} reports"
+        cure = f"take anchor='rollout', which uses those that {sampler} reports"
     else:
         lacking = "there are no log-probs of the weights that sampled"
-        cure = f"Sample with {sample_with}, which supplies them"
+        cure = f"sample with {sample_with}, which supplies them"
         other = ", or with an engine that reports log-probs (use_vllm=True)" if alone else ""
     return (
         f"every staleness ratio of {correction.method!r} will be 1, whatever the lag: {lacking}, and each {used} is "
-        f"used for one optimizer step, so old_logp is logp. {cure}{other}{more}"
+        f"used for one optimizer step, so old_logp is logp. Where the sampler has the current weights{current}, this "
+        f"is as it should be: there is no staleness to correct. For a sampler that lags, {cure}{other}{more}"
     )

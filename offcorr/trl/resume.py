@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offcorr.trl.described import in_short
+from offcorr.training.described import in_short
 
 ASKED_FILE = "offcorr_run.json"
 """The file of a checkpoint folder with what the run was asked for, by option."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from offcorr.data.around import check_sampler
 from offcorr.data.sources import keys_read
 from offcorr.stages.checks import nearest, warn_once
+from offcorr.training.described import in_short
 from offcorr.training.origins import ORIGINS
 from offcorr.training.unrecorded import DEMONSTRATION
-from offcorr.trl.described import in_short
 
 SAMPLED = {"old_logp": torch.float32, "rollout_version": torch.long, "origin": torch.long}
 """The keys that a ``rollout_func`` may return beside TRL's; they travel with the batch to the loss."""

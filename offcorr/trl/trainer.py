@@ -592,6 +592,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._sampler_name,
                 supplied="old_logp" in inputs,
                 reported="sampling_per_token_logps" in inputs,
+                current=", as TRL's own has",
                 more=", or take more optimizer steps per generation (num_iterations, steps_per_generation)",
             ),
         )

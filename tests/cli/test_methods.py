@@ -27,7 +27,7 @@ def test_a_page_about_a_method(name, capsys):
         if option in method.required:
             shown = rf"{option} \(required\)(, \w+ \(required\))* \w"
         assert re.search(shown, words), f"{option} has no description"
-    assert max(map(len, page.splitlines())) <= 100 and f"offcorr.get('{name}'" in page
+    assert max(map(len, page.splitlines())) <= 100 and f"in a loop offcorr.get('{name}'" in page
 
 
 def test_options_that_share_a_sentence_stand_before_it_together(capsys):

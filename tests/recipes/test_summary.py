@@ -359,3 +359,21 @@ def test_an_interrupted_demo_has_the_exit_code_of_an_interrupt(script, monkeypat
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "recipes" / script), run_name="__main__")
     assert ended.value.code == 130 and capsys.readouterr().err == "stopped; nothing was compared\n"
+
+
+def test_a_history_that_will_be_replaced_is_said_first(tmp_path, capsys):
+    """Nothing is written before the first log, and the sentence names the flag."""
+    first = grpo.History(tmp_path)
+    first.say_replaced()
+    assert capsys.readouterr().out == ""
+    first.file.write_text("[]")
+    grpo.History(tmp_path).say_replaced()
+    said = f"{first.file} is of an earlier run, and is replaced; another --output_dir keeps both\n"
+    assert capsys.readouterr().out == said and first.file.read_text() == "[]"
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "async_grpo", "accelerate_loop"])
+def test_every_recipe_with_a_history_says_so_before_it_trains(recipe):
+    source = (ROOT / "recipes" / f"{recipe}.py").read_text()
+    after = source[source.index("istory = History(") :]
+    assert "history.say_replaced()" in after[: after.index("rainer")]

@@ -302,7 +302,9 @@ def test_a_mask_over_every_sequence_is_said_once():
             step.end(version)
             logged = step.metrics()
     assert logged[PREFIX + "masked"] == 1.0
-    assert len([one for one in caught if "masks every sequence" in str(one.message)]) == 1
+    (said,) = [str(one.message) for one in caught if "masks every sequence" in str(one.message)]
+    assert "the run goes on without learning" in said
+    assert "'stop' among the actions of this alarm's own severity ends it" in said
 
 
 @pytest.mark.filterwarnings("ignore:step")
@@ -352,6 +354,7 @@ def test_a_mask_over_no_sequence_is_said_once():
             step.metrics()
     (said,) = [str(one.message) for one in caught if "masked no sequence" in str(one.message)]
     assert "masked no sequence in 3 steps under alarm" in said and "is above 0.015 (engine)" in said
+    assert "this alarm's own severity" in said
 
 
 @pytest.mark.filterwarnings("ignore:step")

@@ -434,12 +434,24 @@ def test_many_placeholders_are_refused_and_a_few_are_not(placeholder, said):
         assert not refused or (said in result.sentence and "tis" not in result.mend and "NaN" in result.mend)
 
 
-@pytest.mark.parametrize(("noise", "said"), [(0.06, "agree with"), (0.12, r"differ .* by mean \|d\| 0\.0\d+ over")])
+@pytest.mark.parametrize(
+    ("noise", "said"),
+    [
+        (0.005, r"agree with the trainer's \(mean \|d\| 0\.00\d+ over 512 tokens\)$"),
+        (0.06, r"are the sampler's probabilities, and mean \|d\| is 0\.0\d+ over 512 tokens \(above 0\.01 an engine w"),
+        (0.12, r"differ .* by mean \|d\| 0\.0\d+ over"),
+    ],
+)
 def test_engine_and_trainer_agree_below_the_healthy_limit_alone(noise, said):
     """The limit is the one of docs/metrics.md for offcorr/engine/abs_mean."""
     result = logprob_semantics(*sampled(noise=noise)[:3])
     assert result.kind == "agrees" and (result.gap > 0.05) == ("differ" in said)
     assert re.search(said, result.sentence) and ("(healthy: below 0.05)" in result.sentence) == ("differ" in said)
+    assert ("an engine weight may be worth it: docs/which.md" in result.sentence) == (0.01 < result.gap < 0.05)
+    later = logprob_semantics(*sampled(noise=noise)[:3], same_weights=False).sentence
+    assert "engine weight" not in later and ("differ from the trainer's as those of other weights" in later) == (
+        result.gap > 0.01
+    )
 
 
 @pytest.mark.parametrize("engine", ["right", "NaN", "absent"])

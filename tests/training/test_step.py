@@ -634,6 +634,20 @@ def test_engine_series_that_hold_the_lag_are_said_at_the_start(anchor, versions,
     assert "(anchor='snapshot' keeps" not in step.describe(placed, lags=False)
 
 
+def test_the_line_of_a_run_has_the_options_that_differ():
+    cap = {"name": "truncate", "cap": 2.0}
+    custom = offcorr.Correction(ratio=offcorr.ratios.Turn(), weight=offcorr.weights.Truncate(2.0))
+    power = Annealed(lambda **options: offcorr.get("holderpo", **options), {"power": Linear(2.0, -1.0)})
+    for loss, said in (
+        (offcorr.get("cispo"), "loss 'cispo'; "),
+        (offcorr.get("cispo", weight=cap), "loss 'cispo' {'weight': {'name': 'truncate', 'cap': 2.0"),
+        (custom, "loss 'custom' (turn, clip, truncate); "),
+        (power, "loss 'holderpo' (power by a schedule); "),
+    ):
+        step = Step(loss)
+        assert step.describe(step.place(whole_batch())).startswith(said)
+
+
 def test_the_correction_of_a_step_cannot_be_set():
     step = Step(offcorr.get("ppo"))
     with pytest.raises(

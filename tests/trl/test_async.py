@@ -407,9 +407,9 @@ def test_rewards_of_trls_worker_are_named_by_function():
 @pytest.mark.parametrize(
     ("old_logp", "options", "cure"),
     [
-        (True, {"loss_type": "ppo"}, "Take anchor='snapshot', which uses those that Preloaded supplies"),
-        (False, {"loss_type": "ppo"}, "Take anchor='rollout', which uses those that Preloaded reports"),
-        (False, {"loss_type": "ppo", "loss_kwargs": {"weight": {"name": "truncate", "cap": 2.0}}}, "Sample with a wor"),
+        (True, {"loss_type": "ppo"}, "take anchor='snapshot', which uses those that Preloaded supplies"),
+        (False, {"loss_type": "ppo"}, "take anchor='rollout', which uses those that Preloaded reports"),
+        (False, {"loss_type": "ppo", "loss_kwargs": {"weight": {"name": "truncate", "cap": 2.0}}}, "sample with a wor"),
     ],
 )
 def test_an_anchor_that_does_nothing_is_said(folder, tmp_path, old_logp, options, cure):
@@ -419,7 +419,8 @@ def test_an_anchor_that_does_nothing_is_said(folder, tmp_path, old_logp, options
     with pytest.warns(UserWarning, match="every staleness ratio of 'ppo' will be 1, .* each sample is used") as caught:
         trainer.train()
     (said,) = [str(w.message) for w in caught if "every staleness ratio" in str(w.message)]
-    assert cure in said
+    assert "Where the sampler has the current weights, this is as it should be" in said
+    assert f"For a sampler that lags, {cure}" in said
 
 
 def test_a_worker_with_a_configuration_of_its_own_is_refused(folder, tmp_path):

@@ -15,10 +15,10 @@ from trl import TrlParser
 
 import offcorr
 from offcorr.methods.registry import find
+from offcorr.training.described import in_short
 from offcorr.training.named_loss import TRL_LOSSES
 from offcorr.trl import GRPOConfig, GRPOTrainer
 from offcorr.trl.config import CorrectionOptions, choose_correction
-from offcorr.trl.described import in_short
 from offcorr.trl.numeric import NOT_NEGATIVE
 
 CONFIGS = [GRPOConfig]
@@ -216,6 +216,14 @@ def test_a_loss_beside_an_explicit_loss_type_is_refused(tmp_path, loss_type):
         choose_correction(GRPOConfig(str(tmp_path), loss_type=loss_type, **common), offcorr.get("minpro"))
 
 
+@pytest.mark.parametrize(("high", "here"), [(None, "eps_low and eps_high"), (0.3, "eps_low")])
+def test_trls_epsilon_is_both_bounds_where_the_upper_one_is_not_set(tmp_path, high, here):
+    common = dict(bf16=False, use_cpu=True, report_to=[])
+    args = GRPOConfig(str(tmp_path), loss_type="minpro", epsilon=0.1, epsilon_high=high, **common)
+    with pytest.warns(UserWarning, match=re.escape(f"TRL's own losses read epsilon=0.1 (here: {here})")):
+        choose_correction(args)
+
+
 def test_a_loss_in_a_message_is_its_name_and_what_differs(tmp_path):
     args = GRPOConfig(str(tmp_path), loss_type="minpro", bf16=False, use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match=r"loss='minpro' {'eps_high': 0.3} was passed beside loss_type='minpro'"):
@@ -224,6 +232,16 @@ def test_a_loss_in_a_message_is_its_name_and_what_differs(tmp_path):
     assert in_short(offcorr.get("ppo", weight=weight)).startswith("'ppo' {'weight': {'name': 'truncate', 'cap': 2.0")
     method = next(name for name in offcorr.available() if find(name).required)
     assert in_short(find(method)(**find(method).example)).startswith(f"{method!r} {{")
+
+
+def test_a_correction_whose_name_was_taken_back_is_told_with_all_its_options():
+    @offcorr.register("half_ppo")
+    def half_ppo(eps: float = 0.1) -> offcorr.Correction:
+        return offcorr.Correction(gate=offcorr.gates.Clip(eps, eps))
+
+    correction = offcorr.get("half_ppo")
+    offcorr.unregister("half_ppo")
+    assert in_short(correction) == "'half_ppo' {'eps': 0.1}"
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -217,9 +217,9 @@ def test_idle_ratio_is_said_once(make_trainer):
 @pytest.mark.parametrize(
     ("keys", "loss_type", "said", "unsaid"),
     [
-        (["old_logp"], "minpro", "Take anchor='snapshot', which uses those that rollout_func supplies", "OffPolicy"),
-        ([], "minpro", "Take anchor='rollout', which uses those that rollout_func reports", "OffPolicy"),
-        ([], "tis", "Sample with offcorr.rollout.OffPolicy, which supplies them", "anchor='rollout'"),
+        (["old_logp"], "minpro", "take anchor='snapshot', which uses those that rollout_func supplies", "OffPolicy"),
+        ([], "minpro", "take anchor='rollout', which uses those that rollout_func reports", "OffPolicy"),
+        ([], "tis", "sample with offcorr.rollout.OffPolicy, which supplies them", "anchor='rollout'"),
         (None, "minpro", r"with offcorr.rollout.OffPolicy, .*, or with an engine .*\(use_vllm=True\)", "anchor="),
     ],
 )
@@ -232,6 +232,10 @@ def test_advice_against_an_idle_ratio_fits_the_sampler(make_trainer, replay, key
         trainer.train()
     (warning,) = [str(w.message) for w in caught if "every staleness ratio" in str(w.message)]
     assert unsaid not in warning
+    as_it_should_be = (
+        "Where the sampler has the current weights, as TRL's own has, this is as it should be: there is no"
+    )
+    assert f"{as_it_should_be} staleness to correct. For a sampler that lags, " in warning
 
 
 def test_ratio_that_moves_is_not_called_idle(make_trainer):
