@@ -171,7 +171,7 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
 
 
 def _sure(best: Hypothesis, tried: Sequence[Hypothesis]) -> float:
-    """How sure the best hypothesis is: the share of the gap that it explains, less where another nearly does, too."""
+    """The share of the gap that the best hypothesis explains; less where one of another cause nearly does, too."""
     nearest = min((one.gap for one in tried if one.cause != best.cause), default=math.inf)
     return best.share if nearest > 2 * best.gap else min(best.share, CLOSE)
 
