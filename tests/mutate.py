@@ -1783,14 +1783,14 @@ MUTATIONS = [
     Mutation(
         "diagnose --model: noise hides the trainer's temperature",
         "offcorr/diagnose/rescore.py",
-        "if found[best] > 0.5 * found[1.0]:",
-        "if found[best] > 0.2 * found[1.0]:",
+        "if found[best] > 0.9 * found[1.0] or engine[best] > 0.5 * engine[1.0]:",
+        "if True:",
         "tests/diagnose/test_variants.py beside_dropout",
     ),
     Mutation(
         "diagnose --model: what the trainer does is taken for a temperature",
         "offcorr/diagnose/rescore.py",
-        "if found[best] > 0.5 * found[1.0]:",
+        "if found[best] > 0.9 * found[1.0] or engine[best] > 0.5 * engine[1.0]:",
         "if found[best] > 0.9 * found[1.0]:",
         "tests/diagnose/test_rescore.py is_not_named_for_sure",
     ),

@@ -343,18 +343,21 @@ def template(records: Sequence[Record], gap: Callable[[Sequence[Record]], float]
 def fit(records: Sequence[Record], model: nn.Module) -> tuple[float, float]:
     """The temperature at which the model's log-probs are nearest to the trainer's, and mean |difference| there (nats).
 
-    The temperature is 1 where no other makes less than half of the difference: what else the trainer does differently
-    flattens or sharpens its distributions, too.
+    The temperature is 1 where no other makes less than half of the difference, from the trainer's log-probs or, beside
+    noise in these, from the sampler's: what else the trainer does differently flattens or sharpens its distributions,
+    too.
     """
     valid = np.concatenate([_valid(record) for record in records])
-    trainer = np.concatenate([record.old_logp for record in records])[valid]
+    trainer, sampler = (
+        np.concatenate([getattr(record, side) for record in records])[valid] for side in ("old_logp", "rollout_logp")
+    )
 
-    def gaps(grid: Sequence[float]) -> dict[float, float]:
+    def gaps(grid: Sequence[float], side: Floats = trainer) -> dict[float, float]:
         def work(raw: Tensor, ids: Tensor, record: Record, start: int) -> dict[Name, Floats]:
             return {("temperature", f"{one:g}"): chosen(raw / one, ids) for one in grid}
 
         logps = _scored(model, records, work, lambda done: None)
-        return {one: _gap(np.concatenate(logps["temperature", f"{one:g}"])[valid], trainer) for one in grid}
+        return {one: _gap(np.concatenate(logps["temperature", f"{one:g}"])[valid], side) for one in grid}
 
     if not valid.any():
         return 1.0, np.inf
@@ -365,7 +368,9 @@ def fit(records: Sequence[Record], model: nn.Module) -> tuple[float, float]:
         found |= gaps([one for one in grid if one > 0 and one not in found])
     best = min(found, key=lambda one: found[one])
     if found[best] > 0.5 * found[1.0]:
-        best = 1.0
+        engine = gaps([best, 1.0], sampler)
+        if found[best] > 0.9 * found[1.0] or engine[best] > 0.5 * engine[1.0]:
+            best = 1.0
     return best, found[best]
 
 

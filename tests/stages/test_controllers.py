@@ -373,7 +373,7 @@ def test_a_denominator_without_the_statistics_warns_once():
         offcorr.get("ppo")(part, denominator=z)
         step = offcorr.training.Step(loss_fn)
         step.begin([step.place(batch)], tokens=z)
-        step.loss(step.place(part))
+        step.loss(step.place(part), last=False)
     with pytest.warns(RuntimeWarning) as given:
         for _ in range(2):
             loss_fn(part, denominator=z)
