@@ -42,7 +42,7 @@ from offcorr.stages.rejections import Rejection
 from offcorr.stages.spans import PRODUCTS
 from offcorr.stages.weights import Weight
 from offcorr.statistics import Statistics as Statistics
-from offcorr.statistics import check_part, check_parts
+from offcorr.statistics import check_part, check_parts, kind_of
 
 
 class Output(NamedTuple):
@@ -247,7 +247,7 @@ class Correction:
             parts = {place: calls.statistics_of(stage, batch.tokens) for place, stage in self.controllers.items()}
         for place, part in parts.items():
             check_part(part, self.stages[place])
-        return Statistics(parts, self._classes)
+        return Statistics(parts, self._kinds)
 
     def kept_units(self, batch: Batch, statistics: Statistics | None = None) -> Tensor:
         """[2] float64: the tokens and the sequences of a batch that ``count_rejected=False`` divides by.
@@ -273,7 +273,7 @@ class Correction:
         """
         if statistics is None:
             return self
-        check_parts(statistics, self._classes, self.method)
+        check_parts(statistics, self._kinds, self.method)
         known: dict[str, Any] = dict(self.stages)
         for place, controller in self.controllers.items():
             known[place] = calls.resolved(controller, statistics.parts[place])
@@ -335,6 +335,11 @@ class Correction:
     def _classes(self) -> dict[str, str]:
         """The class of each controller, by place."""
         return {place: type(stage).__name__ for place, stage in self.controllers.items()}
+
+    @functools.cached_property
+    def _kinds(self) -> dict[str, str]:
+        """The class of each controller and the choices that differ from its defaults, by place."""
+        return {place: kind_of(stage) for place, stage in self.controllers.items()}
 
     @functools.cached_property
     def _preparing(self) -> list[Stage]:

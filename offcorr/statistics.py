@@ -17,7 +17,7 @@ from offcorr.metrics import Gather
 class Statistics:
     """The statistics of the controllers, one entry per controller, keyed by its slot ("gate", "weight.0" ...).
 
-    ``merge`` combines micro-batches, ``all_reduce`` ranks.  ``classes`` has the class of each of the controllers.
+    ``merge`` combines micro-batches, ``all_reduce`` ranks.  ``classes`` has each controller's class and choices.
     """
 
     parts: Mapping[str, Any]
@@ -52,7 +52,7 @@ def check_type(statistics: object) -> None:
 
 
 def check_parts(statistics: object, classes: Mapping[str, str], method: str) -> None:
-    """Raise unless the statistics are those of a method's controllers, given as their classes by place.
+    """Raise unless the statistics are those of a method's controllers, given as their kinds by place (``kind_of``).
 
     Statistics that were made without ``classes`` need the same places alone.
     """
@@ -61,6 +61,24 @@ def check_parts(statistics: object, classes: Mapping[str, str], method: str) -> 
     if statistics.parts.keys() != classes.keys() or (statistics.classes and statistics.classes != classes):
         wanted = _listed(Statistics(classes, classes))
         raise ValueError(f"statistics are of {_listed(statistics)}, but those of {method!r} are of {wanted}")
+
+
+def kind_of(controller: Any) -> str:
+    """A controller's class and the choices, words and flags, that differ from its defaults.
+
+    Numbers may change between the statistics and their use, as those of a schedule do.
+
+    >>> import offcorr
+    >>> kind_of(offcorr.get("m2po", mismatch="total", tau=0.1).stages["reject.0"])
+    "MomentBudget(mismatch='total')"
+    """
+    options = {f.name: (getattr(controller, f.name), f.default) for f in dataclasses.fields(controller)}
+    changed = [
+        f"{name}={value!r}"
+        for name, (value, default) in options.items()
+        if isinstance(value, str | bool) and value != default
+    ]
+    return type(controller).__name__ + (f"({', '.join(changed)})" if changed else "")
 
 
 def _listed(statistics: Statistics) -> str:

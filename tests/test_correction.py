@@ -182,6 +182,11 @@ def test_statistics_that_could_not_be_merged_are_refused(statistics, message):
         ("m2po", "bapo", "statistics are of gate BalancedClip, but those of 'm2po' are of reject.0 MomentBudget"),
         ("m2po?mode=clip", "bapo", "statistics are of gate BalancedClip, but those of 'm2po' are of gate MomentClip"),
         ("ppo", "bapo", "statistics are of gate BalancedClip, but those of 'ppo' are of no controller"),
+        (
+            "m2po?mismatch=total",
+            "m2po",
+            "of reject.0 MomentBudget, but those of 'm2po' are of reject.0 MomentBudget(mismatch='total')",
+        ),
     ],
 )
 def test_statistics_of_another_method_are_refused(spec, of, message):

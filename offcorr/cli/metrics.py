@@ -31,7 +31,8 @@ LEGEND = (
     "d: a token's log-ratio in nats, logp - old_logp for staleness and old_logp - rollout_logp for the engine; r = "
     "e^d of staleness; c: the factor on a token's advantage in the gradient; ESS / n: effective sample size, as a "
     "share. Names with the same formula column are joined by commas, in the order of its parts. values: raw ones "
-    "come before any weight, gate or rejection, applied ones are what the correction made of them. accumulator: how "
+    "come before any weight, gate or rejection, applied ones are what the correction made of them; the training loop "
+    "adds the last ones, of which the formula is a question and * any text. accumulator: how "
     "the values of several "
     'micro-batches and ranks are merged. The trainers log about ten of these (log_metrics="short"), or all ("full").'
 )

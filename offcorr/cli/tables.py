@@ -86,18 +86,30 @@ def options_table() -> Table:
     ]
 
 
+SIDES = ("offcorr/engine/", "offcorr/staleness/")
+
+
 def metrics_table() -> Table:
-    """One row per metric: its formula, whether it is of raw or applied values, and its accumulator."""
-    rows = []
+    """One row per metric: its formula, whether it is of raw or applied values, and its accumulator.
+
+    Those that the training loop adds have the question that they answer in place of a formula.
+    """
+    rows, known = [], set()
     for prefix, series, values in (
         ("offcorr/{engine,staleness}/", MISMATCH, "raw"),
         ("offcorr/loss/", LOSS, "applied"),
     ):
         for metric in series:
-            names = ", ".join(metric.outputs or (metric.name,))
+            outputs = metric.outputs or (metric.name,)
+            names = ", ".join(outputs)
+            known |= {side + output for side in (prefix, *SIDES) for output in outputs}
             kind = metric.kind.__name__
             rows.append({"metric": prefix + names, "formula": metric.formula, "values": values, "accumulator": kind})
-    return rows
+    added = [answer for answer in SHORT if answer.name not in known]
+    return rows + [
+        {"metric": answer.name, "formula": answer.question, "values": "of the loop", "accumulator": ""}
+        for answer in added
+    ]
 
 
 def trainers_table() -> Table:

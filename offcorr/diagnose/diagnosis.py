@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from offcorr.diagnose.steps import differing_steps
 
 SAMPLED_TOKENS = 2_000_000
 """Tokens that the tests read, at most, of a random sample of the sequences."""
+
+LEFT_OVER = 0.65
+"""Confidence at most in two policies that differ, beside sequences that were encoded again: some may not be found."""
 
 ROUNDS = 6
 """Causes named at most."""
@@ -124,7 +128,10 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
                 rest = 0 if after is None else after.gap * len(after)
                 share = (left.gap * len(left) - rest) / (whole * len(evidence))
                 share = 1.0 if np.isnan(share) else share  # an infinite gap is explained
-            findings.append(_finding(causes.pop(best), found[best], min(max(share, 0.0), 1.0), of_steps))
+            one = _finding(causes.pop(best), found[best], min(max(share, 0.0), 1.0), of_steps)
+            if stage == "policies" and any(other.cause == "retokenised" for other in findings):
+                one = dataclasses.replace(one, confidence=min(one.confidence, LEFT_OVER))
+            findings.append(one)
             if after is None or not len(after):
                 left = left.with_floor(np.inf)
                 break

@@ -81,6 +81,8 @@ def informed(report: Report, rescored: Rescored) -> Report:
     replaced = {one.cause for one in found} | {id for id, cause in CAUSES.items() if cause.stage in stages}
     if rescored.best_drawn[1] <= math.log(len(rescored.hypotheses) + 1):  # no more than the best of so many by chance
         replaced |= set(SILENT.values())
+    if not rescored.experts:
+        replaced.add("moe_routing")
     if gap is not None:
         room = 2 * (1 - gap.share) + 0.1  # of mean |d|: no more is left to a transform that the logs show beside it
         replaced |= {one.cause for one in report.causes if CAUSES[one.cause].stage == "sampling" and one.share > room}

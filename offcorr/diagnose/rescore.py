@@ -110,6 +110,7 @@ class Rescored:
         of_trainer: hypotheses about the trainer, whose gap is from its logged log-probs; empty where the sampler's are
             not the model's own.
         dropout: mean |change| of the model's log-probs where its dropout is on (nats).
+        experts: the model has experts, between which a router chooses.
     """
 
     sequences: int
@@ -123,6 +124,7 @@ class Rescored:
     versions: Sequence[int] = ()
     of_trainer: Sequence[Hypothesis] = ()
     dropout: float = 0.0
+    experts: bool = True
 
     @property
     def threshold(self) -> float:
@@ -232,7 +234,8 @@ def rescore(
     as_logged = _likelier(sampler, ours, slips=0.0)
     trained = _gap(ours, trainer)
     held = rollout_versions(records)
-    numbers = (gap, logged, trained, hypotheses, left_out, as_logged, temperature, held, trainers, noise)
+    experts = any("expert" in name.lower() for name, _ in model.named_modules())
+    numbers = (gap, logged, trained, hypotheses, left_out, as_logged, temperature, held, trainers, noise, experts)
     return Rescored(len(records), *numbers)
 
 

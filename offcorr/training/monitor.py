@@ -22,7 +22,7 @@ from offcorr.training.field_metrics import ENGINE, field_metrics
 from offcorr.training.first_batch import batch_semantics
 from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, check_comparable, of_updates, without_ids
 from offcorr.training.masking import unmasked
-from offcorr.training.named_cause import NamedCause, named_cause, stays
+from offcorr.training.named_cause import NamedCause, named_cause, stays, still
 from offcorr.training.origins import watched
 from offcorr.training.self_test import check_self_test, mend, refusal
 from offcorr.training.semantics import Semantics
@@ -422,6 +422,7 @@ class Monitor:
             lag=self.lag,
             records=records,
         )
+        named = still(series, named)
         clean = named.cause == "clean"
         if any(action in HARD for action in actions):
             own = 1.0 if clean else 0.0 if report is None else -1.0  # a rank without records says neither

@@ -12,6 +12,7 @@ from offcorr.diagnose import CAUSES, Record, Report
 from offcorr.diagnose.causes import confidence
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.policies import age, older
+from offcorr.diagnose.causes.sampling import ALSO_UPDATES
 from offcorr.diagnose.evidence import Evidence
 from offcorr.training.alarms import ADVICE
 from offcorr.training.last_batches import NothingToCompare
@@ -20,6 +21,9 @@ from offcorr.training.series import GROWN, SEVERAL, SMALLEST_K3, Series
 
 OF_AGE = ("stale_weights", "adapter_not_synced", "policy_updates")
 """The causes of staleness itself."""
+
+SHARPENED = ("temperature", "temperature_silent")
+"""What older weights come to look like, where the policy has become sharper since."""
 
 NO_CAUSE = ("clean", "unknown")
 """The verdicts that name none."""
@@ -136,6 +140,17 @@ def named_cause(
     if not same_weights or series.name == "staleness":
         named = _of_known_age(named, series, report)
     return _of_own_lag(_never_updated(named, series, report), series, report, lag)
+
+
+def still(series: Series, named: NamedCause) -> NamedCause:
+    """The cause that the alarm has, where the new one is what it comes to look like.
+
+    Updates that a sampler does not get sharpen the trainer's policy, so that its weights look like a temperature.
+    """
+    if series.cause not in OF_AGE or named.cause not in SHARPENED or named.confidence > ALSO_UPDATES:
+        return named
+    said = f"the data alone look like {named.cause!r} by now, as they do where updates sharpen the trainer's policy"
+    return NamedCause(series.cause, series.confidence, (said,), ADVICE[series.name])
 
 
 def _of_same_weights(report: Report, precision: str | None) -> NamedCause:

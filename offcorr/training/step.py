@@ -185,6 +185,9 @@ class Step:
         Args:
             lags: the sampler's weights are older than the trainer's at some generation; None: not known.
 
+        Raises:
+            ValueError: the batch has not been placed.
+
         >>> import offcorr
         >>> step = Step(offcorr.get("tis"))
         >>> print(step.describe(step.place(offcorr.testing.example())))
@@ -193,6 +196,8 @@ class Step:
         """
         engine = f"engine log-probs: {'no' if batch.rollout_logp is None else 'yes'}"
         policy = None if batch.old_logp is None or self._placed is None else self._placed.policy
+        if self._placed is None or (batch.old_logp is None and self._placed.supplies == "sampled"):
+            raise ValueError("describe(batch) takes what place() returned: step.describe(step.place(batch))")
         if self._correction is None:
             measured = "not measured, as there are no log-probs of older weights"
             if policy is not None:

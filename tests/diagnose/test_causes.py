@@ -184,6 +184,20 @@ def test_one_token_that_is_far_off_is_no_sure_cause():
     assert (report.verdict, report.confidence) == ("moe_routing", 0.8)
 
 
+def test_what_is_left_of_text_that_was_encoded_again_is_no_sure_cause_of_its_own():
+    """Some of the sequences may not have been found."""
+    report = diagnose(world("retokenised", "moe_routing").records())
+    assert report.verdict == "retokenised" and report.confidence > 0.8
+    assert all(one.confidence <= 0.65 for one in report.causes[1:])
+
+
+def test_the_statistic_of_precision_is_in_the_unit_of_its_threshold():
+    """Both are mean |d| (nats)."""
+    evidence = Evidence.of(world("precision").records())
+    (found,) = diagnose(world("precision").records()).causes
+    assert found.statistic == evidence.gap and found.threshold == evidence.floor
+
+
 # -- the statistics ------------------------------------------------------------------------------------------
 
 

@@ -388,6 +388,18 @@ def test_what_a_trainer_does_that_no_hypothesis_has_is_not_named_for_sure(groups
         assert (named.cause, named.confidence) == ("dropout", 0.65)
 
 
+def test_a_model_without_experts_routes_to_none(model):
+    records = dump(model, in_precision(model, "int8"))
+    found = rescore(records, model)
+    assert not found.experts
+    cause = CAUSES["moe_routing"]
+    routed = Finding(cause.id, 0.94, 1.0, 0.1, 0.5, 1.0, cause.title, "few", cause.advice)
+    report = dataclasses.replace(diagnose(records), verdict=cause.id, causes=(routed,))
+    assert "moe_routing" not in {one.cause for one in informed(report, found).causes}
+    told = dataclasses.replace(found, hypotheses=(), experts=True)
+    assert "moe_routing" in {one.cause for one in informed(report, told).causes}
+
+
 def test_agreement_has_nothing_to_explain(model):
     found = rescore(dump(model), model)
     assert found.gap < 1e-5

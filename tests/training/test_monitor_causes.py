@@ -82,6 +82,19 @@ def test_the_cause_is_looked_at_again_when_the_gap_has_grown():
     assert "times that at the alarm of step 28" in found[1].evidence[0]
 
 
+@pytest.mark.parametrize(("sure", "causes"), [(0.65, ["stale_weights"]), (0.9, ["stale_weights", "temperature"])])
+def test_older_weights_that_come_to_look_like_a_temperature_stay_older_weights(sure, causes):
+    """Updates that the sampler does not get sharpen the policy; a fit that leaves nothing else is a temperature."""
+    verdicts = iter([("stale_weights", 0.7)])
+
+    def name_cause(records):
+        verdict, confidence = next(verdicts, ("temperature", sure))
+        return SimpleNamespace(verdict=verdict, confidence=confidence, causes=[])
+
+    found = run(quiet(name_cause=name_cause), [0.003] * 25 + [0.03] * 5 + [0.09] * 45)
+    assert [alarm.cause for alarm in found] == causes
+
+
 @pytest.mark.parametrize(
     ("gap", "verdicts", "causes"),
     [

@@ -345,6 +345,15 @@ def test_an_anchor_is_printed_with_the_name_that_configurations_use():
     assert "(anchor 'rollout', by default)" in step.describe(batch)
 
 
+def test_a_batch_that_was_not_placed_is_not_described():
+    step, batch = Step(offcorr.get("dapo")), whole_batch()
+    with pytest.raises(ValueError, match=r"step.describe\(step.place\(batch\)\)"):
+        step.describe(batch)
+    assert "old_logp: the weights that sampled" in step.describe(step.place(batch))
+    with pytest.raises(ValueError, match=r"takes what place\(\) returned"):
+        step.describe(batch.replaced(old_logp=None))
+
+
 def test_every_anchor_says_which_policy_it_is():
     said = [anchor.policy for anchor in {*ANCHORS.values(), Snapshots}]
     assert len(set(said)) == len(said) and Anchor.policy not in said

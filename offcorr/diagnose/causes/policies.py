@@ -9,7 +9,7 @@ from offcorr.diagnose.causes.over_steps import growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import away, power
 from offcorr.diagnose.causes.values import GROSS
-from offcorr.diagnose.evidence import SAME, Evidence
+from offcorr.diagnose.evidence import SAME, Evidence, mean_by_sequence
 
 WEIGHTS = 0.03
 """Mean |d| / (1 - p) above which weights differ by more than rounding; bf16 and int8 have .003 to .02."""
@@ -223,6 +223,11 @@ class StaleWeights(Cause):
             settled=versioned,
         ),
         Alternative(
+            "a coarse precision of the sampler's, such as int8 or fp8",
+            "give --model",
+            settled=lambda evidence: older(evidence) or Profile.of(evidence).mean >= FAR,
+        ),
+        Alternative(
             "the trainer's own updates on the batch, where the log-prob that it logged is of after them",
             "log both old_logp and logp",
             settled=lambda evidence: versioned(evidence) or any(one.logp is not None for one in evidence.records),
@@ -330,8 +335,8 @@ def _as_rounding(evidence: Evidence) -> Found | None:
     if profile.mean >= WEIGHTS:
         size = "as coarse rounding makes it (older weights would give a token id a similar d everywhere)"
     return Found(
-        profile.mean,
-        profile.error,
+        evidence.gap,
+        mean_by_sequence(evidence.size, evidence.sequence).error,
         evidence.floor,
         0.15 + 0.1 * float(np.log(largest / max(profile.mean, 1e-9))),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, {size}{profile.course}",

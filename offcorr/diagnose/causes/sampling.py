@@ -185,14 +185,14 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     if below > 20 * above:  # one sign: a truncated distribution
         return None
     carried = 1 / fit.power.value
-    which = "the trainer's" if sampled_by_trainer else "that"
+    whose = "trainer" if sampled_by_trainer else "sampler"
     return Found(
         fit.power.value,
         fit.power.error,
         1.0,
         max((fit.explained - usual) * 8, (fit.explained - needed) * 2),
         f"the sampler's log-probs are the trainer's at about {carried:.2f} times its temperature, which explains "
-        f"{fit.explained:.0%} of the spread of d; the tokens were drawn at {which} temperature",
+        f"{fit.explained:.0%} of the spread of d; the sampled tokens are likelier by the {whose}'s log-probs",
         _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit),
         surest=1.0 if fit.explained > NEARLY_ALL else ALSO_UPDATES,
     )
