@@ -78,7 +78,9 @@ class Arguments:
     )
     loss_kwargs: str = field(default="{}", metadata={"help": "its options, as JSON"})
     baseline: str = field(default="group", metadata={"help": "subtracted from the reward: group, token or opob"})
-    lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})
+    lag: int = field(
+        default=0, metadata={"help": "age of the sampler's weights, in optimizer updates, when it samples"}
+    )
     precision: str = field(
         default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, int4, fp8_e4m3 ..."}
     )

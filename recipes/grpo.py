@@ -61,7 +61,9 @@ class Arguments(GRPOConfig):
         metadata={"help": "local: in this process, with lag and precision; or vllm://host:port, a running vLLM server"},
     )
     sync_every: int = field(default=1, metadata={"help": "optimizer updates between two weights of the vLLM server"})
-    lag: int = field(default=0, metadata={"help": "the sampler's weights are this many optimizer updates old"})
+    lag: int = field(
+        default=0, metadata={"help": "age of the sampler's weights, in optimizer updates, when it samples a generation"}
+    )
     precision: str = field(
         default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, int4, fp8_e4m3 ..."}
     )
@@ -79,7 +81,9 @@ class Arguments(GRPOConfig):
     per_device_eval_batch_size: int = field(default=256)
     num_generations: int = field(default=8)
     num_generations_eval: int = field(default=1)
-    steps_per_generation: int = field(default=4)
+    steps_per_generation: int = field(
+        default=4, metadata={"help": "micro-batches of a generation; its samples age by one with each optimizer update"}
+    )
     max_completion_length: int = field(default=toy.MAX_COMPLETION)
     logging_steps: float = field(default=4)
     eval_strategy: str = field(default="steps")

@@ -1816,13 +1816,6 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py over_sequences",
     ),
     Mutation(
-        "diagnose: one token that is far off is another expert's",
-        "offcorr/diagnose/causes/policies.py",
-        "surest=1.0 if int((evidence.size > 5 * evidence.gap).sum()) >= SEVERAL else ALIKE,",
-        "surest=1.0,",
-        "tests/diagnose/test_causes.py one_token_that_is_far_off",
-    ),
-    Mutation(
         "Step: the first step's number of tokens is not compared",
         "offcorr/training/step.py",
         "self._compares_first = gather is None",

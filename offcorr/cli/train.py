@@ -23,7 +23,7 @@ from offcorr.optional import RECIPE_NEEDS, configuration, configuration_keys, co
 TRAIN = """\
 Trains with GRPO and a correction: any model, any verifiable task, a sampler with a chosen lag and precision.
 
-  offcorr train                                                # a toy model, on-policy, in minutes on a CPU
+  offcorr train                                                # a toy model, samples up to 3 updates old, on a CPU
   offcorr train --loss_type minpro --lag 16 --precision int8   # the same with an old, quantised sampler
   offcorr train --config run.yaml --learning_rate 1e-6         # a file, and a flag that wins over it
   offcorr train --num_processes 2 --config run.yaml            # two processes
@@ -33,7 +33,8 @@ Trains with GRPO and a correction: any model, any verifiable task, a sampler wit
 --config_file: an accelerate configuration; these come with offcorr: {accelerate}
 
 --loss_type: the method (`offcorr methods` lists them); --loss_kwargs: its options as JSON, '{{"eps_high": 0.28}}'
---lag: the sampler's weights are this many optimizer updates old; --precision: their number format: fp32, bf16, int8 ...
+--lag: how many optimizer updates old the sampler's weights are when it samples; a generation serves four updates
+(--steps_per_generation), so its samples become up to three older; --precision: their number format: fp32, bf16, int8 ...
 
 Every other flag goes to the recipe: each option of TRL's GRPOConfig, and the recipe's own --model, --task, --sampler, \
 --sync_every, --train_size, --eval_size and --picture. `offcorr train --help-all` lists them.

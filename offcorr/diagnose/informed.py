@@ -129,7 +129,8 @@ def _refuted(finding: Finding, rescored: Rescored) -> Finding:
         return dataclasses.replace(finding, confidence=min(finding.confidence, REFUTED), evidence=said)
     tried = {one.cause for one in rescored.hypotheses}
     explained = any(one.share > EXPLAINS for one in rescored.hypotheses)
-    if finding.cause not in (*OF_CHECKPOINTS, "truncated_prompt") or finding.cause not in tried or explained:
+    asked = finding.cause in tried or (finding.cause == "weights_swapped" and not tried.isdisjoint(OF_CHECKPOINTS))
+    if finding.cause not in (*OF_CHECKPOINTS, "truncated_prompt", "weights_swapped") or not asked or explained:
         return finding
     if rescored.gap <= SAME or rescored.as_the_model:  # the model leaves no gap to explain
         return finding

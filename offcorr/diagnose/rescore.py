@@ -392,7 +392,10 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
         "per token on average"
     ]
     if rescored.temperature != 1 and not rescored.other_model:
-        said.append(f"the trainer's temperature is {rescored.temperature:g}")
+        said.append(
+            f"the model's log-probs are taken at a temperature of {rescored.temperature:g}, as old_logp is nearest to "
+            "them there: the trainer's, or the model's weights are of another step (--temperature says another)"
+        )
     if rescored.other_model:
         said.append(
             f"they differ from the trainer's logged ones (old_logp) by {rescored.trainer:.2g} nats, so this is not the "

@@ -182,6 +182,22 @@ def test_one_token_that_is_far_off_is_no_sure_cause():
     changed = np.where(np.arange(len(records[0])) == at, 1.0, records[0].rollout_logp)
     report = diagnose([dataclasses.replace(records[0], rollout_logp=changed), *records[1:]])
     assert (report.verdict, report.confidence) == ("moe_routing", 0.8)
+    assert any("ids that the sampler did not draw" in said for said in report.cannot_tell)
+
+
+def test_a_truncation_is_not_told_by_a_handful_of_uncertain_tokens():
+    """Of a nearly certain token any sharpening leaves what a truncation leaves."""
+    records = world("top_p", sequences=8).records()
+    few = [
+        dataclasses.replace(
+            one,
+            old_logp=np.where(np.arange(len(one)) < 3, one.old_logp, -1e-4),
+            rollout_logp=np.where(np.arange(len(one)) < 3, one.rollout_logp, 0.0),
+        )
+        for one in records
+    ]
+    report = diagnose(few)
+    assert (report.verdict, report.confidence) == ("top_p", 0.5)
 
 
 def test_what_is_left_of_text_that_was_encoded_again_is_no_sure_cause_of_its_own():

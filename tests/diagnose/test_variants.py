@@ -188,7 +188,7 @@ def test_the_trainers_temperature_is_found_beside_dropout(model):
 
 def test_no_temperature_is_said_for_another_model(model):
     rescored = rescore(dump(fresh_model(1).eval(), sequences=3), model)
-    assert rescored.other_model and not any("temperature is" in said for said in described(rescored))
+    assert rescored.other_model and not any("at a temperature of" in said for said in described(rescored))
 
 
 def test_penalties_by_hand():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -405,7 +406,16 @@ ADVICE = (
 )
 
 
-def _truncated(found: Kept, sentence: str, margin: float) -> Found:
+UNSURE = math.log(0.95)
+"""Log-prob below which a token tells one change of its distribution from another."""
+
+TELLING = 32
+"""Tokens below it that a truncation is told from a temperature by."""
+
+
+def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) -> Found:
+    telling = int((evidence.trainer < UNSURE).sum())
+    hidden = found.rounded or found.among_others  # what tells one truncation from another
     return Found(
         found.lost.value,
         found.lost.error,
@@ -414,7 +424,7 @@ def _truncated(found: Kept, sentence: str, margin: float) -> Found:
         f"the sampler's probabilities are those of a part of the vocabulary, scaled to sum to 1; this part has "
         f"{1 - found.lost.value:.3f} of the trainer's probability on average; {sentence}",
         found.left,
-        surest=0.75 if found.rounded or found.among_others else 1.0,  # what tells one truncation from another is hidden
+        surest=0.5 if telling < TELLING else 0.75 if hidden else 1.0,
     )
 
 
@@ -439,7 +449,7 @@ class TopP(Cause):
             f"it has at least {least:.3f} nearly everywhere, and hardly ever more tokens than this share needs, "
             "as under top_p"
         )
-        return _truncated(found, said, 2.0)
+        return _truncated(evidence, found, said, 2.0)
 
 
 BLURRED_TOP_P = Alternative(
@@ -466,7 +476,7 @@ class MinP(Cause):
             f"it differs from context to context, from {found.least:.3f} on{_no_top_p(found)}, and "
             f"{found.alone} of the sampled tokens have probability 1 at the sampler, as under no top_k"
         )
-        return _truncated(found, said, 2.0)
+        return _truncated(evidence, found, said, 2.0)
 
 
 class TopK(Cause):
@@ -487,7 +497,7 @@ class TopK(Cause):
             "token has probability 1 at the sampler, as some have under min_p"
         )
         # Other weights that were sampled at another temperature than is logged leave this, too.
-        return _truncated(found, said, 0.1 if found.among_others else 2.0)
+        return _truncated(evidence, found, said, 0.1 if found.among_others else 2.0)
 
 
 def _no_top_p(found: Kept) -> str:
@@ -515,7 +525,7 @@ class LogitMask(Cause):
                 "the sampled tokens are hardly likelier than draws from the trainer's distributions (surprisal balance "
                 f"{found.balance.value:+.3f} nats), so what is missing is not the unlikely tokens alone"
             )
-        return _truncated(found, said, 2.0)
+        return _truncated(evidence, found, said, 2.0)
 
 
 def _banned(found: Kept) -> bool:
