@@ -34,7 +34,8 @@ Trains with GRPO and a correction: any model, any verifiable task, a sampler wit
 
 --loss_type: the method (`offcorr methods` lists them); --loss_kwargs: its options as JSON, '{{"eps_high": 0.28}}'
 --lag: how many optimizer updates old the sampler's weights are when it samples; a generation serves four updates
-(--steps_per_generation), so its samples become up to three older; --precision: their number format: fp32, bf16, int8 ...
+(--steps_per_generation), so its samples become up to three older
+--precision: their number format: fp32, bf16, int8 ...
 
 Every other flag goes to the recipe: each option of TRL's GRPOConfig, and the recipe's own --model, --task, --sampler, \
 --sync_every, --train_size, --eval_size and --picture. `offcorr train --help-all` lists them.
