@@ -72,7 +72,8 @@ def kind_of(controller: Any) -> str:
     >>> kind_of(offcorr.get("m2po", mismatch="total", tau=0.1).stages["reject.0"])
     "MomentBudget(mismatch='total')"
     """
-    options = {f.name: (getattr(controller, f.name), f.default) for f in dataclasses.fields(controller)}
+    fields = dataclasses.fields(controller) if dataclasses.is_dataclass(controller) else ()
+    options = {f.name: (getattr(controller, f.name), f.default) for f in fields}
     changed = [
         f"{name}={value!r}"
         for name, (value, default) in options.items()
