@@ -23,7 +23,7 @@ OF_AGE = ("stale_weights", "adapter_not_synced", "policy_updates")
 """The causes of staleness itself."""
 
 SHARPENED = ("temperature", "temperature_silent")
-"""What older weights come to look like, where the policy has become sharper since."""
+"""Causes that older weights come to look like, where the policy has become sharper since."""
 
 NO_CAUSE = ("clean", "unknown")
 """The verdicts that name none."""
