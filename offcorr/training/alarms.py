@@ -32,6 +32,9 @@ FAR = MOVED | {
 }
 """The same, where it is beyond a fixed limit, perhaps from the first step on."""
 
+OVERDUE = "the sampler gets no newer weights"
+"""The finding in words, where the reported versions say it, however far the two policies are."""
+
 ADVICE = {
     "engine": "score the same tokens with the same weights on both sides; look at the weight sync, the sampling "
     "parameters and the precision of the sampler",
@@ -65,6 +68,7 @@ class Alarm:
         actions: those that were taken.
         dump: the file of the batch's records, if one was written.
         moved: the series has left its own baseline; False: a metric is beyond a fixed limit.
+        overdue: by the reported versions the sampler gets no newer weights.
         revises: the cause that was named before, where an alarm that is on gets another; else "".
     """
 
@@ -78,10 +82,11 @@ class Alarm:
     actions: tuple[str, ...]
     dump: Path | None = None
     moved: bool = True
+    overdue: bool = False
     revises: str = ""
 
     def __str__(self) -> str:
-        found = (MOVED if self.moved else FAR)[self.series]
+        found = OVERDUE if self.overdue else (MOVED if self.moved else FAR)[self.series]
         written = "" if self.dump is None else f" The batch was written to {self.dump}."
         evidence = f" Evidence ({D}): {'; '.join(self.evidence)}." if self.evidence else ""
         return (

@@ -17,8 +17,9 @@ from offcorr.diagnose import Record, Report, diagnose
 from offcorr.metrics import Gather, Mean, Metrics, measure
 from offcorr.stages.checks import check_value, outside
 from offcorr.training.alarms import HARD, Alarm, MismatchError, checked_actions, write_dump
+from offcorr.training.arrivals import Arrivals
 from offcorr.training.cusum import Cusum
-from offcorr.training.field_metrics import ENGINE, field_metrics
+from offcorr.training.field_metrics import ENGINE, STALENESS, field_metrics
 from offcorr.training.first_batch import batch_semantics
 from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, check_comparable, of_updates, without_ids
 from offcorr.training.masking import unmasked
@@ -44,6 +45,9 @@ logger = logging.getLogger("offcorr")
 
 PREFIX = "offcorr/monitor/"
 
+LAGS = 2
+"""Multiple of the lag that the sampler is set to, up to which newer weights are not overdue."""
+
 SMALLEST_LOG_K3, SMALLEST_SURPRISE = 0.7, 1.0
 """Smallest standard deviations that are assumed: of log k3, a factor of 2, since learning alone changes it by as much
 from one phase of a run to the next; of surprise, in its own standard errors."""
@@ -65,6 +69,9 @@ class Monitor:
     range for ``persistence`` steps. While it is on, the cause is looked at again where k3 has grown by a factor of four
     or 20 steps have passed, and said again if it is another; where k3 has fallen to less than half, only if two looks
     in a row find it, with no less confidence.
+
+    A reported lag that rises by 1 in each optimizer step for longer than newer weights took to come before
+    (``Arrivals``) is an alarm, however small the gap.
 
     Surprise is not watched while staleness is in the gap (a mean |d| of staleness above .01 nats; where ``old_logp`` is
     not of the weights that sampled, of the engine at a lag): tokens drawn from older weights are surprising in a
@@ -193,6 +200,7 @@ class Monitor:
                 "surprise", self._limits, {"above": chart(SMALLEST_SURPRISE), "below": chart(SMALLEST_SURPRISE)}
             ),
         }
+        self._arrivals = Arrivals()
         self._measured = Metrics()
         self._last = LastBatches()
         self.alarms = []
@@ -326,7 +334,11 @@ class Monitor:
         conditions = [metrics.get(name, 0.0) for name in CONDITIONS]
         if self.learning_rate is not None:
             conditions[CONDITIONS.index("learning_rate")] = self.learning_rate
-        judged = [(one, one.add(metrics, conditions, self.persistence, step)) for one in self._series.values()]
+        overdue = {self._of_age(metrics): self._arrivals.add(metrics.get(LAG), step, LAGS * (self.lag or 0))}
+        judged = [
+            (one, one.add(metrics, conditions, self.persistence, step, overdue.get(name, "")))
+            for name, one in self._series.items()
+        ]
         new = [self._alarm(step, series, severity) for series, severity in judged if severity is not None]
         for series, severity in judged:
             if severity is None and series.looks_again():
@@ -335,6 +347,10 @@ class Monitor:
         if self.raises and any("stop" in alarm.actions for alarm in new):
             raise MismatchError("; ".join(str(alarm) for alarm in new))
         return new
+
+    def _of_age(self, metrics: Mapping[str, float]) -> str:
+        """The series that holds the age of the sampler's weights: staleness, or where it is not measured the engine."""
+        return "staleness" if STALENESS + "k3" in metrics else "engine"
 
     def numbers(self) -> dict[str, float]:
         """The numbers to log: for every series under alarm how far it is out of its range (``Series.excess``), and the
@@ -354,7 +370,8 @@ class Monitor:
         series.held_back = clean
         evidence = (*series.evidence, *named.evidence)
         alarm = Alarm(step, series.name, severity, named.cause, named.confidence, evidence, named.advice, ())
-        return self._act(replace(alarm, moved=series.moved), series, records, self.actions[severity])
+        alarm = replace(alarm, moved=series.moved, overdue=bool(series.overdue))
+        return self._act(alarm, series, records, self.actions[severity])
 
     def _revised(self, step: int, series: Series) -> list[Alarm]:
         """The alarm that is on, with its cause as it looks by now, if that is another; empty otherwise."""
@@ -378,6 +395,7 @@ class Monitor:
             named.advice,
             (),
             moved=series.moved,
+            overdue=bool(series.overdue),
             revises=series.cause,
         )
         series.named(named.cause, named.confidence)
@@ -444,9 +462,12 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines and charts for a checkpoint, as plain numbers; the same on every rank."""
-        return {name: series.state_dict() for name, series in self._series.items()}
+        return {"arrivals": self._arrivals.state_dict()} | {
+            name: series.state_dict() for name, series in self._series.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of ``state_dict``."""
+        self._arrivals.load_state_dict(state.get("arrivals", {}))  # an older checkpoint has none
         for name, series in self._series.items():
             series.load_state_dict(state[name])

@@ -53,6 +53,9 @@ OF_CONFIGURATION = ("sampling", "policies")
 NO_PRECISION = 16.0
 """Growth of k3 since the alarm (a factor of 4 in |d|) above which a lower precision is no explanation."""
 
+BY_VERSIONS = 0.8
+"""Confidence in old weights where the versions stand still: the sampler may have weights that it does not report."""
+
 OWN_LAG = (
     "this run's own lag of {lag}, which its sampler is set to, makes such a gap, so there is no fault to look for; a "
     "smaller lag or learning rate makes it smaller"
@@ -114,6 +117,8 @@ def named_cause(
         lag: that the sampler is set to, in optimizer steps, where it says it.
         records: those that the report is on.
     """
+    if series.overdue:  # the versions say it, whatever else the data look like
+        return NamedCause("stale_weights", BY_VERSIONS, (), LOST_UPDATES)
     if isinstance(report, Exception):
         if isinstance(report, NothingToCompare):
             return NamedCause("unknown", 0.0, (str(report),), ADVICE[series.name])

@@ -163,6 +163,8 @@ class Series:
         """Number of steps without a gap, and the optimizer step of the last of them."""
         self.nats: list[float] = []
         """Of surprise: the mean of -logp - entropy of each step of the warm-up."""
+        self.overdue = ""
+        """That newer weights are overdue at the sampler, where the reported versions say so."""
         self.left_out = False
         """Of surprise: in the warm-up whole sequences were left out, so that its mean need not be 0."""
         self.start_lag = 0.0
@@ -226,11 +228,19 @@ class Series:
         return self.size / self.first_size if self.size and self.first_size else 1.0
 
     def add(
-        self, metrics: Mapping[str, float], conditions: Sequence[float], persistence: int, step: int = 0
+        self,
+        metrics: Mapping[str, float],
+        conditions: Sequence[float],
+        persistence: int,
+        step: int = 0,
+        overdue: str = "",
     ) -> Severity | None:
         """The severity of a new alarm, or of one that has become critical; None where there is none.
 
         A step under alarm or beyond a limit is no part of the baseline.
+
+        Args:
+            overdue: what the reported versions say, where newer weights are overdue at the sampler.
         """
         values = self._values(metrics)
         if values is None:
@@ -268,6 +278,11 @@ class Series:
             above, severity = True, severity or "warning"
             found.setdefault("k3", f"the KL divergence of the two (k3) is {self.size:.2g} nats")
             self._crossed.append(min((self.size or 0.0) / UNSYNCED, LARGEST_EXCESS))
+        self.overdue = overdue
+        if overdue:
+            above, severity = True, severity or "warning"
+            found["lag"] = overdue
+            self._crossed.append(1.0)
         self.left_size = (self.left_size or self.size or 0.0) if above else 0.0
         self.calm = 0 if above else self.calm + 1
         self.looked_steps += 1

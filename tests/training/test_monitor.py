@@ -208,6 +208,56 @@ def test_the_reported_lag_is_part_of_the_evidence():
     assert "the reported lag is" in alarm.evidence[0] and ", 2 in the first steps" in alarm.evidence[0]
 
 
+def lags_of(monitor, lags, **metrics):
+    """The alarms of a run whose gap stays small."""
+    for step, lag in enumerate(lags, 1):
+        monitor.end(step, {"offcorr/staleness/lag": lag, "offcorr/staleness/k3": 1e-4} | metrics)
+    return [(alarm.step, alarm.series, alarm.cause) for alarm in monitor.alarms]
+
+
+STUCK = [1.0] * 8 + [1.0 + late for late in range(1, 40)]
+
+
+def test_a_sampler_whose_versions_stand_still_is_an_alarm():
+    monitor = quiet()
+    assert lags_of(monitor, STUCK) == [(24, "staleness", "stale_weights")]
+    said = str(monitor.alarms[0])
+    assert "the sampler gets no newer weights" in said and "in the 16 optimizer steps since step 8" in said
+    assert "the policy is far" not in said and "at least every 1)" in said
+
+
+def test_newer_weights_that_come_late_as_before_are_no_alarm():
+    assert lags_of(quiet(), [step % 16 for step in range(200)]) == []  # every 16 steps
+    assert lags_of(quiet(), [min(step, 16) for step in range(200)]) == []  # a lag of 16
+    assert lags_of(quiet(), [float(step % 16) for step in range(64)] + list(range(70))) == [
+        (129, "staleness", "stale_weights")
+    ]  # 64 steps after those of step 65
+    assert lags_of(quiet(), range(70))[0][0] == 65  # none from the first step on
+    slow = quiet()
+    slow.lag = 40
+    assert lags_of(slow, [min(step, 40) for step in range(200)]) == []
+
+
+def test_the_alarm_of_late_weights_ends_when_they_come_and_is_part_of_a_checkpoint():
+    monitor = quiet()
+    cut = 20
+    lags_of(monitor, STUCK[:cut])
+    resumed = quiet()
+    resumed.load_state_dict(monitor.state_dict())
+    found = [
+        resumed.end(step, {"offcorr/staleness/lag": lag, "offcorr/staleness/k3": 1e-4})
+        for step, lag in enumerate([*STUCK[cut:30], *[1.0] * 10, *range(2, 200)], cut + 1)
+    ]
+    assert [cut + 1 + i for i, alarms in enumerate(found) if alarms] == [24, 40 + 4 * 23]
+
+
+def test_late_weights_are_seen_in_the_engines_series_where_no_old_logp_is_of_them():
+    monitor = quiet()
+    for step, lag in enumerate(STUCK, 1):
+        monitor.end(step, {"offcorr/staleness/lag": lag, "offcorr/engine/k3": 1e-4})
+    assert [(alarm.step, alarm.series) for alarm in monitor.alarms] == [(24, "engine")]
+
+
 # Actions
 
 
