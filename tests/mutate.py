@@ -826,6 +826,27 @@ MUTATIONS = [
         "tests/training/test_surprise.py::test_a_fault_within_the_warm_up_is_an_alarm",
     ),
     Mutation(
+        "monitor: versions that stand still are compared with no time of before",
+        "offcorr/training/arrivals.py",
+        "max(LATER, TIMES * self.longest)",
+        "LATER",
+        f"{WATCHED}::test_newer_weights_that_come_late_as_before_are_no_alarm",
+    ),
+    Mutation(
+        "monitor: a checkpoint forgets since when no newer weights came",
+        "offcorr/training/monitor.py",
+        'self._arrivals.load_state_dict(state.get("arrivals", {}))',
+        "self._arrivals = Arrivals()",
+        f"{WATCHED}::test_the_alarm_of_late_weights_ends_when_they_come_and_is_part_of_a_checkpoint",
+    ),
+    Mutation(
+        "monitor: versions that stand still are said to be a gap",
+        "offcorr/training/alarms.py",
+        "OVERDUE if self.overdue else",
+        "OVERDUE if False else",
+        f"{WATCHED}::test_a_sampler_whose_versions_stand_still_is_an_alarm",
+    ),
+    Mutation(
         "monitor: a sampler that was updated at first is called never updated",
         "offcorr/training/named_cause.py",
         "series.agreed_steps >= SEVERAL",
