@@ -16,7 +16,7 @@ from offcorr.lab.text import listed
 from offcorr.metrics import LOSS, MISMATCH, Metric
 from offcorr.stages.checks import nearest
 from offcorr.training.field_metrics import ALIASES
-from offcorr.training.logged import SHORT
+from offcorr.training.logged import SHORT, Answer
 
 SERIES = {"offcorr/staleness/": MISMATCH, "offcorr/engine/": MISMATCH, "offcorr/loss/": LOSS}
 SYMBOLS = {
@@ -109,6 +109,10 @@ def find(name: str) -> list[Entry]:
             f"{name!r} is of a loss of the trainer's own, and a correction does not log it; the nearest to it are "
             "clipped and dropped: `offcorr metrics clipped dropped`"
         )
+    if by_option := [answer.name for answer in SHORT if answer.option == name]:
+        raise Refusal(
+            f"{name!r} is an option, which logs {listed(by_option)}: `offcorr metrics {' '.join(by_option)}` explains it"
+        )
     last = {one.name.rpartition("/")[2] for one in every} - {"*"}
     known = [one.name for one in every] if "/" in name else [*last, *ALIASES]
     of_it = [one.name for one in every if one.metric and re.search(rf"\b{re.escape(name)}\b", one.metric.formula, re.I)]
@@ -137,7 +141,7 @@ _ENGINE = SYMBOLS["offcorr/engine/"].removeprefix("d = ")
 def _page(entry: Entry, width: int) -> str:
     prefix, _, last = entry.name.rpartition("/")
     advice, answer = GUIDE.get(entry.name), next((one for one in SHORT if one.name == entry.name), None)
-    parts = {"meaning": answer.question if answer else ""}
+    parts = {"meaning": answer.question if answer else "", "formula": answer.formula if answer else ""}
     if advice is not None:
         symbols = SYMBOLS.get(prefix + "/", "") if re.search(r"\b[cdr]\b", advice.formula) else ""
         parts |= {"formula": advice.formula, "where": symbols}
@@ -151,9 +155,13 @@ def _page(entry: Entry, width: int) -> str:
             parts[label] = "means over the runs of `offcorr demo`, two that learned and one that collapsed, are in a "
             parts[label] += "table of docs/metrics.md"
             break
-    parts["logged"] = f"{_LOGGED[answer.logged]}, in the short log and the full one" if answer else 'log_metrics="full"'
+    parts["logged"] = f"{_when(answer)}, in the short log and the full one" if answer else 'log_metrics="full"'
     parts["more"] = f"{PAGES}/metrics.md"
     return "\n".join([entry.name, *(_labelled(label, text, width) for label, text in parts.items() if text)])
+
+
+def _when(answer: Answer) -> str:
+    return f"where the option {answer.option} asks for it" if answer.option else _LOGGED[answer.logged]
 
 
 _LOGGED = {
@@ -174,7 +182,8 @@ def _formula(metric: Metric, output: str) -> str:
 
 def _labelled(label: str, text: str, width: int) -> str:
     """Markdown as plain text, after a label: of a link the words, and its address where that is a page."""
-    text = re.sub(r"\[([^\]]+)\]\((https?:[^)]+|[^)#]+\.md)\)", r"\1 (\2)", text)
+    text = re.sub(r"\[([^\]]+)\]\((https?:[^)]+)\)", r"\1 (\2)", text)
+    text = re.sub(r"\[([^\]]+)\]\(([^)#]+\.md)\)", r"\1 (docs/\2)", text)
     text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
     return textwrap.fill(
         text,

@@ -24,11 +24,15 @@ class Answer(NamedTuple):
     """A metric, or several (``*`` is any text), and the question that it answers.
 
     logged: when; "not 0": only where it is not; "in force": where an option asks for it, which alone measures it.
+    option: that one, where it has a name of its own.
+    formula: of those that an option asks for; the others' are with their metrics.
     """
 
     name: str
     question: str
     logged: str = "always"
+    option: str = ""
+    formula: str = ""
 
 
 SHORT = (
@@ -61,8 +65,22 @@ SHORT = (
     Answer(LOSS + "nonfinite", "How many tokens gave no finite number to train on?", "not 0"),
     Answer(LOSS + "skipped", "What share of the sequences was left out of the forward pass?", "not 0"),
     Answer("offcorr/monitor/*", "Which series is out of its range, by how much, and what is masked?", "in force"),
-    Answer("lr_scale", "What is the logged learning_rate multiplied by in the step?", "in force"),
-    Answer("ess_base", "Which effective sample size counts as healthy?", "in force"),
+    Answer(
+        "lr_scale",
+        "What is the logged learning_rate multiplied by in the step?",
+        "in force",
+        "ess_lr",
+        "min(1, ESS / n / ess_base), its square root under ess_lr='sqrt'; ESS / n = (sum w)^2 / (n sum w^2) over "
+        "sequences, w = e^(sum of logp - rollout_logp), staleness and engine together, so that the ess_seq of either "
+        "is another number",
+    ),
+    Answer(
+        "ess_base",
+        "Which effective sample size counts as healthy?",
+        "in force",
+        "ess_base='auto'",
+        "mean of ESS / n, as lr_scale has it, over the optimizer steps on samples of the weights of now",
+    ),
     Answer("offcorr/control/*", "Which bounds did the controllers choose?", "in force"),
     Answer("offcorr/schedule/*", "Which values do the scheduled options have?", "in force"),
     Answer("offcorr/anchor/*", "How much is trained on, and was the anchor started anew?", "in force"),

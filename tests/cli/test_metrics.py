@@ -67,6 +67,13 @@ def test_an_unknown_name(refused):
         assert "the nearest to it are clipped and dropped" in refused("metrics", other)
 
 
+def test_an_option_leads_to_what_it_logs(capsys, refused):
+    assert "'ess_lr' is an option, which logs lr_scale: `offcorr metrics lr_scale`" in refused("metrics", "ess_lr")
+    words = page(capsys, "lr_scale")
+    assert "w = e^(sum of logp - rollout_logp), staleness and engine together" in words
+    assert "logged where the option ess_lr asks for it" in words
+
+
 def test_a_product_in_a_formula_keeps_its_sign(capsys):
     assert "of the gradient ratio * A that" in page(capsys, "clipped")
 
@@ -79,7 +86,7 @@ def test_low_effective_sample_sizes_have_more_than_one_cause(capsys):
 
 def test_a_link_to_a_page_names_it(capsys):
     assert cli.main(["metrics", "staleness/ess_seq"]) == 0
-    assert "which one (which.md)" in " ".join(capsys.readouterr().out.split())
+    assert "which one (docs/which.md)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_symbols_are_explained_where_the_formula_has_them(capsys):
