@@ -111,7 +111,8 @@ def find(name: str) -> list[Entry]:
         )
     if by_option := [answer.name for answer in SHORT if answer.option == name]:
         raise Refusal(
-            f"{name!r} is an option, which logs {listed(by_option)}: `offcorr metrics {' '.join(by_option)}` explains it"
+            f"{name!r} is an option, which logs {listed(by_option)}: `offcorr metrics {' '.join(by_option)}` "
+            "explains it"
         )
     last = {one.name.rpartition("/")[2] for one in every} - {"*"}
     known = [one.name for one in every] if "/" in name else [*last, *ALIASES]
