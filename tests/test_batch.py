@@ -14,7 +14,7 @@ from offcorr import Batch, cli, gates, ratios, rejections, testing, weights
 from offcorr.batch import rises_to
 from offcorr.cli import tables
 from offcorr.methods.registry import illustration
-from offcorr.stages.checks import quietly, warn_once
+from offcorr.stages.checks import quietly, warn_again
 
 LOGP = torch.zeros(4, 128)
 GOOD = {"logp": LOGP, "advantages": torch.ones(4), "mask": torch.ones(4, 128, dtype=torch.bool)}
@@ -221,10 +221,22 @@ def test_what_is_missing_is_named():
 def test_a_total_ratio_without_the_engines_log_probs_is_that_of_staleness():
     old_logp = -torch.ones(2, 1)
     columns = dict(logp=old_logp / 2, advantages=torch.ones(2), mask=torch.ones(2, 1).bool())
-    warn_once.cache_clear()
+    warn_again()
     with pytest.warns(RuntimeWarning, match=r"so a total ratio .* the staleness alone.* rollout_logp=old_logp says"):
         raw = Batch(old_logp=old_logp, **columns).tokens.log_ratio("total").raw
     assert raw.tolist() == [[0.5], [0.5]]
+
+
+def test_another_line_that_makes_the_mistake_again_is_warned_again():
+    """As another cell of a notebook is; a loop is warned once."""
+    warn_again()
+    probabilities = GOOD | {"logp": torch.full_like(GOOD["logp"], 0.5)}
+    with pytest.warns(RuntimeWarning, match="logp is above 0") as first:
+        for _ in range(3):
+            Batch(**probabilities)
+    with pytest.warns(RuntimeWarning, match="logp is above 0") as second:
+        Batch(**probabilities)
+    assert len(first) == len(second) == 1
 
 
 def test_a_field_that_a_batch_does_not_have():

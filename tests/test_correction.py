@@ -19,7 +19,7 @@ import torch
 import offcorr
 from offcorr import Batch, Statistics, testing, weights
 from offcorr.methods.registry import catalogue, illustration
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import warn_again
 from tests.fresh import python
 
 METHODS = [method.name for method in catalogue()]
@@ -318,9 +318,9 @@ def test_one_loss_is_a_short_walk_through_the_library():
 @pytest.fixture
 def heard():
     """Warnings that are given once are given again."""
-    warn_once.cache_clear()
+    warn_again()
     yield
-    warn_once.cache_clear()
+    warn_again()
 
 
 @pytest.mark.parametrize("name", ["logp", "old_logp", "rollout_logp"])
@@ -404,7 +404,7 @@ def test_a_weight_below_0_of_a_sequence(weight, warns, packed, heard):
 @pytest.mark.parametrize("length, warns", [(3, True), (6, False), (None, False)])
 def test_a_max_length_that_is_exceeded(length, warns, heard, monkeypatch):
     """By valid tokens, not by the width."""
-    monkeypatch.setattr("offcorr.stages.checks._WARNED_OF", set())
+    monkeypatch.setattr("offcorr.stages.checks._WARNED", set())
     logp = torch.full((2, 9), -1.0)
     mask = torch.arange(9) < torch.tensor([[6], [2]])
     batch = offcorr.Batch(logp=logp, old_logp=logp, advantages=torch.ones(2), mask=mask)

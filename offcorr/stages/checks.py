@@ -21,7 +21,7 @@ NEAR = 0.6
 """Similarity, from 0 to 1, from which a word may be meant by another: the default of ``difflib``."""
 
 
-BETWEEN = ("offcorr", "torch", "trl", "transformers", "accelerate", "contextlib", "functools")
+BETWEEN = ("offcorr", "torch", "trl", "transformers", "accelerate", "contextlib", "dataclasses", "functools")
 """Packages whose frames lie between a user's line and a warning of this library: trainers, loops and decorators."""
 
 
@@ -71,20 +71,29 @@ def outside() -> int:
     return level
 
 
-@cache
 def warn_once(message: str) -> None:
-    """Warns with this message the first time, at the first caller outside this library."""
-    warnings.warn(message, RuntimeWarning, stacklevel=outside())
+    """Warns with this message at the first caller outside this library, the first time that this line leads here.
+
+    A loop is warned once, and another line, or cell of a notebook, that makes the mistake again is warned again.
+    """
+    warn_first(message, message)
 
 
-_WARNED_OF: set[str] = set()
+_WARNED: set[tuple[str, str, int]] = set()
 
 
 def warn_first(subject: str, message: str) -> None:
     """Warns as ``warn_once``, once per subject: for a message with a number that changes from call to call."""
-    if subject not in _WARNED_OF:
+    caller = sys._getframe(outside() - 1)
+    key = (subject, caller.f_code.co_filename, caller.f_lineno)
+    if key not in _WARNED:
+        _WARNED.add(key)
         warnings.warn(message, RuntimeWarning, stacklevel=outside())
-        _WARNED_OF.add(subject)
+
+
+def warn_again() -> None:
+    """Forget which warnings were given."""
+    _WARNED.clear()
 
 
 @contextmanager
@@ -95,8 +104,7 @@ def quietly() -> Iterator[None]:
         try:
             yield
         finally:
-            warn_once.cache_clear()
-            _WARNED_OF.clear()
+            warn_again()
 
 
 def same_definition(one: Any, other: Any) -> bool:

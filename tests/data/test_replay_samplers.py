@@ -11,7 +11,7 @@ import trl
 from offcorr.data import Around, Demonstrations, Replay, Traces
 from offcorr.data.sources import check_rows, check_trainer
 from offcorr.rollout import OffPolicy
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import warn_again
 from offcorr.trl import GRPOTrainer
 from tests.data.replaying import groups_of, parameters
 
@@ -133,7 +133,7 @@ def test_a_class_is_refused():
 )
 def test_a_loss_that_does_not_see_the_age_of_a_sequence_is_named(trained, settings, warns):
     """It trains on replayed sequences as a loss of TRL's own does."""
-    warn_once.cache_clear()
+    warn_again()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained(Replay(OffPolicy(), 0.5), max_steps=1, **settings)

@@ -10,7 +10,7 @@ pytest.importorskip("trl.experimental.async_grpo.packing", exc_type=ImportError)
 
 from offcorr import toy
 from offcorr.data import WorkerReplay
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import warn_again
 from offcorr.toy.warm_start import build_tokenizer
 from offcorr.trl.async_grpo import AsyncGRPOConfig
 from offcorr.trl.local_worker import LocalWorker
@@ -89,7 +89,7 @@ def test_an_age_that_trl_would_drop_is_refused(async_model, tmp_path):
 
 @pytest.mark.parametrize(("loss_type", "warns"), [("reinforce", True), ("minpro", False)])
 def test_a_loss_that_sees_no_age_is_said(async_model, tmp_path, recwarn, loss_type, warns):
-    warn_once.cache_clear()
+    warn_again()
     trainer = trainer_of(async_model, tmp_path, loss_type=loss_type, max_steps=1)
     replay = trainer.rollout_worker.replay = WorkerReplay(0.5)
     replay.begin(trainer.args.max_staleness, seed=0)

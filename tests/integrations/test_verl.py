@@ -10,7 +10,7 @@ import torch
 import offcorr
 from offcorr import Batch
 from offcorr.integrations import verl
-from offcorr.stages.checks import warn_once
+from offcorr.stages import checks
 from tests.integrations.cases import assert_same, carried, case, refused
 
 NUMBERS = [
@@ -23,7 +23,7 @@ NUMBERS = [
 
 @pytest.fixture(autouse=True)
 def warn_again():
-    warn_once.cache_clear()
+    checks.warn_again()
 
 
 def called(spec, batch, info, mode="token-mean", weights=None):
@@ -91,11 +91,12 @@ def test_a_loss_agg_mode_that_is_not_the_methods_is_named_once():
     said = re.escape(
         "loss 'gspo' aggregates by 'seq-mean-token-mean', its own default; verl's loss_agg_mode='token-sum'"
     )
-    with pytest.warns(RuntimeWarning, match=said + ".*'offcorr:gspo.aggregate=sum'"):
-        verl.policy_loss("gspo")(batch.old_logp, batch.logp, batch.advantages, batch.mask, "token-sum")
+    with pytest.warns(RuntimeWarning, match=said + ".*'offcorr:gspo.aggregate=sum'") as warned:
+        for _ in range(2):
+            verl.policy_loss("gspo")(batch.old_logp, batch.logp, batch.advantages, batch.mask, "token-sum")
+    assert len(warned) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        verl.policy_loss("gspo")(batch.old_logp, batch.logp, batch.advantages, batch.mask, "token-sum")
         verl.policy_loss("gspo")(batch.old_logp, batch.logp, batch.advantages, batch.mask, "seq-mean-token-mean")
 
 

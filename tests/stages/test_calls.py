@@ -449,8 +449,8 @@ def bound(eps: float, stage: Any = gates.Clip) -> offcorr.Correction:
 def test_a_bound_out_of_range_is_named():
     wrong = r"Mine.resolve: Clip: eps_low is -5.0, expected a finite number >= 0 and <= 1"
     with pytest.warns(RuntimeWarning, match=wrong) as warned:
-        bound(-5.0)(BATCH)
-        bound(-4.0)(BATCH)
+        for eps in (-5.0, -4.0):
+            bound(eps)(BATCH)
     assert len(warned) == 1, "once, whatever the number"
     with pytest.raises(ValueError, match=f"^{wrong}"):
         dataclasses.replace(bound(-5.0), strict=True)(BATCH)

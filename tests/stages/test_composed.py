@@ -51,7 +51,7 @@ def test_a_list_of_stages_is_a_tuple():
 
 @pytest.mark.parametrize("ratio", [ratios.Prefix(), ratios.Token(mismatch="total")])
 def test_a_ratio_beside_a_gate_that_uses_none(ratio):
-    checks.warn_once.cache_clear()
+    checks.warn_again()
     with pytest.warns(RuntimeWarning, match=r"has no effect: gate ScoreFunction\(\) uses none; gates.DetachedRatio"):
         Correction(ratio=ratio, gate=gates.ScoreFunction())
 
@@ -136,7 +136,7 @@ def test_a_function_that_depends_on_the_fields_is_looked_at_once(monkeypatch):
     ],
 )
 def test_an_option_of_another_choice_is_warned_of(method, options, message):
-    checks.warn_once.cache_clear()
+    checks.warn_again()
     with pytest.warns(RuntimeWarning, match=message):
         offcorr.get(method, **options)
 

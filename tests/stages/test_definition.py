@@ -420,14 +420,14 @@ def test_what_makes_a_stage_is_no_stage(slot, value, said):
     ],
 )
 def test_a_distance_that_looks_like_a_bound_or_a_percentage(spec, meant):
-    checks._WARNED_OF.clear()
+    checks._WARNED.clear()
     with pytest.warns(RuntimeWarning, match=f"a distance from .* is meant as (1 . eps|a percentage), pass {meant}$"):
         offcorr.get(spec)
 
 
 @pytest.mark.parametrize("spec", ["ppo?eps_high=4", "mu_grpo", "ppo?eps_low=1.0", "cispo?cap=5", "ppo?eps_high=1e6"])
 def test_a_large_cap_may_be_meant(spec):
-    checks._WARNED_OF.clear()
+    checks._WARNED.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         offcorr.get(spec)

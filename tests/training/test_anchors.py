@@ -11,7 +11,7 @@ from torch import nn
 
 import offcorr
 from offcorr import Batch
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import warn_again
 from offcorr.training.anchors import EWMA, LogLinear, Recomputed, Rollout, Snapshots
 
 VOCABULARY, B, T = 7, 4, 5
@@ -138,7 +138,7 @@ def test_log_linear_says_what_to_pass(batch):
             LogLinear().old_logp(dataclasses.replace(batch, **{name: None}))
     with pytest.raises(ValueError, match="proximal_lag is -1"):
         LogLinear(-1)
-    warn_once.cache_clear()
+    warn_again()
     with pytest.warns(RuntimeWarning, match="proximal_lag is 0: .* every ratio is 1 and the loss corrects nothing"):
         LogLinear(0)
 

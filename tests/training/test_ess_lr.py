@@ -13,7 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import offcorr
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import warn_again
 from offcorr.training.ess_lr import ESSLearningRate
 from tests.training.ess_worker import LENGTH, LOSS, SEQUENCES, STEPS, batch_of, build, reference
 
@@ -322,7 +322,7 @@ def test_an_ess_without_the_engines_log_probs_warns_once():
     """The total ratio is then the staleness alone."""
     old_logp = -torch.ones(4, 1)
     columns = dict(logp=old_logp + torch.randn(4, 1), advantages=torch.ones(4), mask=torch.ones(4, 1).bool())
-    warn_once.cache_clear()
+    warn_again()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -335,4 +335,4 @@ def test_an_ess_without_the_engines_log_probs_warns_once():
     (said,) = [w for w in caught if "rollout_logp" in str(w.message)]
     assert "counts the staleness alone: the sampler reports no log-probs" in str(said.message)
     assert said.filename == __file__  # the caller, not torch's no_grad around the library
-    warn_once.cache_clear()
+    warn_again()

@@ -41,7 +41,7 @@ def counts(batch):
 
 @pytest.fixture(autouse=True)
 def nothing_said_before():
-    checks._WARNED_OF.clear()
+    checks.warn_again()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from transformers import HfArgumentParser, TrainerCallback
 from trl import TrlParser
 
 from offcorr.rollout import OffPolicy
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import warn_again
 from offcorr.trl import GRPOConfig, GRPOTrainer
 
 STALE = ("old_logp", "rollout_version")
@@ -254,7 +254,7 @@ def test_it_says_that_a_sampler_reports_no_log_probs_where_there_is_one(make_tra
     def rollout_func(prompts, trainer):
         return {**replay(*STALE)(prompts, trainer), "logprobs": None}
 
-    warn_once.cache_clear()
+    warn_again()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(rollout_logp|log_ratio|staleness alone)")
         make_trainer(loss_type="minpro", ess_lr="sqrt", num_iterations=2, max_steps=2).train()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offcorr.rollout import OffPolicy
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import warn_again
 from offcorr.trl.prompts import check_prompts
 from tests.trl.recording import Recording
 
@@ -137,10 +137,10 @@ def test_no_log_prob_of_an_engine_that_the_ratios_are_taken_from(train, settings
 
 
 def test_completions_longer_than_the_configuration_says_are_named(train):
-    warn_once.cache_clear()
+    warn_again()
     with pytest.warns(RuntimeWarning, match="completions of up to 8 tokens, and max_completion_length is 3: they are"):
         train(lambda output: None, "old_logp", max_completion_length=3)
-    warn_once.cache_clear()
+    warn_again()
     with warnings.catch_warnings():  # a tool wrote the rest
         warnings.filterwarnings("error", message=".*completions of up to")
         train(lambda output: None, max_completion_length=6)
@@ -163,7 +163,7 @@ def everywhere_nan(output):
 
 def test_a_batch_without_a_token_to_train_on(train, caplog):
     """It has loss 0, and the run's first line does not put that on the engine."""
-    warn_once.cache_clear()
+    warn_again()
     with pytest.warns(
         RuntimeWarning, match="env_mask is 0 for every token of 8 completions: none is trained on, and their"
     ):
@@ -298,7 +298,7 @@ def test_a_misspelt_key_of_a_rollout_func_is_named(make_trainer, replay, key, kn
         output = replay()(prompts, trainer)
         return {**output, key: [[1] * len(ids) for ids in output["completion_ids"]]}
 
-    warn_once.cache_clear()
+    warn_again()
     trainer = make_trainer(loss_type="minpro", anchor="rollout", rollout_func=rollout_func, max_steps=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -17,7 +17,7 @@ from peft import LoraConfig
 
 import offcorr
 from offcorr.rollout import OffPolicy
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import warn_again
 from offcorr.training import Step
 from offcorr.training.field_metrics import ALIASES
 from offcorr.training.logged import CHOICES
@@ -390,13 +390,13 @@ def test_probabilities_as_log_probs_are_one_warning(make_trainer, loss_type):
             return ids, [[0.25 + 0.01 * place for place in range(len(row))] for row in ids]
 
     trainer = make_trainer(Reporting, loss_type=loss_type, max_steps=2)
-    warn_once.cache_clear()
+    warn_again()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
     said = [str(w.message) for w in caught if "log-prob is" in str(w.message)]
     assert said == ["rollout_logp is above 0 on valid tokens, as no log-prob is: were probabilities passed, or -log p?"]
-    warn_once.cache_clear()
+    warn_again()
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"anchor": "rollout"}, {"anchor": "recomputed"}])
