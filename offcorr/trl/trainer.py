@@ -40,7 +40,7 @@ from offcorr.trl.prompts import check_prompts
 from offcorr.trl.recorded import score_unrecorded
 from offcorr.trl.returned import SAMPLED, check_returned, check_rollout_func, column, none_as_nan
 from offcorr.trl.rewards import checked, reward_faults
-from offcorr.trl.sampling import distorting, distortion_warning, lag_of, precision_of
+from offcorr.trl.sampling import distorting, distortion_warning, lag_of, precision_of, unknown_to_trainer
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
     StepCallback,
@@ -562,8 +562,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.correction_step.monitor.sampling = settings
             self.correction_step.monitor.precision = precision_of(self._sampler)
             self.correction_step.monitor.lag = lag_of(self._sampler)
-        if settings:
-            warn_on_main(self, distortion_warning(settings, reported=self._sampler is not None or self.use_vllm))
+        said = settings | unknown_to_trainer(self.args, self._sampler)
+        if said:
+            warn_on_main(self, distortion_warning(said, reported=self._sampler is not None or self.use_vllm))
 
     def _take_over_vllm_correction(self) -> None:
         if self.use_vllm and self.vllm_importance_sampling_correction:

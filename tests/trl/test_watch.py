@@ -46,6 +46,17 @@ DISTORTED = {
     "TRL's own loss": ({"top_k": 5, "loss_type": "dapo"}, None, "top_k=5: "),
     "TRL's own, two": ({"min_p": 0.1, "repetition_penalty": 1.2}, None, r"min_p=0\.1, repetition_penalty=1\.2: "),
     "generation_kwargs": ({"generation_kwargs": {"top_p": 0.8}}, None, r"top_p=0\.8: "),
+    "generation_kwargs, temperature": (
+        {"generation_kwargs": {"temperature": 0.5}, "temperature": 0.9},
+        None,
+        r"^temperature=0\.5: .*: give the temperature as temperature=, which the trainer scores at",
+    ),
+    "generation_kwargs, others": (
+        {"generation_kwargs": {"do_sample": False, "no_repeat_ngram_size": 2, "top_p": 0.5}},
+        None,
+        r"top_p=0\.5, do_sample=False, no_repeat_ngram_size=2: .*: set top_p=1\.0.*; leave do_sample and "
+        "no_repeat_ngram_size out of generation_kwargs",
+    ),
     "OffPolicy": ({"top_k": 3}, OffPolicy(), "top_k=3: .*no correction mends it: set top_p"),
     "OffPolicy's own": ({}, OffPolicy(top_p=0.5), r"top_p=0\.5: "),
 }
@@ -61,7 +72,12 @@ def test_settings_that_distort_are_said_at_construction(make_trainer, case):
 
 @pytest.mark.parametrize(
     ("settings", "sampler"),
-    [({}, None), ({"top_k": 0, "temperature": 0.7}, OffPolicy()), ({"top_p": 0.5}, OffPolicy(top_p=1.0))],
+    [
+        ({}, None),
+        ({"top_k": 0, "temperature": 0.7}, OffPolicy()),
+        ({"top_p": 0.5}, OffPolicy(top_p=1.0)),
+        ({"temperature": 0.7, "generation_kwargs": {"temperature": 0.7, "typical_p": 1.0, "use_cache": True}}, None),
+    ],
 )
 def test_nothing_is_said_of_settings_that_are_off(make_trainer, settings, sampler):
     rollout = {} if sampler is None else {"rollout_func": sampler}
@@ -221,7 +237,7 @@ LONG = {
 def test_a_lag_that_no_sample_reaches_is_said_when_the_trainer_is_made(make_trainer, length):
     options, least, advice = LONG[length]
     for lag in (least, least + 1):
-        with pytest.warns(UserWarning, match=f"lag={lag} leaves the sampler as it is: .* Take {advice}"):
+        with pytest.warns(UserWarning, match=f"lag={lag} keeps the sampler at the first weights: .* Take {advice}"):
             make_trainer(loss_type="minpro", rollout_func=OffPolicy(lag=lag), **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="lag=")
@@ -231,6 +247,6 @@ def test_a_lag_that_no_sample_reaches_is_said_when_the_trainer_is_made(make_trai
 
 def test_a_lag_that_no_sample_reaches_in_an_epoch_is_said_when_it_begins(make_trainer):
     epoch = {"max_steps": -1, "num_train_epochs": 0.1}
-    with pytest.warns(UserWarning, match=r"lag=100 leaves the sampler as it is: of \d+ optimizer") as caught:
+    with pytest.warns(UserWarning, match=r"lag=100 keeps the sampler at the first weights: of \d+ optimizer") as caught:
         make_trainer(loss_type="minpro", rollout_func=OffPolicy(lag=100), **epoch).train()
-    assert sum("leaves the sampler as it is" in str(one.message) for one in caught) == 1
+    assert sum("keeps the sampler at the first weights" in str(one.message) for one in caught) == 1
