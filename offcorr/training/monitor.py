@@ -267,8 +267,8 @@ class Monitor:
         all_masked = metrics.get(PREFIX + "masked") == 1.0
         if all_masked and not self._all_masked and self.on_main:
             warnings.warn(
-                "the monitor masks every sequence, as its action 'mask' asks: the loss and its gradient are 0 "
-                "until the sampler is mended, and the run goes on without learning; only the optimizer's momentum and "
+                "the monitor masks every sequence, as its action 'mask' asks: while it does, the loss and its gradient "
+                "are 0, and the run goes on without learning; only the optimizer's momentum and "
                 f"weight decay move the weights. Mend the cause that its alarm names{ENDS}",
                 stacklevel=outside(),
             )
@@ -440,7 +440,7 @@ class Monitor:
             lag=self.lag,
             records=records,
         )
-        named = still(series, named)
+        named = still((series, *(one for one in self._series.values() if one.active and one is not series)), named)
         clean = named.cause == "clean"
         if any(action in HARD for action in actions):
             own = 1.0 if clean else 0.0 if report is None else -1.0  # a rank without records says neither

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,6 +67,14 @@ REPORTED = "where the sampler is to stay behind, return rollout_version, so that
 
 RISING = 2.0
 """Growth of k3 since it left its range, above which a gap that the first steps did not have at all is no precision."""
+
+ROUNDING_GROWS = "d is as small as rounding makes it, but it grows from step to step, and rounding does not"
+
+SHARPENED_GROWS = (
+    "the data alone look like {cause!r}, as they do where updates sharpen the trainer's policy; k3 is {times:.2g} "
+    "times that when it left its range, after steps in which the two sides agreed, and a temperature would make one "
+    "gap from its first step on"
+)
 
 LOST_UPDATES = (
     "check that every update reaches the sampler: score one known sequence on both sides after a weight sync; with "
@@ -139,7 +147,9 @@ def named_cause(
     if updated := _by_own_updates(named, series, records):
         return updated
     if named.cause == "precision" and _grows(series, report):
-        named = _grown(series, report)
+        named = _grown(ROUNDING_GROWS, series, report)
+    elif _sharpened(named, series):
+        named = _grown(SHARPENED_GROWS.format(cause=named.cause, times=series.risen), series, report)
     elif named.cause == "precision" and series.moved and series.agreed:
         named = replace(named, evidence=(*named.evidence, BEGAN))
     if not same_weights or series.name == "staleness":
@@ -147,15 +157,19 @@ def named_cause(
     return _of_own_lag(_never_updated(named, series, report), series, report, lag)
 
 
-def still(series: Series, named: NamedCause) -> NamedCause:
-    """The cause that the alarm has, where the new one is what it comes to look like.
+def still(alarms: Iterable[Series], named: NamedCause) -> NamedCause:
+    """The cause that an alarm has, where the new one is what it comes to look like.
 
     Updates that a sampler does not get sharpen the trainer's policy, so that its weights look like a temperature.
+
+    Args:
+        alarms: the series under alarm, the one whose cause is looked for first.
     """
-    if series.cause not in OF_AGE or named.cause not in SHARPENED or named.confidence > ALSO_UPDATES:
-        return named
-    said = f"the data alone look like {named.cause!r} by now, as they do where updates sharpen the trainer's policy"
-    return NamedCause(series.cause, series.confidence, (said,), ADVICE[series.name])
+    for series in alarms:
+        if series.cause in OF_AGE and named.cause in SHARPENED and named.confidence <= ALSO_UPDATES:
+            said = f"the data alone look like {named.cause!r} by now, as they do where updates sharpen the trainer's"
+            return NamedCause(series.cause, series.confidence, (f"{said} policy",), ADVICE[series.name])
+    return named
 
 
 def _of_same_weights(report: Report, precision: str | None) -> NamedCause:
@@ -268,13 +282,21 @@ def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCa
     return NamedCause("adapter_not_synced", named.confidence, (said,), f"{LOST_UPDATES}; {REPORTED}")
 
 
-def _grown(series: Series, report: Report) -> NamedCause:
+def _sharpened(named: NamedCause, series: Series) -> bool:
+    """Whether what looks like a temperature keeps growing, after steps in which the two sides agreed."""
+    if named.cause not in SHARPENED or named.confidence > ALSO_UPDATES:
+        return False
+    return series.name != "surprise" and series.agreed and series.moved and series.risen >= RISING
+
+
+def _grown(said: str, series: Series, report: Report) -> NamedCause:
+    """Updates that do not reach the sampler, in place of a cause that makes about the same gap in each step."""
     evidence = getattr(report, "evidence", None)
     cause = "stale_weights" if evidence is not None and older(evidence) else "adapter_not_synced"
     return NamedCause(
         cause,
         confidence(0.1 * math.log(max(series.growth, series.risen, 1.0))),
-        ("d is as small as rounding makes it, but it grows from step to step, and rounding does not",),
+        (said,),
         ADVICE["staleness"] if series.name == "staleness" else LOST_UPDATES,
     )
 

@@ -96,6 +96,43 @@ def test_older_weights_that_come_to_look_like_a_temperature_stay_older_weights(s
 
 
 @pytest.mark.parametrize(
+    ("gaps", "sure", "cause"),
+    [
+        ([0.0] * 25 + [0.02, 0.06, 0.12], 0.65, "adapter_not_synced"),  # updates that sharpen the trainer's policy
+        ([0.0] * 25 + [0.02, 0.06, 0.12], 0.99, "temperature"),  # a fit that leaves nothing
+        ([0.0] * 25 + [0.12] * 3, 0.65, "temperature"),  # one gap from its first step on
+        ([0.01] * 25 + [0.1, 0.2, 0.4], 0.65, "temperature"),  # a gap that was there before
+    ],
+)
+def test_what_looks_like_a_temperature_and_keeps_growing_is_updates_that_do_not_arrive(gaps, sure, cause):
+    def name_cause(records):
+        return SimpleNamespace(verdict="temperature", confidence=sure, causes=[])
+
+    alarm = run(quiet(name_cause=name_cause), gaps)[0]
+    assert (alarm.step, alarm.cause) == (28, cause)
+    assert ("the data alone look like 'temperature'" in str(alarm)) == (cause == "adapter_not_synced")
+
+
+def test_another_series_of_the_same_fault_has_the_same_cause():
+    """Older weights in the engine's gap, and the tokens' surprise some steps later."""
+    names = iter([("stale_weights", 0.7)])
+
+    def name_cause(records):
+        verdict, sure = next(names, ("temperature", 0.65))
+        return SimpleNamespace(verdict=verdict, confidence=sure, causes=[])
+
+    monitor = quiet(name_cause=name_cause)
+    for step in range(1, 40):
+        monitor.observe(batch_of(0.003 if step <= 25 else 0.05, seed=step), step=step)
+        surprise = {"field/surprise": 0.0 if step <= 30 else 0.5, "field/surprise_error": 0.02}
+        monitor.end(step, {"offcorr/engine/k3": 4e-6 if step <= 25 else 1e-3} | surprise)
+    assert [(alarm.series, alarm.cause) for alarm in monitor.alarms] == [
+        ("engine", "stale_weights"),
+        ("surprise", "stale_weights"),
+    ]
+
+
+@pytest.mark.parametrize(
     ("gap", "verdicts", "causes"),
     [
         (0.01, ["top_k", "precision"], ["temperature"]),  # each look finds another
