@@ -70,7 +70,7 @@ SEEN: Mapping[str, Mapping[str, str]] = {
     "positions": {
         **_each(
             "precision stale_weights adapter_not_synced",
-            "the curve has no jump and no fall of another cause's; it is higher where tokens are less certain",
+            "the curve rises and falls with how uncertain the tokens of a position are",
         ),
         **_each("kv_cache", "the first token, which is not read from the cache, differs less for how certain it is"),
         **_each("chat_template", "another prompt may change the first tokens, at the left, more than later ones"),
@@ -124,7 +124,7 @@ def caption(plot: str, report: Report, here: str = "") -> str:
     """
     seen = SEEN.get(plot, {})
     named = [finding.cause for finding in report.causes if finding.cause in seen]
-    said = [f"{'Verdict' if id == report.verdict else 'Further cause'} {id}: {seen[id]}." for id in named]
+    said = [f"{'The verdict' if id == report.verdict else 'A further cause'}, {id}: {seen[id]}." for id in named]
     return " ".join(filter(None, [DRAWN[plot], here, *said]))
 
 

@@ -93,7 +93,12 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     findings.sort(key=lambda one: -one.share * (of_d if CAUSES[one.cause].stage == "policies" else 1))
     if findings:
         return Report(findings[0].cause, findings[0].confidence, findings, cannot, numbers, evidence)
-    return Report(*without_cause(left), (), cannot, numbers, evidence)
+    verdict, sure = without_cause(left)
+    return Report(verdict, min(sure, DRAWS_UNKNOWN), (), cannot, numbers, evidence)
+
+
+DRAWS_UNKNOWN = 0.9
+"""The most that "clean" is sure without a model: how the tokens were drawn is in no log-prob."""
 
 
 def without_cause(left: Evidence) -> tuple[str, float]:

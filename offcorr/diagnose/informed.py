@@ -58,6 +58,19 @@ NOISY = 0.65
 CLOSE = 0.75
 """The most that a hypothesis is sure where one of another cause leaves less than twice its gap."""
 
+ASKED = ". To find out, give --model"
+ASKED_WITH_MODEL = {
+    ", or give --model, with the adapter apart": ", or give a --model with its adapter apart",
+    "give --model, with the adapter apart": "give a --model with its adapter apart",
+    "give --model, or ": "",
+    "give --model and, as --checkpoint, the weights that sampled": "give, as --checkpoint, the weights that sampled",
+}
+"""Requests for a model, and what is left of them where there is one."""
+
+NO_LAG = (
+    "; the logged versions of both sides are equal, so this is no lag on purpose: an update did not reach the sampler"
+)
+
 EARLIER_CHECKPOINTS = "give, as --checkpoint, the base model and earlier checkpoints"
 OTHER_WEIGHTS = "give a checkpoint of other weights"
 COMPARE = f"{OTHER_WEIGHTS}, or compare the prompt ids that each side read"
@@ -86,7 +99,9 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if gap is not None:
         room = 2 * (1 - gap.share) + 0.1  # of mean |d|: no more is left to a transform that the logs show beside it
         replaced |= {one.cause for one in report.causes if CAUSES[one.cause].stage == "sampling" and one.share > room}
-    others = [_older(one, rescored) for one in report.causes if one.cause not in replaced]
+    others = [
+        _older(one, rescored, same_version(report.evidence)) for one in report.causes if one.cause not in replaced
+    ]
     others = [_refuted(one, rescored) for one in others]
     cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
     cannot_tell = [_not_yet_done(one, rescored) for one in cannot_tell]
@@ -97,7 +112,7 @@ def informed(report: Report, rescored: Rescored) -> Report:
     elif report.causes:
         verdict, sure = without_cause(report.evidence)
     if verdict == "clean":  # a transform that is nearly found makes it less so
-        sure = min(sure, _odds(rescored.threshold - rescored.best_drawn[1]))
+        sure = min(without_cause(report.evidence)[1], _odds(rescored.threshold - rescored.best_drawn[1]))
     return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=causes, cannot_tell=cannot_tell)
 
 
@@ -108,13 +123,14 @@ def _larger_gap_first(causes: list[Finding], evidence: Evidence) -> list[Finding
     return sorted(causes, key=lambda one: one.cause != "policy_updates")
 
 
-def _older(finding: Finding, rescored: Rescored) -> Finding:
+def _older(finding: Finding, rescored: Rescored, equal_versions: bool) -> Finding:
     """An adapter that does not explain the gap, or that the model has not, is not what the sampler lacks."""
     if finding.cause != "adapter_not_synced":
         return finding
     cause = CAUSES["stale_weights"]
     tried = any(one.cause == finding.cause for one in rescored.hypotheses)
     why = "without its adapter the model is no nearer to the sampler" if tried else "the model has no adapter apart"
+    why += NO_LAG * equal_versions
     return dataclasses.replace(
         finding, cause=cause.id, title=cause.title, advice=cause.advice, evidence=f"{finding.evidence}; {why}"
     )
@@ -142,6 +158,11 @@ def _refuted(finding: Finding, rescored: Rescored) -> Finding:
 
 def _not_yet_done(question: str, rescored: Rescored) -> str:
     """The question without a request for the model, nor for a checkpoint if one was tried."""
+    for asked, left in ASKED_WITH_MODEL.items():
+        question = question.replace(asked, left)
+    question = question.removesuffix(", or give --model")
+    if question.endswith(ASKED):
+        return f"{question.removesuffix(ASKED)}. Scored again with --model, neither fits well enough to decide it"
     both = "give --model and an earlier --checkpoint"
     if not any(one.cause in OF_CHECKPOINTS for one in rescored.hypotheses):
         return question.replace(both, "give an earlier --checkpoint").replace(EARLIER, EARLIER_CHECKPOINTS)
@@ -170,6 +191,7 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
         f"scored again under the hypothesis '{best.words}', the sampled tokens are {best.gap:.2g} nats from the "
         f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
     )
+    said += NO_LAG * (id == "stale_weights" and same_version(report.evidence))
     return _finding(id, _sure(best, fits), best.share, EXPLAINS, best.share, said)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from offcorr.diagnose.causes import CAUSES
 from offcorr.diagnose.causes.policies import VERSIONS, repeatable
+from offcorr.diagnose.causes.values import zeros_of_truncation
 from offcorr.diagnose.evidence import Evidence
 
 OFF = 5.0
@@ -53,6 +54,18 @@ trainer_version, or give --model'
             f"why the tokens are {off} surprising than draws from the trainer's distributions would be. To find out, "
             "give --model, or read the engine's sampling options (temperature, top_p, top_k, min_p, penalties), and "
             "check that the weights that sampled are those that scored"
+        )
+    if not draws_known and not named and evidence.gap <= evidence.floor:
+        said.append(
+            "whether the tokens were drawn under a penalty, or a slight temperature or truncation, that neither side's "
+            "log-probs carry. To find out, give --model"
+        )
+    if named and not any(CAUSES[id].stage == "sampling" for id in named) and zeros_of_truncation(evidence):
+        zeros = int((evidence.sampler == 0).sum())
+        said.append(
+            f"whether the sampler left tokens out as well (top_p, top_k, min_p): {zeros:,} tokens have a log-prob of "
+            "exactly 0 from the sampler, mostly likely ones, as the only token that is left has. To find out, read the "
+            "engine's sampling options"
         )
     if evidence.unrelated and not any(CAUSES[id].stage == "values" for id in named):
         said.append(

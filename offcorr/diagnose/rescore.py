@@ -423,6 +423,11 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
             f"from the sampler's ({rescored.logged:.2g}): too much to explain so small a gap. The weights of a step "
             "near these leave such a difference, and so does another precision" + _of_versions(rescored)
         )
+    elif rescored.trainer > max(10 * SAME, 0.1 * rescored.logged):
+        said.append(
+            f"they differ from the trainer's logged ones (old_logp) by {rescored.trainer:.2g} nats, as the weights of "
+            "a step beside that of old_logp would, or another precision: no hypothesis can leave much less"
+        )
     telling = [one for one in rescored.hypotheses[:most] if one.share > 0.05]
     said += [
         f"{one.words} [{one.cause}] explains {one.share:.0%} of it; {one.gap:.2g} nats are left" for one in telling
@@ -435,6 +440,11 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
     best, ahead = rescored.best_drawn
     if best is not None and ahead <= 0:
         said.append("no temperature, truncation or penalty fits the sampled tokens better than what was logged")
+    elif best is not None and ahead <= FAINT:
+        said.append(
+            "no temperature, truncation or penalty was found in how the tokens were drawn; one that is too slight for "
+            "these sequences may be there: score more (--rescored)"
+        )
     elif best is not None and ahead <= rescored.threshold:
         said.append(
             f"of all temperatures, truncations and penalties '{best.words}' fits the sampled tokens best: they are "
@@ -443,6 +453,10 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
         )
     said += [f"not tried: {one}" for one in rescored.left_out]
     return said
+
+
+FAINT = 4.0
+"""How many nats likelier a transform makes the tokens, up to which its name says nothing."""
 
 
 def _no_checkpoint_explains(rescored: Rescored) -> bool:

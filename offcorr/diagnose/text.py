@@ -23,7 +23,7 @@ def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] =
     >>> from offcorr.diagnose import Record, diagnose
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
     >>> print(text(diagnose(map(Record.of, rows))).splitlines()[0])
-    clean: the log-probs of trainer and sampler agree (confidence 1.00)
+    clean: the log-probs of trainer and sampler agree (confidence 0.90)
     """
     lines = [headline(report), *indented(notice)]
     lines += [line for one in to_do(report) for line in indented(one)]
@@ -75,7 +75,7 @@ def to_do(report: Report) -> list[str]:
     >>> from offcorr.diagnose import Record, diagnose
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
     >>> to_do(diagnose(map(Record.of, rows)))[1]
-    'To do: nothing. A correction for the engine is not needed for data like these.'
+    'To do: nothing about the log-probs. A correction for the engine is not needed for data like these.'
     """
     if report.causes:
         return []
@@ -85,7 +85,8 @@ def to_do(report: Report) -> list[str]:
             f"None was found: the log-probs differ by {report.numbers['abs_mean']:.2g} nats per token, no more than "
             "float32 rounding makes."
         )
-        return [f"{checked} {floor}", "To do: nothing. A correction for the engine is not needed for data like these."]
+        nothing = "To do: nothing about the log-probs. A correction for the engine is not needed for data like these."
+        return [f"{checked} {floor}", nothing]
     return [
         f"{checked} None explains a difference of {report.numbers['abs_mean']:.2g} nats per token.",
         f"To do: dump more sequences (a few hundred){_with(wanted(report.evidence))}; or give --model, the trainer's "

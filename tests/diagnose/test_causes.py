@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from offcorr.diagnose import CAUSES, Cause, Evidence, Found, Record, diagnose
+from offcorr.diagnose import CAUSES, Cause, Evidence, Found, Record, diagnose, questions
+from offcorr.diagnose.causes import values
 from offcorr.diagnose.causes.base import confidence
 from offcorr.diagnose.evidence import mean_by_sequence
 from offcorr.lab import mismatch
@@ -68,6 +69,67 @@ def test_a_placeholder_of_zero_is_taken_away_where_the_token_is_likely_too():
 
     found = diagnose(simulated.World(edits=[zeros]).records()).causes
     assert [finding.cause for finding in found] == ["sentinel"]
+
+
+def test_zeros_of_a_truncation_by_other_weights_are_no_placeholders():
+    """A token that is alone has a log-prob of 0, whatever the newer weights find; placeholders choose no tokens."""
+    made = world("top_p")
+    made.trainer, made.sampler = noise(2.0, shared=True), nucleus(0.6)
+    report = diagnose(made.records())
+    zero = report.evidence.sampler[report.evidence.trainer < -1.5] == 0
+    assert zero.sum() >= 3 and "sentinel" not in {one.cause for one in report.causes}
+
+
+def test_zeros_of_a_truncation_that_is_not_named_are_asked_about():
+    report = diagnose(world("stale_weights", "top_p").records())
+    assert values.zeros_of_truncation(report.evidence)
+    assert not any("exactly 0 from the sampler" in one for one in questions.open_questions(report.evidence, ["top_p"]))
+    asked = questions.open_questions(report.evidence, ["stale_weights"])
+    assert any("exactly 0 from the sampler" in one for one in asked)
+
+
+def test_clean_is_not_certain_without_a_model():
+    """A penalty that neither side logs is in no log-prob."""
+    report = diagnose(world().records())
+    assert (report.verdict, report.confidence) == ("clean", 0.9)
+    assert any("drawn under a penalty" in one and "--model" in one for one in report.cannot_tell)
+    assert not any("penalty" in one for one in questions.open_questions(report.evidence, [], draws_known=True))
+
+
+def test_older_weights_by_their_size_alone_are_no_surer_than_another_prompt():
+    """A large d, as of another header of the prompt, without versions or growth that speak for weights."""
+    far = world()
+    far.trainer = simulated.noise(3.0, shared=True)
+    report = diagnose(far.records())
+    assert report.verdict == "stale_weights" and report.confidence <= 0.8
+    assert any("another prompt, or template" in one for one in report.cannot_tell)
+    older = [dataclasses.replace(one, rollout_version=3, trainer_version=19) for one in far.records()]
+    report = diagnose(older)
+    assert report.confidence > 0.8 and not any("another prompt" in one for one in report.cannot_tell)
+
+
+def test_two_sequences_that_differ_from_some_token_on_are_no_sure_other_text():
+    records = world("retokenised", sequences=32).records()
+    own = world(sequences=32).records()
+    few = diagnose(records[:4] + own[4:])
+    assert [one.cause for one in few.causes] == ["retokenised"] and few.confidence <= 0.65
+    assert diagnose(records).confidence > 0.9
+
+
+def test_a_temperature_that_leaves_a_fiftieth_is_unsure():
+    """Updates that sharpened a small policy have left .98 of the spread of d to a temperature."""
+    report = diagnose(list(sharper(0.08)))
+    assert report.verdict == "temperature" and report.confidence <= 0.65
+    assert any("sharper, or flatter" in one for one in report.cannot_tell)
+    assert diagnose(list(sharper(0.0))).confidence > 0.95
+
+
+def sharper(others):
+    """Records whose trainer's policy is a power of the sampler's, and differs by noise besides."""
+    made = world()
+    by_id = simulated.noise(others, shared=True)
+    made.trainer = lambda logits, world: by_id(1.2 * logits, world) if others else 1.2 * logits
+    return made.records()
 
 
 def test_without_entropy_a_temperature_is_not_taken_for_something_else():

@@ -228,7 +228,7 @@ def test_precision_on_short_similar_completions_is_not_said_to_be_older_weights(
     (told,) = [caption for caption, _ in plots(report) if "two halves" in caption]
     correlation = float(re.search(r"correlation of the two halves is (\d\.\d+)", told)[1])
     assert report.verdict == "precision" and correlation > 0.9
-    assert "Verdict precision: " in told and "no sign of another cause" in told and "older weights" not in told
+    assert "The verdict, precision: " in told and "no sign of another cause" in told and "older weights" not in told
 
 
 def test_every_plot_and_every_cause_of_a_caption_is_known():

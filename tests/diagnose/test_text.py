@@ -32,10 +32,11 @@ def test_a_cause_is_said_with_evidence_and_advice(reports):
     assert re.search(r"mean \|d\| +0\.\d+ nats, largest 0\.\d+", said)
 
 
-def test_clean_says_what_was_checked_and_that_nothing_is_to_do(reports):
+def test_clean_says_what_was_checked_and_what_no_log_prob_shows(reports):
     said = " ".join(text(reports["clean"]).split())
-    assert said.startswith("clean: the log-probs of trainer and sampler agree (confidence 0.9")
-    assert f"Checked: {len(CAUSES)} causes" in said and "To do: nothing." in said
+    assert said.startswith("clean: the log-probs of trainer and sampler agree (confidence 0.90)")
+    assert f"Checked: {len(CAUSES)} causes" in said and "To do: nothing about the log-probs." in said
+    assert "These data cannot tell: - whether the tokens were drawn under a penalty" in said
     assert "Evidence" not in said
 
 

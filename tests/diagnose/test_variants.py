@@ -161,8 +161,11 @@ def test_older_weights_whose_versions_are_wrong(model):
     assert report.verdict == "adapter_not_synced"
     found = informed(report, rescore(records, model))
     assert found.verdict == "stale_weights" and "the model has no adapter apart" in found.causes[0].evidence
+    assert "so this is no lag on purpose" in found.causes[0].evidence
+    assert not any("give --model" in said for said in found.cannot_tell)
     found = informed(report, rescore(records, model, checkpoints=[("older", older)]))
     assert found.verdict == "stale_weights" and "'the weights of older'" in found.causes[0].evidence
+    assert "so this is no lag on purpose" in found.causes[0].evidence
 
 
 @pytest.mark.parametrize("temperature", [0.83, 1.0, 1.4])

@@ -207,6 +207,13 @@ def _may_fade(evidence: Evidence, typical: float) -> bool:
     return typical > -1.8 or first < -1.5 or first > 2 or (noise(evidence) and not repeatable(evidence))
 
 
+OTHER_PROMPT = Alternative(
+    "another prompt, or template, that one side read",
+    "give --model, or compare the prompt ids that each side read",
+    settled=lambda evidence: older(evidence) or growth(evidence) is not None,
+)
+
+
 class StaleWeights(Cause):
     """Two policies that differ in the same way everywhere, by more than rounding."""
 
@@ -235,6 +242,7 @@ class StaleWeights(Cause):
             "log both old_logp and logp",
             settled=lambda evidence: versioned(evidence) or any(one.logp is not None for one in evidence.records),
         ),
+        OTHER_PROMPT,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -270,6 +278,7 @@ class AdapterNotSynced(Cause):
             EARLIER,
             settled=lambda evidence: not _as_rounding(evidence),
         ),
+        OTHER_PROMPT,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -323,6 +332,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to 0.02 that "
         f"rounding makes{profile.course}{said if shared else ''}",
+        surest=1.0 if OTHER_PROMPT.settled(evidence) else ALIKE,
     )
 
 

@@ -155,8 +155,9 @@ class RawLogprobs(Cause):
         return _tempered(evidence, sampled_by_trainer=True)
 
 
-NEARLY_ALL = 0.9
-"""Share of the spread of d from which a temperature is no look of something else."""
+NEARLY_ALL = 0.985
+"""Share of the spread of d from which a temperature is no look of something else: updates that sharpened a small
+policy have left up to .98 of it to a temperature, and a temperature .988 or more."""
 
 ALSO_UPDATES = 0.65
 """Confidence in a temperature at most, where updates that sharpened the policy can leave the same."""

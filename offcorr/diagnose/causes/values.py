@@ -29,7 +29,7 @@ class Sentinel(Cause):
         if constant is not None:
             return constant
         odd, value = _placeholders(evidence)
-        alone = _zeros(evidence) & ~evidence.last
+        alone = _zeros(evidence) & ~evidence.last & (not zeros_of_truncation(evidence))
         if alone.any() and not _in_runs(evidence, alone) and not _at_edges(evidence, alone):
             odd, value = (odd | alone, value if odd.sum() > alone.sum() else 0.0)
         impossible = int((~np.isfinite(evidence.sampler[odd]) | (evidence.sampler[odd] <= IMPOSSIBLE)).sum())
@@ -232,8 +232,12 @@ class Retokenised(Cause):
             f"{before_size:.2g} nats) up to a token that the trainer finds next to impossible, at index {min(firsts)} "
             f"to {max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}",
             evidence.keep(~after),
+            surest=1.0 if slips or len(firsts) >= SEVERAL else FEW,
         )
 
+
+SEVERAL, FEW = 4, 0.65
+"""Sequences from which the log-probs that differ from some token on are no chance, and the confidence with fewer."""
 
 FARTHEST_SLIP = 4
 """Tokens, at most, by which encoding a text again is seen to move what follows."""
@@ -284,7 +288,21 @@ def _onset(size: Floats) -> int | None:
 
 def _zeros(evidence: Evidence) -> Booleans:
     """Exact zeros of the sampler where the trainer's log-prob is far below."""
-    return (evidence.sampler == 0) & (evidence.trainer < -1.5)
+    return (evidence.sampler == 0) & (evidence.trainer < UNLIKELY)
+
+
+LIKELY, UNLIKELY = (-0.7, -0.02), -1.5
+"""Log-probs of the trainer of likely tokens, from and to, and up to which one is unlikely."""
+
+
+def zeros_of_truncation(evidence: Evidence) -> bool:
+    """Whether the sampler's exact zeros are of tokens that a truncation left alone, which makes them probabilities.
+
+    Placeholders, and values of other tokens, stand at likely and unlikely tokens alike.
+    """
+    zero, trainer = evidence.sampler == 0, evidence.trainer
+    likely, unlikely = zero[(trainer > LIKELY[0]) & (trainer < LIKELY[1])], zero[trainer < UNLIKELY]
+    return likely.sum() >= 8 and likely.mean() > 4 * (unlikely.mean() if len(unlikely) else 0.0)
 
 
 def _in_runs(evidence: Evidence, zeros: Booleans) -> bool:
