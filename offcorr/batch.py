@@ -76,7 +76,8 @@ class Batch:
         weight: [B] or [B, T] (packed: [S] or [N]), a detached weight from outside that multiplies each loss term.
         rewards: [B], for methods that look at the reward; the tokens of a sequence whose reward is NaN or infinite are
             then not trained on, and counted.
-        group_ids: [B] int, the prompt each sequence belongs to.
+        group_ids: [B] int, the prompt each sequence belongs to; another number for each prompt of the optimizer step,
+            on all ranks, as statistics of micro-batches are merged by it.
         entropy, sum_sq_probs: [B, T] of the trainer's next-token distribution (nats; sum of squared probabilities).
         rollout_version: [B, T] int, the weights' version each token was sampled with.
         trainer_version: the version being trained.

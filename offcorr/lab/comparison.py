@@ -128,11 +128,16 @@ SCOPE = (
 )
 TIE = 0.005
 """Directions that differ by less are printed as one."""
-ENGINE = (
-    "The engine has a mismatch here, which biases a method that compares staleness alone: sequence_is, unbiased "
-    "without one, is not. geo_mis and vcpo also weight each sequence by the engine's ratio; what they mask or "
-    "cap is the bias that is left."
-)
+ENGINE = "The engine has a mismatch here, which biases a method that compares staleness alone."
+ENGINE_OF = {
+    ("sequence_is",): "sequence_is, unbiased without one, is not.",
+    (
+        "geo_mis",
+        "vcpo",
+    ): "geo_mis and vcpo weight each sequence by the engine's ratio as well; what they mask or cap is "
+    "the bias that is left.",
+}
+"""What the mismatch does to methods, said where one of them is in the table."""
 COLLAPSES = "in training with old samples it is among the first to collapse (docs/which.md)."
 REACHED = (
     "A clip is a trust region, not an estimator: a small kept or a direction of 0 or below says that the trainer has "
@@ -301,7 +306,8 @@ def _caption(world: World, rows: Sequence[Row], shown: Sequence[Column], width: 
     if not world.setting.engine_gap and any("engine" in row.loss_fn.compares for row in rows):
         notes.append("The engine has no mismatch here; --engine-gap 0.05 shows what a correction of it does.")
     if world.setting.engine_gap and not all(row.loss_fn.compares & {"engine", "total"} for row in rows):
-        notes.append(ENGINE)
+        names = {row.name.partition("?")[0] for row in rows}
+        notes.append(" ".join([ENGINE, *(said for of, said in ENGINE_OF.items() if not names.isdisjoint(of))]))
     return [
         *entries([("", first)], width),
         *entries([(column.head, column.formula) for column in shown], width),

@@ -20,7 +20,7 @@ from offcorr.lab import compare, comparison, text
 from offcorr.lab.compare import seconds_per_token
 from offcorr.lab.exact import Setting, World, couples
 from offcorr.methods.registry import catalogue
-from offcorr.stages.checks import warn_once
+from offcorr.stages.checks import warn_again
 from tests.fresh import python
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -467,7 +467,7 @@ def test_the_hook_is_a_subparser():
 
 def test_the_timing_warns_of_nothing():
     """The batch that is timed has log-probs as a sampler has them."""
-    warn_once.cache_clear()
+    warn_again()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert seconds_per_token(offcorr.get("tis"), repeats=1) > 0
@@ -475,8 +475,10 @@ def test_the_timing_warns_of_nothing():
 
 def test_with_an_engine_gap_the_caption_says_what_is_biased(command):
     said = " ".join(command("sequence_is", GEO_MIS, *TINY, "--engine-gap", "0.1")[1].split())
-    assert "which biases a method that compares staleness alone: sequence_is, unbiased without one, is not" in said
-    assert "geo_mis and vcpo also weight each sequence by the engine's ratio" in said
+    assert "which biases a method that compares staleness alone. sequence_is, unbiased without one, is not" in said
+    assert "geo_mis and vcpo weight each sequence by the engine's ratio as well" in said
+    other = " ".join(command("ppo", *TINY, "--engine-gap", "0.1")[1].split())
+    assert "which biases a method" in other and "sequence_is" not in other and "vcpo" not in other
     for words in (["sequence_is"], [GEO_MIS, "--engine-gap", "0.1"]):
         assert "which biases a method" not in " ".join(command(*words, *TINY)[1].split())
 
