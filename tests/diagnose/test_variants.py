@@ -162,10 +162,23 @@ def test_older_weights_whose_versions_are_wrong(model):
     found = informed(report, rescore(records, model))
     assert found.verdict == "stale_weights" and "the model has no adapter apart" in found.causes[0].evidence
     assert "so this is no lag on purpose" in found.causes[0].evidence
-    assert not any("give --model" in said for said in found.cannot_tell)
     found = informed(report, rescore(records, model, checkpoints=[("older", older)]))
     assert found.verdict == "stale_weights" and "'the weights of older'" in found.causes[0].evidence
     assert "so this is no lag on purpose" in found.causes[0].evidence
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(0.02, "stale_weights"), (0.001, "precision")])
+def test_a_model_that_is_given_is_not_asked_for(model, size, verdict):
+    other = fresh_model(0).eval()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    records = dump(model, other)
+    report = diagnose(records)
+    assert report.verdict == verdict and any("give --model" in said for said in report.cannot_tell)
+    found = informed(report, rescore(records, model))
+    assert found.verdict == verdict and not any("give --model" in said for said in found.cannot_tell)
+    assert any(f"whether the cause is {verdict} or" in said for said in found.cannot_tell)
 
 
 @pytest.mark.parametrize("temperature", [0.83, 1.0, 1.4])
