@@ -402,7 +402,8 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
             "model that computed them, and the hypotheses say nothing: give the weights that old_logp is of, or the "
             "trainer's --temperature. Where the sampler supplies old_logp, as OffPolicy(lag=...) does, they are the "
             "weights that sampled; elsewhere those that the trainer had when the generation of these samples began "
-            "(with steps_per_generation or num_iterations above 1 that is before the last step)"
+            "(with steps_per_generation or num_iterations above 1 that is before the last step). A dump of many "
+            "steps has log-probs of as many weights: give the file of one step, and the checkpoint of the step before"
         )
         if versions:
             said.append(f"the records were sampled by {_versions(versions)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,9 @@ from offcorr.training.series import GROWN, SEVERAL, SMALLEST_K3, Series
 
 OF_AGE = ("stale_weights", "adapter_not_synced", "policy_updates")
 """The causes of staleness itself."""
+
+OLDER = ("stale_weights", "adapter_not_synced")
+"""Two names for a sampler without the newest weights; of one run one is given."""
 
 SHARPENED = ("temperature", "temperature_silent")
 """Causes that older weights come to look like, where the policy has become sharper since."""
@@ -139,9 +142,11 @@ def named_cause(
         named = _of_same_weights(report, precision)
     for finding in report.causes:
         if finding.cause == named.cause:
+            others = tuple(_others(report)) if named.confidence <= ALSO_UPDATES else ()
             # Whether the sampler or the trainer moved, staleness alone does not tell.
             general = series.name == "staleness" and named.cause in OF_AGE
-            named = replace(named, evidence=(finding.evidence,), advice=named.advice if general else finding.advice)
+            advice = named.advice if general else finding.advice
+            named = replace(named, evidence=(finding.evidence, *others), advice=advice)
     if sampling and named.cause in TRANSFORMED:
         return _configured(named, sampling)
     if updated := _by_own_updates(named, series, records):
@@ -157,8 +162,20 @@ def named_cause(
     return _of_own_lag(_never_updated(named, series, report), series, report, lag)
 
 
+def _others(report: Report) -> Iterator[str]:
+    """What else the data may be, of the causes that leave the same traces as the verdict."""
+    evidence = getattr(report, "evidence", None)
+    words = (
+        []
+        if evidence is None
+        else [other.words for other in CAUSES[report.verdict].not_told_from if not other.settled(evidence)]
+    )
+    if words:
+        yield f"logged data do not tell it from {', nor from '.join(words)}"
+
+
 def still(alarms: Iterable[Series], named: NamedCause) -> NamedCause:
-    """The cause that an alarm has, where the new one is what it comes to look like.
+    """The cause that an alarm has, where the new one is what it comes to look like, or another name of it.
 
     Updates that a sampler does not get sharpen the trainer's policy, so that its weights look like a temperature.
 
@@ -166,6 +183,8 @@ def still(alarms: Iterable[Series], named: NamedCause) -> NamedCause:
         alarms: the series under alarm, the one whose cause is looked for first.
     """
     for series in alarms:
+        if series.cause in OLDER and named.cause in OLDER:
+            return replace(named, cause=series.cause)
         if series.cause in OF_AGE and named.cause in SHARPENED and named.confidence <= ALSO_UPDATES:
             said = f"the data alone look like {named.cause!r} by now, as they do where updates sharpen the trainer's"
             return NamedCause(series.cause, series.confidence, (f"{said} policy",), ADVICE[series.name])

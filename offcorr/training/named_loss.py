@@ -21,6 +21,19 @@ PREFIX = "offcorr:"
 """``"offcorr:dapo"`` is this library's dapo; a bare ``"dapo"`` is TRL's."""
 
 
+OF_ANOTHER_NAME = {
+    "dr_grpo": "loss_type='offcorr:grpo' with loss_kwargs={'aggregate': 'seq-mean-token-sum-norm'}, which is dr_grpo",
+    "bnpo": "loss_type='offcorr:grpo' with loss_kwargs={'aggregate': 'token-mean'}, the nearest to bnpo, which divides "
+    "by the tokens of a micro-batch",
+}
+"""The losses of TRL that are no methods of this library, and what to write in their place."""
+
+
+def ours(loss_type: str) -> str:
+    """What to write for this library's loss, where ``loss_type`` is one of TRL's names."""
+    return OF_ANOTHER_NAME.get(loss_type, f"loss_type={PREFIX + loss_type!r} for this library's")
+
+
 def named_loss(
     name: str,
     options: Mapping[str, Any],
@@ -47,6 +60,8 @@ def named_loss(
     try:
         found, (_, in_name) = find(name), split_spec(name)
     except (TypeError, ValueError) as error:
+        if (of_trl := name.partition("?")[0].removeprefix(PREFIX)) in OF_ANOTHER_NAME:
+            raise ValueError(f"loss_type: {of_trl!r} is no method of this library: write {ours(of_trl)}") from error
         raise _of_option("loss_type", error) from error
     schedules = found.schedules if isinstance(found, Method) else {}
     own = {option: schedule for option, schedule in schedules.items() if option not in in_name}

@@ -420,10 +420,12 @@ class Series:
                 f"mean of -logp - entropy {metrics[SURPRISE]:.3g} +- {_error(metrics):.2g} nats, "
                 f"{abs(value - chart.mean):.1f} standard errors from {usual} ({chart_said})"
             )
-        times = math.exp(value - chart.mean)
+        times = f"{math.exp(value - chart.mean):.3g} times"
+        if chart.mean < math.log(1.001 * SMALLEST_K3):  # less counts as this
+            times = f"more than {times}"
         return (
-            f"the KL divergence of the two (k3) is {math.exp(value):.2g} nats, {times:.3g} times that of the first "
-            f"steps ({chart_said})"
+            f"the KL divergence of the two (k3) is {math.exp(value):.2g} nats, {times} that of the first steps "
+            f"({chart_said})"
         )
 
     def _risen(self, chart: Cusum, conditions: Sequence[float]) -> str:

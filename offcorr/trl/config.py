@@ -20,7 +20,7 @@ from offcorr.training.described import in_short
 from offcorr.training.ess_lr import AUTO, RULES
 from offcorr.training.logged import CHOICES
 from offcorr.training.monitor import Monitor
-from offcorr.training.named_loss import PREFIX, TRL_LOSSES, named_loss
+from offcorr.training.named_loss import PREFIX, TRL_LOSSES, named_loss, ours
 from offcorr.training.schedules import Annealed
 from offcorr.trl.convex_kl import EXAMPLE, ConvexKL
 from offcorr.trl.lm_head import HEADS, SUPPORTED
@@ -354,7 +354,7 @@ def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> Anne
         if options:
             raise ValueError(
                 f"loss_kwargs={options!r} goes with a correction, and loss_type={loss_type!r} is TRL's own loss: "
-                f"write loss_type={PREFIX + loss_type!r} for this library's, or drop loss_kwargs"
+                f"write {ours(loss_type)}, or drop loss_kwargs"
             )
         return None
     else:

@@ -543,6 +543,43 @@ def test_causes_that_leave_alike_traces_are_no_surer_than_that(cause):
     assert any(f"whether the cause is {cause} or" in one and "--checkpoint" in one for one in report.cannot_tell)
 
 
+@pytest.mark.parametrize("share", [0.8, 0.9, 0.95])
+@pytest.mark.parametrize("sharp", [1.0, 2.0])
+def test_a_top_p_beside_int8_weights_is_named_with_its_alternatives(share, sharp):
+    """Differences of about .01 in the logits move the border, and the mass that is kept stays much the same."""
+    for seed in range(3):
+        report = diagnose(peaked(sharp, seed, noise=0.01, share=share))
+        unsure = any("a top_k or min_p in contexts that are alike" in one for one in report.cannot_tell)
+        assert report.verdict == "top_p" and (unsure or sharp == 2.0) and unsure == (report.confidence == 0.75)
+        assert unsure == ("which these numbers then hold as well" in report.causes[0].evidence)
+    report = diagnose(peaked(sharp, 0, noise=0.01, kept=20))
+    assert report.verdict == "top_k"
+    exact = diagnose(peaked(sharp, 0, noise=0.0, share=share))
+    assert exact.verdict == "top_p" and exact.confidence > 0.9 and not exact.cannot_tell[1:]
+
+
+def peaked(sharp, seed, *, noise, share=1.0, kept=64):
+    """Records of draws from 64 normal logits of this deviation, each context with its own, truncated."""
+    rng = np.random.default_rng(seed)
+    records = []
+    for row in range(32):
+        logits = sharp * rng.normal(size=(72, 64))
+        old = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        p = np.exp(logits + noise * rng.normal(size=logits.shape))
+        p /= p.sum(1, keepdims=True)
+        order = np.argsort(-p, axis=1)
+        before = np.cumsum(np.take_along_axis(p, order, 1), 1) - np.take_along_axis(p, order, 1)
+        inside = np.zeros(p.shape, bool)
+        np.put_along_axis(inside, order, (before < share) & (np.arange(64) < kept), 1)
+        p = np.where(inside, p, 0)
+        p /= p.sum(1, keepdims=True)
+        ids = np.array([rng.choice(64, p=one) for one in p])
+        at = np.arange(72), ids
+        columns = {"rollout_logp": np.log(p[at]), "old_logp": old[at], "entropy": -(np.exp(old) * old).sum(1)}
+        records.append(Record.of({"prompt_ids": [1, row // 4], "completion_ids": ids, **columns}))
+    return records
+
+
 ROUNDED = {"top_p 0.8": nucleus(0.8), "top_p 0.95": nucleus(0.95), "min_p": min_p, "top_k": top_k}
 
 

@@ -670,6 +670,15 @@ def test_metrics_that_are_no_numbers_are_an_alarm():
     assert [len(monitor.end(step, numbers)) for step, numbers in enumerate(series)] == [0] * 10 + [1]
 
 
+@pytest.mark.parametrize(("before", "more"), [(1e-14, True), (1e-5, False)])
+def test_a_gap_after_none_is_more_than_so_many_times_as_large(before, more):
+    monitor = quiet(warmup=5)
+    for step in range(12):
+        monitor.end(step, {"offcorr/engine/k3": before if step < 8 else 1e-3})
+    (alarm,) = monitor.alarms
+    assert ("more than 1e+04 times that of the first steps" in str(alarm)) == more
+
+
 def test_a_gap_below_rounding_counts_as_none():
     monitor = quiet(warmup=5)
     metrics = [{"offcorr/engine/k3": 1e-14}] * 10 + [{"offcorr/engine/k3": SMALLEST_K3 / 2}] * 10

@@ -113,6 +113,16 @@ def test_what_looks_like_a_temperature_and_keeps_growing_is_updates_that_do_not_
     assert ("the data alone look like 'temperature'" in str(alarm)) == (cause == "adapter_not_synced")
 
 
+def test_an_alarm_says_what_else_the_data_may_be():
+    monitor, direction = quiet(), torch.randn(16, generator=torch.Generator().manual_seed(1))
+    for step in range(1, 40):
+        batch, ids = drifting(step, 20 * direction)
+        monitor.observe(batch, step=step, prompt_ids=[[1]] * 8, completion_ids=ids)
+        monitor.end(step)
+    unsure = [alarm for alarm in monitor.alarms if alarm.confidence <= 0.65]
+    assert unsure and all("logged data do not tell it from" in str(alarm) for alarm in unsure)
+
+
 def test_another_series_of_the_same_fault_has_the_same_cause():
     """Older weights in the engine's gap, and the tokens' surprise some steps later."""
     names = iter([("stale_weights", 0.7)])

@@ -816,3 +816,20 @@ def test_each_switch_of_trls_engine_correction_is_named_where_it_was_set():
     for name, value in {"mode": "token_mask", "clip_max": 7.0, "clip_min": 0.5}.items():
         (said,) = warnings_of_ignored("tis", **{f"vllm_importance_sampling_{name}": value})
         assert f"read vllm_importance_sampling_{name}={value!r} (" in said
+
+
+@pytest.mark.parametrize("options", [{"eps_high": 0.28}, None])
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("dr_grpo", {"loss_type": "offcorr:grpo", "loss_kwargs": {"aggregate": "seq-mean-token-sum-norm"}}),
+        ("bnpo", {"loss_type": "offcorr:grpo", "loss_kwargs": {"aggregate": "token-mean"}}),
+    ],
+)
+def test_a_loss_of_trl_that_is_no_method_here_leads_to_one_that_is(make_trainer, name, options, written):
+    given = {"loss_type": name if options else f"offcorr:{name}", "loss_kwargs": options}
+    with pytest.raises(ValueError, match="write loss_type=") as refused:
+        make_trainer(**given)
+    said = str(refused.value)
+    assert f"loss_type={written['loss_type']!r} with loss_kwargs={written['loss_kwargs']!r}" in said
+    make_trainer(**written)

@@ -129,7 +129,7 @@ def surprising_steps(evidence: Evidence) -> Surprising:
     inside = np.isin(np.arange(len(steps)), np.arange(first, last)) == (worse == 0)
     said = (
         f"; this is of {inside.sum()} of the {len(steps)} optimizer steps, {ranges(steps[inside], steps)}: in the "
-        "others the surprise is as it should be"
+        "others none shows"
     )
     return Surprising(parts[worse], said, parts[1 - worse])
 

@@ -263,9 +263,15 @@ class Kept:
     coarse: bool = False  # a share of the mass fits if what lies within BLURRED of it is left out
     noisy: bool = False  # d is above 0 at some tokens, which no truncation makes
     rounded: bool = False  # something else moves the border of the kept tokens
+    narrow: bool = False  # the mass is much the same in every context, as rounding leaves that of a top-p
 
     @property
     def nucleus(self) -> bool:
+        """Whether the kept tokens can be those of a top-p, to the last token or with a border that rounding blurs."""
+        return self.exact_nucleus or self.narrow
+
+    @property
+    def exact_nucleus(self) -> bool:
         """Whether the kept tokens can be the fewest likeliest ones that hold a share of the mass, one everywhere.
 
         The kept mass is then at least that share in every context, and less than it without any one of the kept
@@ -350,6 +356,12 @@ TOLD = 32
 """Tokens that tell what else differs, at least."""
 
 
+NARROW = 0.05
+"""Distance of the smallest kept mass (its 1 % quantile) from the median one, below which the mass is one in every
+context but for rounding: a top-p beside int8 weights has left .02 to .03, top-k and min-p .06 and more.  It has to be
+less than half of what is missing, too."""
+
+
 def kept(evidence: Evidence) -> Kept | None:
     """The features; None: the sampler's probabilities do not exceed the trainer's."""
     lost = Estimate(1 - evidence.ratio_identity.value, evidence.ratio_identity.error)
@@ -376,15 +388,18 @@ def kept(evidence: Evidence) -> Kept | None:
     left = evidence.unbalanced().explained(np.minimum(d, 0))
     left = left.selection(d > 1e-4) if len(raised) >= TOLD else left.with_floor(np.inf)
     common = (lost, int(alone.sum()), certain, crowded, evidence.balance, left, float(np.exp(least)), tail)
+    above_least = float(np.exp(np.median(d[truncated])) - np.exp(least))
+    narrow = above_least < min(NARROW, 0.5 * (1 - float(np.exp(least))))
     share, coarse = (Share.of(evidence, truncated, width) for width in (SHARP, BLURRED))
     if share is not None and coarse is not None:
         noisy = len(raised) > 0
         blurred = (coarse.fits or noisy) and not share.fits
-        return Kept(*common, share=share, coarse=coarse.fits, noisy=noisy, rounded=blurred)
+        return Kept(*common, share=share, coarse=coarse.fits, noisy=noisy, rounded=blurred, narrow=narrow)
     few = above_all.sum() * (1 - certain) < FEW_EXCEPTIONS and crowded < CROWDED
     far = (evidence.trainer > np.log(np.exp(least) + BLURRED)) & (evidence.trainer < -noise)
     blurred = crowded < 4 * CROWDED and not (far.sum() >= 4 and (evidence.sampler > -1e-6)[far].mean() < 0.5)
-    return Kept(*common, rounded=len(raised) > 0 or bool(few and certain <= 0.98) or bool(blurred and crowded > 0))
+    rounded = len(raised) > 0 or bool(few and certain <= 0.98) or bool(blurred and crowded > 0)
+    return Kept(*common, rounded=rounded, narrow=narrow)
 
 
 def _kept_among_others(evidence: Evidence, lost: Estimate) -> Kept | None:
@@ -416,7 +431,8 @@ TELLING = 32
 
 def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) -> Found:
     telling = int((evidence.trainer < UNSURE).sum())
-    hidden = found.rounded or found.among_others  # what tells one truncation from another
+    # What tells one truncation from another.
+    hidden = found.rounded or found.among_others or (found.narrow and not found.exact_nucleus)
     return Found(
         found.lost.value,
         found.lost.error,
@@ -440,6 +456,13 @@ class TopP(Cause):
     stage = "sampling"
     title = "the sampler draws from the likeliest tokens that hold top_p of the mass"
     advice = ADVICE
+    not_told_from = (
+        Alternative(
+            "a top_k or min_p in contexts that are alike",
+            "compare the sampler's options, or give --model",
+            settled=lambda evidence: (found := kept(evidence)) is None or found.exact_nucleus,
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -450,6 +473,11 @@ class TopP(Cause):
             f"it has at least {least:.3f} nearly everywhere, and hardly ever more tokens than this share needs, "
             "as under top_p"
         )
+        if not found.exact_nucleus:
+            said = (
+                f"it is much the same in every context, from {found.least:.3f} on, as under a top_p whose border is "
+                "blurred by a difference as small as rounding makes, which these numbers then hold as well"
+            )
         return _truncated(evidence, found, said, 2.0)
 
 

@@ -81,7 +81,7 @@ class TopPSilent(Cause):
     id = "top_p_silent"
     stage = "unlogged"
     title = "the sampler truncates (top_p), and both sides log log-probs of the untruncated distribution"
-    advice = f"sample with top_p=1.0, top_k=0, min_p=0.0, and {PROCESSED}"
+    advice = f"sample with top_p=1.0, top_k=0, min_p=0.0 and the trainer's temperature, and {PROCESSED}"
     not_told_from = (Alternative("a low temperature", OPTIONS),)
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -94,8 +94,9 @@ class TopPSilent(Cause):
             balance,
             "less",
             min(UNSURE, 0.2 + (ended.support - ENDS) / 2),
-            f", and unlikely tokens end as under a top_p of {ended.share:.2f} or more, rather than become rare as at a "
-            f"low temperature: the tokens are e^{ended.support:.1f} times likelier to be drawn so{of_steps}",
+            f", and by their log-probs and entropies unlikely tokens end, as under a top_p of {ended.share:.2f} or "
+            "more, rather than become rare, as at a low temperature; distributions that are flat over few tokens "
+            f"end by themselves, too{of_steps}",
         )
         return found._replace(left=evidence.unbalanced())
 
