@@ -104,19 +104,24 @@ GUIDE: dict[str, Advice] = {
     ),
     "offcorr/loss/amplified": Advice(
         "Share of the tokens with an advantage that have |c| > 1.01 r.",
-        "0 for a method that only clips or truncates. CTPO, which takes the product of the ratios along the "
-        "prefix, amplifies somewhat more tokens than it damps in the table.",
-        "Where `ess_after` is low as well, a few tokens carry the update: put a cap on the weight "
-        "(`weights.Truncate`).",
+        "0 for a method that only clips or caps the token's own ratio (`ppo`, `cispo`). An engine weight (`tis`, "
+        "`icepop`) amplifies every token whose engine ratio is above 1.01, a ratio of the whole sequence (`gspo`) "
+        "every token that is below it: up to half of the tokens, and no fault. CTPO, which takes the product of the "
+        "ratios along the prefix, amplifies somewhat more tokens than it damps in the table.",
+        "Harmless by itself. Where `ess_after` is low as well, some of these tokens may carry the update: an engine "
+        "weight without a cap gets one (`weights.Truncate`, which bounds the engine's ratio and not that of "
+        "staleness); for the ratio of staleness take a method that bounds it (`cispo`, `minpro`).",
     ),
     "offcorr/loss/ess_after": Advice(
         "(sum |c|)^2 / (n sum c^2) over the n tokens with an advantage; `ess_before` (in the full log) is the "
         "same of r.",
         "Near `ess_before`, less what is dropped: .5 is good and below .3 is low (verl, of its weights). Ours: in "
         "the table.",
-        "Below `ess_before` although little is dropped: normal for a method that damps, such as MinPRO. Only where "
-        "many tokens are amplified as well (`amplified`) do a few of them carry the update: cap the weight "
-        "(`weights.Truncate`). Low because much is dropped: as for `dropped`.",
+        "As low as `ess_before`: the ratios themselves are uneven, and a few tokens with a large one carry the update, "
+        "also where `amplified` is 0, as it compares with the plain ratio. Take a method that bounds the token's ratio "
+        "(`cispo`, `minpro`, `ppo` with `dual_clip`), or lower the lag. Below `ess_before` although little is dropped: "
+        "normal for a method that damps, such as MinPRO; if many tokens are amplified, as there. Low because much is "
+        "dropped: as for `dropped`.",
     ),
     "entropy": Advice(
         "Mean entropy of the next token's distribution over the sampled tokens, in nats; TRL's own where it logs one.",
@@ -141,7 +146,8 @@ HINTS: dict[str, str] = {
     "below .8. Near 0 for the engine, it drew a token that the trainer's policy would hardly have drawn: reject it "
     "(a veto), and look for another temperature or a stale weight.",
     "ratio_max": "No source names a range; it moves away from 1 with the number of tokens. Bounds that methods set: "
-    "IcePop keeps the engine's ratios below 5, PPO's clip acts above 1.2. A truncated weight (`tis`) bounds it.",
+    "IcePop keeps the engine's ratios below 5, PPO's clip acts above 1.2. A truncated weight (`tis`) bounds what the "
+    "engine's does in the loss; this number is from before it.",
     "ratio_mean": "1 in expectation for any two policies, on tokens that the sampler drew. Far from 1, either the "
     "logged numbers are not the sampler's probabilities, or the two sample from other supports (top-p, top-k, "
     "temperature).",

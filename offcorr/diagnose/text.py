@@ -127,12 +127,12 @@ def measured(report: Report) -> list[tuple[str, str, str]]:
     if "surprisal_balance" in numbers:
         value, error = numbers["surprisal_balance"], numbers["surprisal_balance_se"]
         some = numbers["surprisal_balance_tokens"]
-        of = f"of the {some:,.0f} with entropy: " if some < numbers["tokens"] else ""
+        of = f" over the {some:,.0f} tokens with entropy" if some < numbers["tokens"] else ""
         rows.append(
             (
                 "surprisal balance",
-                f"{_with_error(value, error, '+.3f')} nats",
-                f"{of}0 if the tokens were drawn from the trainer's distributions",
+                f"{_with_error(value, error, '+.3f')} nats{of}",
+                "0 if the tokens were drawn from the trainer's distributions",
             )
         )
     return rows

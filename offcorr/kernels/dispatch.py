@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from torch import Tensor
 from offcorr.batch import Batch, check_batch
 from offcorr.kernels.rebind import NotFused
 from offcorr.metrics import Accumulator
+from offcorr.optional import require
 from offcorr.stages.base import Plan
 from offcorr.stages.checks import outside
 
@@ -108,7 +108,11 @@ def _why_not_fused(loss_fn: Correction, batch: Batch) -> str | None:
 
 def run(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Fused | None:
     """A plan by the kernel, without host synchronisation; None: the reference has to run."""
-    if _why_off_device(batch) or _why_unfit(batch):
+    if _why_off_device(batch):
+        return None
+    if reason := _why_unfit(batch):
+        if reason == why_no_triton():
+            _warn_once(f"{plan.method!r} runs on the torch reference: {reason}")
         return None
     if batch.logp.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(
@@ -119,8 +123,8 @@ def run(plan: Plan, batch: Batch, denominator: float | Tensor | None) -> Fused |
 
     try:
         fused = launch.prepare(plan, batch, denominator)()
-    except NotFused as reason:
-        _warn_once(f"{plan.method!r} runs on the torch reference: {reason}")
+    except NotFused as refused:
+        _warn_once(f"{plan.method!r} runs on the torch reference: {refused}")
         return None
     if plan.strict and fused.metrics["offcorr/loss/nonfinite"].vector.item():
         return None  # the reference says which token it is
@@ -148,9 +152,20 @@ def _why_unfit(batch: Batch) -> str | None:
         return f"logp is {batch.logp.dtype}"
     if not batch.logp.numel():
         return "the batch is empty"
-    return None if _has_triton() else "triton is not installed"
+    return why_no_triton() or None
+
+
+OLDEST_TRITON = "triton>=3.6"
+"""The oldest version that has what the kernels use; torch 2.6 brings 3.2."""
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def why_no_triton() -> str:
+    """Why the kernels cannot run with the Triton of this environment; "" where they can."""
+    try:
+        require("the kernel", [OLDEST_TRITON], extra="triton")
+    except ModuleNotFoundError:
+        return "triton is not installed"
+    except ImportError as error:
+        return str(error)
+    return ""

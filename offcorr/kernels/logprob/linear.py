@@ -16,7 +16,6 @@ each rank folds its part of the vocabulary, and ``_merged`` combines the running
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offcorr.kernels.dispatch import chosen
+from offcorr.kernels.dispatch import chosen, why_no_triton
 from offcorr.kernels.logprob import tiles
 from offcorr.kernels.logprob.checks import check_float, check_head, check_slice, check_targets, transform_of
 from offcorr.kernels.logprob.support import Support, support_of
@@ -302,7 +301,7 @@ def _tiles_for(device: torch.device, dtype: torch.dtype, chunk: int | None) -> d
     fused = chosen() == "triton" or (chosen() == "auto" and on_gpu)
     sums = torch.promote_types(dtype, torch.float32)
     module: Any = tiles
-    if fused and sums == torch.float32 and importlib.util.find_spec("triton") is not None:
+    if fused and sums == torch.float32 and not why_no_triton():
         from offcorr.kernels.logprob import fold
 
         module = fold
