@@ -269,6 +269,7 @@ class PositionClip(Gate):
             check_number(self, field, low=0)
         check_number(self, "power")
         check_number(self, "log_dual", low=0, optional=True)
+        warn_of_distances("PositionClip", log=True, log_low=self.log_low, log_high=self.log_high)
 
     @property
     def params(self) -> PositionBounds:

@@ -417,6 +417,7 @@ def test_what_makes_a_stage_is_no_stage(slot, value, said):
         ("m2po?mode=clip&floor_high=1.2", "0.2"),
         ("gmpo?eps_high=40", "0.4"),
         ("gmpo?eps_low=1.5", "0.405"),
+        ("ctpo?log_low=0.8&log_high=1.2", "0.182"),
     ],
 )
 def test_a_distance_that_looks_like_a_bound_or_a_percentage(spec, meant):
