@@ -457,7 +457,7 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
 
 
 FAINT = 4.0
-"""How many nats likelier a transform makes the tokens, up to which its name says nothing."""
+"""Log-likelihood ratio (nats) of a transform to what was logged, up to which its name says nothing."""
 
 
 def _no_checkpoint_explains(rescored: Rescored) -> bool:

@@ -137,7 +137,7 @@ ENGINE_OF = {
     ): "geo_mis and vcpo weight each sequence by the engine's ratio as well; what they mask or cap is "
     "the bias that is left.",
 }
-"""What the mismatch does to methods, said where one of them is in the table."""
+"""Effects of the mismatch on methods, said where one of them is in the table."""
 COLLAPSES = "in training with old samples it is among the first to collapse (docs/which.md)."
 REACHED = (
     "A clip is a trust region, not an estimator: a small kept or a direction of 0 or below says that the trainer has "

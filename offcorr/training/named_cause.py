@@ -163,7 +163,7 @@ def named_cause(
 
 
 def _others(report: Report) -> Iterator[str]:
-    """What else the data may be, of the causes that leave the same traces as the verdict."""
+    """The causes that leave the same traces as the verdict, in half a sentence."""
     evidence = getattr(report, "evidence", None)
     words = (
         []

@@ -30,7 +30,7 @@ OF_ANOTHER_NAME = {
 
 
 def ours(loss_type: str) -> str:
-    """What to write for this library's loss, where ``loss_type`` is one of TRL's names."""
+    """The words for this library's loss, where ``loss_type`` is one of TRL's names."""
     return OF_ANOTHER_NAME.get(loss_type, f"loss_type={PREFIX + loss_type!r} for this library's")
 
 
