@@ -30,14 +30,14 @@ def test_what_is_no_method_is_refused_before_anything_is_checked(refused):
 
 @pytest.mark.slow
 def test_the_kernel_is_compared_under_the_interpreter_or_on_a_gpu(run):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.6")
     done = run("check", "ppo", "--kernel")
     assert done.returncode == 0, done.stderr
     assert "checks passed; kernel and reference differ by " in done.stdout
 
 
 def test_a_method_without_a_kernel_runs_on_the_reference(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.6")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     file = tmp_path / "twin.py"
     file.write_text(
