@@ -940,8 +940,8 @@ MUTATIONS = [
     Mutation(
         "an old Triton is an error",
         "offcorr/kernels/dispatch.py",
-        'OLDEST_TRITON = "triton>=3.6"',
-        'OLDEST_TRITON = "triton"',
+        'require("the kernel", ["triton>=3.6"]',
+        'require("the kernel", ["triton"]',
         "tests/kernels/test_without_triton.py::test_a_triton_that_is_too_old_is_a_reason_and_no_error",
     ),
     Mutation(

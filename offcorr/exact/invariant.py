@@ -79,7 +79,7 @@ def _replace() -> library.Library:
     if dispatch.chosen() == "triton":  # under its interpreter; a CPU has no backward of the fused RMSNorm
         tables = {"CPU": {name: function for name, function in on_gpu().items() if name != "_fused_rms_norm"}}
     if torch.cuda.is_available():
-        require("offcorr.exact.batch_invariant on a GPU", [dispatch.OLDEST_TRITON], extra="triton")
+        require("offcorr.exact.batch_invariant on a GPU", ["triton>=3.6"], extra="triton")
         tables["CUDA"] = on_gpu()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel")

@@ -155,15 +155,11 @@ def _why_unfit(batch: Batch) -> str | None:
     return why_no_triton() or None
 
 
-OLDEST_TRITON = "triton>=3.6"
-"""The oldest version that has what the kernels use; torch 2.6 brings 3.2."""
-
-
 @functools.cache
 def why_no_triton() -> str:
-    """Why the kernels cannot run with the Triton of this environment; "" where they can."""
+    """Why the kernels cannot run with the Triton of this environment, such as torch 2.6's 3.2; "" where they can."""
     try:
-        require("the kernel", [OLDEST_TRITON], extra="triton")
+        require("the kernel", ["triton>=3.6"], extra="triton")
     except ModuleNotFoundError:
         return "triton is not installed"
     except ImportError as error:

@@ -103,8 +103,7 @@ def test_a_silent_cause_in_some_of_the_steps(sampler, verdicts, before, bad, aft
     report = diagnose(steps_of(*[plain] * before, *[sampler] * bad, *[plain] * after))
     assert report.verdict in verdicts
     assert report.causes[0].evidence.endswith(
-        f"; this is of {bad} of the 16 optimizer steps, {before + 1} to {before + bad}: in the others the surprise is "
-        "as it should be"
+        f"; this is of {bad} of the 16 optimizer steps, {before + 1} to {before + bad}: in the others none shows"
     )
 
 

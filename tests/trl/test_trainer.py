@@ -687,7 +687,7 @@ def test_unknown_numbers_under_the_mask(make_trainer, replay, beta, series):
         (dict(loss_type="MinPRO"), "did you mean 'minpro'"),
         (dict(loss_type="dapo", loss_kwargs={"eps_high": 0.3}), "offcorr:dapo"),
         (dict(loss_type="minpro", loss_kwargs={"eps_hihg": 0.3}), "eps_high"),
-        (dict(loss_type="offcorr:bnpo"), "unknown method 'bnpo'"),
+        (dict(loss_type="offcorr:bnpo"), "'bnpo' is no method of this library: write loss_type='offcorr:grpo'"),
         (
             dict(loss_type="tis", anchor="rollout"),
             r"'tis': the anchor Rollout\(\) puts .* that \w+\(.*2.0.* count twice",
