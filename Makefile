@@ -198,7 +198,8 @@ docs: .venv  ## write the generated tables in docs/ anew
 	$(BIN)/python -m offcorr docs --write
 
 docs-site: .venv  ## build the documentation site into site/; fails on an undocumented public name or a dead link
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+	@echo "The site is in site/; make docs-serve shows it in a browser."
 
 docs-serve: .venv  ## the documentation site on a local port, rebuilt as the pages change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

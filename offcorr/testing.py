@@ -54,7 +54,8 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
 
     Raises:
         AssertionError: names the method (for a custom correction the class of the stage without which the check
-            passes, where a single one is), the check, the numbers that differ and what was expected.
+            passes, where a single one is), the check, the numbers that differ and what was expected; or an option
+            of the method's function that its correction does not depend on.
         TypeError: a stage's function cannot run; the message begins with its class and attribute.
         ValueError: the method is unknown, or a field that it needs is none of ``example``'s.
 
@@ -65,6 +66,7 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
     as_reinforce = declared if on_policy is None else on_policy
     passed = []
     with quietly():
+        _options_matter(method)
         for name, run in CHECKS.items():
             if run is on_policy_gradient and not as_reinforce:
                 continue
@@ -353,6 +355,28 @@ def _resolve(method: Any) -> tuple[Correction, bool]:
     if not isinstance(built, Correction):
         raise TypeError(f"{method!r} built a {type(built).__name__}, expected an offcorr.Correction")
     return built.with_max_length(32), known.on_policy if known else True
+
+
+def _options_matter(method: Any) -> None:
+    """Each number among a method's options reaches its correction: none is accepted and then ignored."""
+    known = find(method) if isinstance(method, str) else registered(method)
+    if not isinstance(known, Method):
+        return
+    defaults = {name: option.default for name, option in known.options.items()}
+    usual = known(**known.example)
+    for name, value in {**defaults, **known.example}.items():
+        if not isinstance(value, (int, float)):
+            continue
+        for other in (not value,) if isinstance(value, bool) else (value + 1, 1.5 * value + 0.1, 0.7 * value + 0.01):
+            try:
+                changed = known(**{**known.example, name: other})
+            except (TypeError, ValueError):  # out of the option's range
+                continue
+            assert changed != usual, (
+                f"{known.name}: the option {name} changes nothing: {name}={other!r} makes the same correction as "
+                f"{name}={value!r}, expected another one; pass {name} to a stage, or leave it out"
+            )
+            break
 
 
 def _denominator(loss_fn: Correction, batch: Batch) -> float | None:

@@ -70,6 +70,13 @@ MUTATIONS = [
         f"{CONTRACT}::test_a_span_that_depends_on_the_width_of_the_padding_is_found",
     ),
     Mutation(
+        "the check of a method does not try its options",
+        "offcorr/testing.py",
+        "        if not isinstance(value, (int, float)):\n            continue",
+        "        if not isinstance(value, str):\n            continue",
+        f"{CONTRACT} changes_nothing",
+    ),
+    Mutation(
         "an unannotated field of a stage is ignored",
         "offcorr/stages/definition.py",
         "if name in fields and name not in annotated",

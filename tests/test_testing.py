@@ -133,6 +133,21 @@ def test_check_takes_what_resolve_takes(tmp_path):
         testing.check(f"{file}:caped")
 
 
+@pytest.mark.parametrize("unused", ["cap: float = 2.0", "bounded: bool = False"])
+def test_an_option_that_changes_nothing_is_found(tmp_path, unused):
+    name = unused.partition(":")[0]
+    (tmp_path / "mine.py").write_text(
+        "import offcorr\n@offcorr.register('forgetful', paper='')\n"
+        f"def forgetful(eps_high: float = 0.2, {unused}) -> offcorr.Correction:\n"
+        "    return offcorr.get('ppo', eps_high=eps_high)\n"
+    )
+    try:
+        with pytest.raises(AssertionError, match=f"^forgetful: the option {name} changes nothing: .* expected another"):
+            testing.check(f"{tmp_path / 'mine.py'}:forgetful")
+    finally:
+        offcorr.unregister("forgetful")
+
+
 def test_the_example_may_be_float32():
     batch, wanted = testing.example(dtype=torch.float32), testing.example()
     assert batch.logp.dtype == batch.advantages.dtype == torch.float32 and wanted.logp.dtype == torch.float64

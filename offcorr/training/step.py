@@ -195,6 +195,9 @@ class Step:
         default); engine log-probs: yes
         """
         engine = f"engine log-probs: {'no' if batch.rollout_logp is None else 'yes'}"
+        rate = ""
+        if self.ess_lr is not None:
+            rate = f"; learning rate scaled by the effective sample size ({self.ess_lr.rule!r})"
         policy = None if batch.old_logp is None or self._placed is None else self._placed.policy
         if self._placed is None or (batch.old_logp is None and self._placed.supplies == "sampled"):
             raise ValueError("describe(batch) takes what place() returned: step.describe(step.place(batch))")
@@ -202,7 +205,7 @@ class Step:
             measured = "not measured, as there are no log-probs of older weights"
             if policy is not None:
                 measured = f"measured against {policy}"
-            return f"this library adds metrics and corrects nothing; staleness is {measured}; {engine}"
+            return f"this library adds metrics and corrects nothing; staleness is {measured}; {engine}{rate}"
         old_logp = f"{policy or 'none, so that every staleness ratio is 1'} ({self._named_anchor(str)})"
         if self._placed is not None and self._placed.contains_rollout:
             engine += "; the engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them)"
@@ -211,7 +214,7 @@ class Step:
             engine += f"; {said} (anchor='snapshot' keeps the two apart)"
         scheduled = "" if self._annealed is None else ", ".join(self._annealed.schedules)
         loss = on_one_line(self._correction) + (f" ({scheduled} by a schedule)" if scheduled else "")
-        return f"loss {loss}; old_logp: {old_logp}; {engine}"
+        return f"loss {loss}; old_logp: {old_logp}; {engine}{rate}"
 
     def _holds_lag(self, batch: Batch) -> bool:
         """Whether the engine series of a sampler that may lag compare it with later weights than it has."""

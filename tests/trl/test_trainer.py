@@ -279,6 +279,14 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
         ),
         (
             ["old_logp"],
+            dict(loss_type="tis", ess_lr="linear"),
+            "loss 'tis'; old_logp: the weights that sampled, as the sampler supplied it (anchor 'snapshot', by "
+            "default); engine log-probs: yes; learning rate scaled by the effective sample size ('linear'); sampled by "
+            "rollout_func",
+            "Supplied()",
+        ),
+        (
+            ["old_logp"],
             dict(loss_type="dapo"),
             "TRL's own loss 'dapo': this library adds metrics and corrects nothing; "
             "staleness is measured against the weights that sampled, as "
