@@ -61,7 +61,8 @@ GUIDE: dict[str, Advice] = {
         "Mean |d| over the tokens that the engine scored.",
         "Below .05: NeMo-RL investigates where its `token_mult_prob_error`, mean e^|d|, exceeds 1.05 "
         "([adding-new-models.md](https://github.com/NVIDIA-NeMo/RL/blob/main/docs/adding-new-models.md), for "
-        "equal precision), and e^|d| is at least 1 + |d|.",
+        "equal precision), and e^|d| is at least 1 + |d|. An engine weight has something to do from .01 or so on "
+        "([which one](which.md)).",
         "First look for an error rather than a correction: the sampling temperature, top-p and top-k on both "
         "sides, processed against raw log-probs (the first batch's [check](#are-these-the-samplers-probabilities) "
         "names these), a weight sync that missed parameters, the chat template. Then precision: the LM head in "

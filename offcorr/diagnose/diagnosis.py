@@ -155,6 +155,7 @@ def _finding(cause: Cause, found: Found, share: float, of_steps: str) -> Finding
         cause.title,
         found.sentence + of_steps,
         cause.advice,
+        found.at_most or (cause.stage == "policies" and found.share is None),
     )
 
 

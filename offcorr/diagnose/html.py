@@ -11,7 +11,7 @@ from offcorr.diagnose.captions import how_to_read
 from offcorr.diagnose.diagnosis import Report
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.plots import bounded, by_sequence, figure, plots
-from offcorr.diagnose.text import UPDATES, headline, how_sure, measured, to_do, updated
+from offcorr.diagnose.text import UPDATES, headline, how_sure, measured, to_do, unnamed, updated
 
 Decode = Callable[[int], str]
 WORST = 8
@@ -130,6 +130,8 @@ def _causes(report: Report) -> str:
         f"threshold, the value beyond which it is named: {one.threshold:.3g}.</p>"
         for place, one in enumerate(report.causes, 1)
     ]
+    if said := unnamed(report):
+        parts.append(f"<p>{_said(said)}</p>")
     return "\n".join(parts)
 
 
@@ -146,8 +148,8 @@ def _worst(report: Report, decode: Decode | None) -> str:
     sizes = by_sequence(evidence, np.abs(off))
     shown = np.argsort(-sizes, kind="stable")[:WORST].tolist()
     parts = [
-        f'<p class="note">The largest mean |{name}| first; a heading names the file and the row in it. Each token of '
-        "the completion; red where the trainer "
+        f'<p class="note">The largest mean |{name}| first; a heading names the file and the row in it, counted from 1. '
+        "Each token of the completion; red where the trainer "
         f"{'now finds' if with_updates else 'finds'} it less likely than the sampler did, blue where more; full colour "
         f"at a difference of {scale:.2g} nats. Point at one for its numbers.</p>"
     ]

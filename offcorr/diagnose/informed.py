@@ -99,6 +99,9 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if gap is not None:
         room = 2 * (1 - gap.share) + 0.1  # of mean |d|: no more is left to a transform that the logs show beside it
         replaced |= {one.cause for one in report.causes if CAUSES[one.cause].stage == "sampling" and one.share > room}
+        found = [_beside_the_trainer(one, rescored) if one is gap else one for one in found]
+        if gap.cause not in TRAINERS:
+            replaced.discard("dropout")  # what repeats itself shows it, beside whatever the sampler does
     others = [
         _older(one, rescored, same_version(report.evidence)) for one in report.causes if one.cause not in replaced
     ]
@@ -114,6 +117,21 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if verdict == "clean":  # a transform that is nearly found makes it less so
         sure = min(without_cause(report.evidence)[1], _odds(rescored.threshold - rescored.best_drawn[1]))
     return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=causes, cannot_tell=cannot_tell)
+
+
+def _beside_the_trainer(finding: Finding, rescored: Rescored) -> Finding:
+    """Its share of mean |d| rather than of the model's gap: what the trainer's log-probs are off by themselves is left.
+
+    The difference between model and trainer is taken to have nothing to do with that between model and sampler.
+    """
+    if finding.cause in TRAINERS or rescored.as_the_model or rescored.trainer <= EXACTLY * rescored.logged:
+        return finding
+    left = math.hypot(rescored.trainer, (1 - finding.share) * rescored.gap)
+    said = (
+        f"{finding.evidence}; the trainer's logged log-probs are {rescored.trainer:.2g} nats from the model's, which "
+        "no change of the sampler removes"
+    )
+    return dataclasses.replace(finding, share=min(finding.share, max(0.0, 1 - left / rescored.logged)), evidence=said)
 
 
 def _larger_gap_first(causes: list[Finding], evidence: Evidence) -> list[Finding]:

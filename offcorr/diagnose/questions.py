@@ -78,6 +78,11 @@ trainer_version, or give --model'
             "it: the sampler may also leave tokens out. To find out, give --model, or read the engine's top_p, top_k "
             "and min_p"
         )
+    if "dropout" in named and not draws_known:
+        said.append(
+            "what else differs: the noise of dropout hides a second cause, such as older weights or a penalty. To find "
+            "out, dump again with dropout off"
+        )
     if "dropout" not in named and not repeatable(evidence):
         said.append(f"whether the trainer's dropout is on. To find out, {_repeated_contexts(evidence)}")
     for cause in CAUSES.values():

@@ -426,8 +426,8 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
         )
     elif rescored.trainer > max(10 * SAME, 0.1 * rescored.logged):
         said.append(
-            f"they differ from the trainer's logged ones (old_logp) by {rescored.trainer:.2g} nats, as the weights of "
-            "a step beside that of old_logp would, or another precision: no hypothesis can leave much less"
+            f"they differ from the trainer's logged ones (old_logp) by {rescored.trainer:.2g} nats, as dropout would, "
+            "the weights of a step beside that of old_logp, or another precision"
         )
     telling = [one for one in rescored.hypotheses[:most] if one.share > 0.05]
     said += [

@@ -32,6 +32,8 @@ def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] =
         lines += ["", *textwrap.wrap(_numbered(place, finding), 110)]
         lines += indented(f"Evidence: {finding.evidence}.")
         lines += indented(f"To do: {finding.advice}.")
+    if rest := unnamed(report):
+        lines += ["", *textwrap.wrap(rest, 110)]
     for title, sentences in (
         ("Scored again with --model", rescored),
         ("These data cannot tell", report.cannot_tell),
@@ -167,8 +169,20 @@ def _numbered(place: int, finding: Finding) -> str:
 def how_sure(finding: Finding) -> str:
     """The confidence in a cause, and its share of mean |d|; of updates and of what neither side logs, d has none."""
     of_gap = CAUSES[finding.cause].stage not in ("updates", "unlogged") and finding.share >= 0.005
-    share = f", explains {finding.share:.0%} of the mean |d|" if of_gap else ""
+    share = f", explains {'up to ' * finding.at_most}{finding.share:.0%} of the mean |d|" if of_gap else ""
     return f"confidence {finding.confidence:.2f}{share}"
+
+
+def unnamed(report: Report) -> str:
+    """How much of mean |d| the causes leave, where it is a tenth or more; "" else."""
+    shares = [one.share for one in report.causes if CAUSES[one.cause].stage not in ("updates", "unlogged")]
+    left = 1 - sum(shares)
+    if not shares or left < 0.1:
+        return ""
+    return (
+        f"{left:.0%} of the mean |d| is not accounted for: it has another cause, or is more of one above than its test "
+        "can see."
+    )
 
 
 def _aligned(rows: list[tuple[str, str, str]]) -> list[str]:

@@ -218,8 +218,12 @@ class Step:
 
     def _holds_lag(self, batch: Batch) -> bool:
         """Whether the engine series of a sampler that may lag compare it with later weights than it has."""
-        sampled = self._placed is None or self._placed.supplies == "sampled"
-        return not sampled and batch.rollout_logp is not None and batch.rollout_version is not None
+        return not self.compares_with_sampler and batch.rollout_logp is not None and batch.rollout_version is not None
+
+    @property
+    def compares_with_sampler(self) -> bool:
+        """Whether ``old_logp`` of the batch that was placed last is of the weights that sampled."""
+        return self._placed is None or self._placed.supplies == "sampled"
 
     def semantics(self, batch: Batch, temperature: float = 1.0, current: bool | None = None) -> Semantics | None:
         """Whether the engine's log-probs of a placed batch are the sampler's probabilities; None without them.

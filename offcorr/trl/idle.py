@@ -18,7 +18,7 @@ def idle_warning(
     reported: bool,
     used: str = "generation",
     current: str = "",
-    sample_with: str = "offcorr.rollout.OffPolicy",
+    sample_with: str = "a rollout_func that returns them as old_logp, as offcorr.rollout.OffPolicy and VLLMServer do",
     more: str = "",
 ) -> str:
     """The sentence where ``old_logp`` is recomputed by the weights being trained, so that it is ``logp``.
@@ -29,7 +29,7 @@ def idle_warning(
         used: what is used for one optimizer step.
         current: half a sentence that names a sampler which has the current weights.
         sample_with: supplies ``old_logp``.
-        more: further ways out.
+        more: a sentence on what is no way out.
     """
     alone = "engine" not in correction.compares  # else anchor='rollout' would count the mismatch twice
     lacking, other = "anchor='recomputed' takes no log-probs of the weights that sampled", ""
@@ -39,10 +39,11 @@ def idle_warning(
         cure = f"take anchor='rollout', which uses those that {sampler} reports"
     else:
         lacking = "there are no log-probs of the weights that sampled"
-        cure = f"sample with {sample_with}, which supplies them"
+        cure = f"sample with {sample_with}"
         other = ", or with an engine that reports log-probs (use_vllm=True)" if alone else ""
     return (
         f"every staleness ratio of {correction.method!r} will be 1, whatever the lag: {lacking}, and each {used} is "
         f"used for one optimizer step, so old_logp is logp. Where the sampler has the current weights{current}, this "
-        f"is as it should be: there is no staleness to correct. For a sampler that lags, {cure}{other}{more}"
+        f"is as it should be: there is no staleness to correct. For a sampler that lags, {cure}{other}"
+        f"{more and f'. {more}'}"
     )

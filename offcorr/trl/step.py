@@ -276,6 +276,8 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     sampler += f", {remark}" if remark else ""
     unversioned = batch.rollout_version is None and getattr(trainer, "_sampler", None) is not None
     bound = ", rollout_version is not returned: lag is a lower bound" if unversioned else ""
+    if unversioned and batch.rollout_logp is None and batch.old_logp is not None and not step.compares_with_sampler:
+        bound += ", and the ratios leave a lag of the sampler out, as it returns no log-probs"
     described = step.describe(batch, lags(getattr(trainer, "_sampler", None)))
     logger.warning("offcorr: %s%s; sampled by %s%s%s", whose, described, sampler, bound, agreement)
     if found is None or not found.wrong:

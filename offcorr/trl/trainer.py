@@ -594,7 +594,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 supplied="old_logp" in inputs,
                 reported="sampling_per_token_logps" in inputs,
                 current=", as TRL's own has",
-                more=", or take more optimizer steps per generation (num_iterations, steps_per_generation)",
+                more="More optimizer steps per generation (num_iterations, steps_per_generation) would give ratios of "
+                "those steps alone, and leave a lag of the sampler out",
             ),
         )
 

@@ -330,6 +330,29 @@ def test_dropout_in_the_trainer_is_told_by_the_model_that_has_it():
     assert any("how the trainer computes log-probs" in said for said in described(found))
 
 
+def test_older_weights_beside_dropout_explain_their_own_share():
+    """Dropout stays, as repeated contexts show it; what it leaves of d is not put down to the sampler."""
+    model, older = fresh_model(0, attention_dropout=0.3).eval(), fresh_model(3).eval()
+    close = {
+        name: 0.9 * value + 0.1 * older.state_dict()[name] if value.is_floating_point() else value
+        for name, value in model.state_dict().items()
+    }
+    older.load_state_dict(close)
+    twice = [one for one in dump(model, older) for _ in range(2)]  # samples of one prompt, which begin alike
+    torch.manual_seed(0)
+    noisy = read_otherwise(twice, model.train(), list)
+    model.eval()
+    report = diagnose(noisy)
+    assert [one.cause for one in report.causes] == ["dropout"]
+    found = rescore(noisy, model, checkpoints=[("older", older)])
+    assert found.gap > 0.1 * found.logged and found.trainer > 0.1 * found.logged
+    told = informed(report, found)
+    (stale,) = [one for one in told.causes if one.cause == "stale_weights"]
+    assert "dropout" in {one.cause for one in told.causes}
+    assert stale.share == pytest.approx(1 - found.trainer / found.logged, abs=0.02) and stale.share < 0.6
+    assert stale.confidence > 0.9 and "which no change of the sampler removes" in stale.evidence
+
+
 def read_otherwise(records, model, read):
     """The records with the log-probs of a trainer that read other prompts."""
     pairs = [(read(one.prompt_ids.tolist()), one.completion_ids.tolist()) for one in records]

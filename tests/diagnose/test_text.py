@@ -9,6 +9,7 @@ import pytest
 
 from offcorr.diagnose import diagnose
 from offcorr.diagnose.causes import CAUSES
+from offcorr.diagnose.html import page
 from offcorr.diagnose.record import NAMES
 from offcorr.diagnose.text import headline, measured, text
 from tests.diagnose.simulated import world
@@ -30,6 +31,17 @@ def test_a_cause_is_said_with_evidence_and_advice(reports):
     assert f"To do: {CAUSES['top_p'].advice}." in joined
     assert "   1,536 tokens of 32 sequences\n" in said
     assert re.search(r"mean \|d\| +0\.\d+ nats, largest 0\.\d+", said)
+
+
+def test_a_share_that_others_may_have_made_is_an_upper_bound_and_what_is_left_is_said():
+    told = diagnose(world("stale_weights").records())
+    said = " ".join(text(told).split())
+    assert "explains up to 100% of the mean |d|" in said and "is not accounted for" not in said
+    half = dataclasses.replace(told, causes=[dataclasses.replace(told.causes[0], share=0.3, at_most=False)])
+    for said in (" ".join(text(half).split()), page(half)):
+        assert "explains 30% of the mean |d|" in said and "70% of the mean |d| is not accounted for" in said
+    drawn = diagnose(world("temperature_silent").records())
+    assert "is not accounted for" not in text(drawn)
 
 
 def test_clean_says_what_was_checked_and_what_no_log_prob_shows(reports):

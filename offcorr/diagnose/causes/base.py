@@ -26,6 +26,7 @@ class Found(NamedTuple):
         left: the evidence without what the cause explains; None: nothing that a further cause could explain.
         share: of the mean |d|, what the cause explains; None: the part that is missing in ``left``.
         surest: the confidence at most, where another cause can leave the same.
+        at_most: the share is that of a fit, which takes some of what other causes leave.
     """
 
     statistic: float
@@ -36,6 +37,7 @@ class Found(NamedTuple):
     left: Evidence | None = None
     share: float | None = None
     surest: float = 1.0
+    at_most: bool = False
 
 
 def _never(evidence: Evidence) -> bool:
@@ -103,6 +105,7 @@ class Finding:
         confidence: between 0 and 1.
         statistic, se, threshold: of the test that found it.
         share: of the mean |d|, what this cause explains.
+        at_most: the share is an upper bound: the cause was put down for all that others leave, or fits some of it.
         title, evidence, advice: in words.
     """
 
@@ -115,6 +118,7 @@ class Finding:
     title: str
     evidence: str
     advice: str
+    at_most: bool = False
 
     def as_dict(self) -> Mapping[str, Any]:
         """For JSON."""

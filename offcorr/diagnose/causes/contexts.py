@@ -95,6 +95,7 @@ class KVCache(Cause):
         "keep the cache in the model's precision (vLLM: kv_cache_dtype='auto'), or correct for it with an importance "
         "weight for the engine, such as tis or icepop"
     )
+    not_told_from = (Alternative("rounding of the weights (precision)", "give --model"),)
 
     def found(self, evidence: Evidence) -> Found | None:
         profile = Profile.of(evidence)
@@ -117,6 +118,7 @@ class KVCache(Cause):
             f"the relative difference |d| / (1 - p) is {np.exp(drop.value):.1f} times smaller at the first token of "
             "the completions than at the next seven: the first comes out of the pass over the prompt, and only those "
             "after it are decoded one by one from the cache",
+            surest=ALIKE,
         )
 
 
@@ -127,6 +129,7 @@ class ChatTemplate(Cause):
     stage = "policies"
     title = "trainer and sampler read different prompts, as from two chat templates"
     advice = "send the engine token ids, the same that the trainer scores, rather than messages or text"
+    not_told_from = (Alternative("a shorter prompt on one side (truncated_prompt)", "compare their prompt ids"),)
 
     def found(self, evidence: Evidence) -> Found | None:
         if evidence.gap < evidence.floor:
@@ -144,6 +147,7 @@ class ChatTemplate(Cause):
                 first,
                 f"the relative difference |d| / (1 - p) is {np.exp(first):.0f} times larger at the first token of the "
                 "completions than at a typical one, as where the text just before it differs",
+                surest=ALIKE,
             )
         other = noise(evidence) and profile.mean > FAR and not older(evidence)
         # Without repeated contexts it may be dropout, without entropy a temperature.

@@ -41,7 +41,7 @@ class Unnormalised(Cause):
             identity.value,
             identity.error,
             1.0,
-            3.0,
+            4.5,  # it precedes a temperature, which fits the same log-probs
             f"d is {'above' if more == 'less' else 'below'} 0 at nearly every token: the sampler's probabilities, "
             f"which are e to its log-probs, sum to {more} than 1 (the mean ratio e^d is {identity.value:.3f})",
         )
@@ -52,8 +52,9 @@ def _of_context(evidence: Evidence) -> bool:
     d, t = evidence.d, evidence.trainer
     unlikely = t < -0.5
     slope = float((d * t).sum() / np.square(t).sum())
-    if unlikely.sum() >= 16 and np.abs(d - slope * t)[unlikely].mean() < 0.1 * evidence.size[unlikely].mean():
-        return True
+    off = (d - slope * t)[unlikely]
+    if unlikely.sum() >= 16 and np.abs(off).mean() < 0.1 * evidence.size[unlikely].mean():
+        return float(off.var()) < 0.15 * float(d[unlikely].var())  # d is the same in all flat contexts, whatever it is
     balance = evidence.balance
     h = evidence.entropy
     if balance is None or h is None or evidence.with_entropy is not evidence or balance.z < -4:
@@ -123,6 +124,12 @@ def _huber(residual: Floats) -> Floats:
     return np.minimum(3 * np.abs(residual).mean() / np.maximum(np.abs(residual), 1e-12), 1)
 
 
+OTHER_TRANSFORM = Alternative(
+    "another change of the logits that one side makes, such as a softcap, a clamp or a scale",
+    "compare how each side computes its logits, or give --model",
+)
+
+
 class Temperature(Cause):
     """The sampler's log-probs carry another temperature, and it sampled from them."""
 
@@ -137,6 +144,7 @@ class Temperature(Cause):
             fields=("rollout_version", "trainer_version"),
             settled=lambda evidence: power(evidence).explained > NEARLY_ALL,
         ),
+        OTHER_TRANSFORM,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -150,6 +158,7 @@ class RawLogprobs(Cause):
     stage = "sampling"
     title = "the engine logs log-probs without the temperature that it samples at"
     advice = PROCESSED
+    not_told_from = (OTHER_TRANSFORM,)
 
     def found(self, evidence: Evidence) -> Found | None:
         return _tempered(evidence, sampled_by_trainer=True)
@@ -158,6 +167,10 @@ class RawLogprobs(Cause):
 NEARLY_ALL = 0.985
 """Share of the spread of d from which a temperature is no look of something else: updates that sharpened a small
 policy have left up to .98 of it to a temperature, and a temperature .988 or more."""
+
+ALSO_TRANSFORMS = 0.8
+"""Confidence in a temperature at most without a model: a softcap or a clamp of the logits has left it .99 of the spread
+of d, and the temperature then removes half to two thirds of the mean |d|."""
 
 ALSO_UPDATES = 0.65
 """Confidence in a temperature at most, where updates that sharpened the policy can leave the same."""
@@ -172,9 +185,9 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         return None
     if (evidence.d.sum() > 0) != sampled_by_trainer:
         return None
-    if growth(evidence) is not None:  # updates that a sampler does not get make the trainer's policy sharper, too
-        return None
     fit = power(evidence)
+    if fit.explained <= NEARLY_ALL and growth(evidence) is not None:
+        return None  # updates that a sampler does not get make the trainer's policy sharper, too
     # Without entropy, noise in the trainer's log-probs looks like a temperature of the sampler above the trainer's.
     likely = sampled_by_trainer or fit.power.value > 1
     usual = needed = 0.5 if evidence.with_entropy is evidence or not likely else 0.25
@@ -196,7 +209,8 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         f"the sampler's log-probs are the trainer's at about {carried:.2f} times its temperature, which explains "
         f"{fit.explained:.0%} of the spread of d; the sampled tokens are likelier by the {whose}'s log-probs",
         _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit),
-        surest=1.0 if fit.explained > NEARLY_ALL else ALSO_UPDATES,
+        surest=ALSO_TRANSFORMS if fit.explained > NEARLY_ALL else ALSO_UPDATES,
+        at_most=True,
     )
 
 
@@ -238,7 +252,8 @@ class RepetitionPenalty(Cause):
             z / 8,
             f"d is {seen.mean():+.3f} nats on average at tokens that stand earlier in the prompt or completion, and "
             f"{new.mean():+.3f} at new ones, where it is at most 0 for {1 - float((new > 1e-4).mean()):.0%} of them; "
-            "the share that is explained is what these two means remove, and a penalty does more",
+            "the share that is explained is what these two means remove, and a penalty, which moves each context by "
+            "another amount, makes more of d than that",
             left.with_floor(1.1 * left.gap),
         )
 
@@ -432,7 +447,8 @@ TELLING = 32
 def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) -> Found:
     telling = int((evidence.trainer < UNSURE).sum())
     # What tells one truncation from another.
-    hidden = found.rounded or found.among_others or (found.narrow and not found.exact_nucleus)
+    hidden = found.rounded or found.among_others or (found.narrow and not found.exact_nucleus) or _high(found)
+    surest = LOOK_ALIKE if flat(evidence) or unresolved(found) else 0.75 if hidden else 1.0
     return Found(
         found.lost.value,
         found.lost.error,
@@ -441,8 +457,47 @@ def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) ->
         f"the sampler's probabilities are those of a part of the vocabulary, scaled to sum to 1; this part has "
         f"{1 - found.lost.value:.3f} of the trainer's probability on average; {sentence}",
         found.left,
-        surest=0.5 if telling < TELLING else 0.75 if hidden else 1.0,
+        surest=0.5 if telling < TELLING else surest,
     )
+
+
+LIKELY = math.log(0.5)
+"""Log-prob above which a truncation leaves a token alone, as long as few others are kept at all."""
+
+NEARLY_WHOLE = 0.96
+"""Share of the mass from which a top-p looks like a low min-p."""
+
+LOOK_ALIKE = 0.6
+"""Confidence at most in one truncation where others look alike."""
+
+
+def flat(evidence: Evidence) -> bool:
+    """Whether hardly any token is likely: then one rule or another keeps about as many tokens in every context."""
+    return int((evidence.trainer > LIKELY).sum()) < ALONE
+
+
+def _high(found: Kept) -> bool:
+    return found.share is not None and found.share.fits and found.share.value > NEARLY_WHOLE
+
+
+def unresolved(found: Kept) -> bool:
+    """Whether so little is missing that the balance cannot say whether the unlikely tokens are."""
+    if found.balance is None or (found.share is not None and found.share.fits):
+        return False
+    return found.lost.value < 2 * found.balance.error
+
+
+def _alike(evidence: Evidence) -> bool:
+    found = kept(evidence)
+    return flat(evidence) or (found is not None and unresolved(found))
+
+
+OTHER_TRUNCATION = Alternative(
+    "another truncation or ban (top_p, top_k, min_p, logit_bias): the policy is so flat, or they leave out so little, "
+    "that they look alike",
+    "compare the sampler's options, or give --model",
+    settled=lambda evidence: not _alike(evidence),
+)
 
 
 CROWDED = 0.012
@@ -460,8 +515,9 @@ class TopP(Cause):
         Alternative(
             "a top_k or min_p in contexts that are alike",
             "compare the sampler's options, or give --model",
-            settled=lambda evidence: (found := kept(evidence)) is None or found.exact_nucleus,
+            settled=lambda evidence: (found := kept(evidence)) is None or (found.exact_nucleus and not _high(found)),
         ),
+        OTHER_TRUNCATION,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -495,7 +551,7 @@ class MinP(Cause):
     stage = "sampling"
     title = "the sampler draws from the tokens with at least min_p of the likeliest one's probability"
     advice = ADVICE
-    not_told_from = (BLURRED_TOP_P,)
+    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -515,7 +571,7 @@ class TopK(Cause):
     stage = "sampling"
     title = "the sampler draws from the top_k likeliest tokens"
     advice = ADVICE
-    not_told_from = (BLURRED_TOP_P,)
+    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -543,13 +599,16 @@ class LogitMask(Cause):
         "apply the same mask in the trainer (offcorr.linear_logprob(..., support=)), or sample without structured "
         "decoding, logit_bias, bad_words, min_tokens and ignore_eos"
     )
+    not_told_from = (OTHER_TRUNCATION,)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
         if found is None or not _banned(found):
             return None
         said = "the rest is missing in a few contexts, where unlikely tokens would be missing in most"
-        if found.balance is not None:
+        if flat(evidence):
+            said = "no token is likely, so the sampled tokens do not say which ones are missing"
+        elif found.balance is not None:
             said = (
                 "the sampled tokens are hardly likelier than draws from the trainer's distributions (surprisal balance "
                 f"{found.balance.value:+.3f} nats), so what is missing is not the unlikely tokens alone"
@@ -562,4 +621,8 @@ def _banned(found: Kept) -> bool:
     long = found.tail > 6
     if found.balance is None:
         return long
+    if found.exact_nucleus and found.balance.z < -4:
+        return False
+    if found.share is not None and found.share.fits and not long:
+        return False
     return found.balance.value > (-2.0 if long else -1.2) * found.lost.value

@@ -80,6 +80,18 @@ class Mask(Cause):
         )
 
 
+PLACEHOLDER = 0.01
+"""Nats by which made-up log-probs differ, at most."""
+
+
+def _cut(evidence: Evidence, ends: Booleans) -> bool:
+    """Whether the tokens end completions of the greatest length, with the prompt or without."""
+    own = np.array([len(record.completion_ids) for record in evidence.records])
+    whole = own + np.array([len(record.prompt_ids) for record in evidence.records])
+    rows = evidence.sequence[ends]
+    return max(float((length[rows] == length.max()).mean()) for length in (own, whole)) >= 0.8
+
+
 class AppendedEOS(Cause):
     """The last token alone disagrees."""
 
@@ -95,6 +107,8 @@ class AppendedEOS(Cause):
         count, others = int(ends.sum()), float(far[~evidence.last].mean()) if (~evidence.last).any() else 0.0
         if count < FEWEST or count < 0.1 * len(evidence.records):
             return None
+        if not _cut(evidence, ends) and np.ptp(evidence.sampler[ends]) > PLACEHOLDER:
+            return None  # ends that were sampled, where unlikely tokens are far off as such
         ids, times = np.unique(evidence.ids[ends], return_counts=True)
         same = int(times.max())
         share = count / max(int(evidence.last.sum()), 1)
@@ -210,6 +224,9 @@ class Retokenised(Cause):
         before_size, after_size = float(evidence.size[before].mean()), float(evidence.size[after].mean())
         if after_size < 8 * before_size and len(slips) < 2:
             return None
+        median = float(np.median(evidence.size[after]))
+        if median < 0.1 * after_size and (evidence.d[after] > 0.02).mean() < ONE_SIDED and not slips:
+            return None  # a sampler that forbids tokens makes all others likelier, by much where those were likely
         if len(slips) > len(firsts) / 2 and moved_by < 4 * at_place + 1:  # all is shifted, from the first token on
             return None
         if before_size < 0.02:  # the others that differ do for the same reason, early or just before they end
@@ -235,6 +252,9 @@ class Retokenised(Cause):
             surest=1.0 if slips or len(firsts) >= SEVERAL else FEW,
         )
 
+
+ONE_SIDED = 0.03
+"""Share of the tokens at which d is above 0, below which few tokens that are far off are no other text."""
 
 SEVERAL, FEW = 4, 0.65
 """Sequences from which the log-probs that differ from some token on are no chance, and the confidence with fewer."""

@@ -94,7 +94,7 @@ def linear_logprob(
             A position without an id is not truncated: its distribution is that over the vocabulary.  A mask says so
             with True everywhere.
         temperature: divides the logits.
-        logit_scale: multiplies the product of hidden states and head.
+        logit_scale: multiplies the logits, the bias included.
         soft_cap: bounds the scaled product x by soft_cap tanh(x / soft_cap); None: no bound.
         entropy: whether to compute the entropy.
         sum_sq_probs: whether to compute the sum of squared probabilities.
