@@ -174,7 +174,7 @@ def how_sure(finding: Finding) -> str:
 
 
 def unnamed(report: Report) -> str:
-    """How much of mean |d| the causes leave, where it is a tenth or more; "" else."""
+    """A sentence on the part of mean |d| that the causes leave, where it is a tenth or more; "" else."""
     shares = [one.share for one in report.causes if CAUSES[one.cause].stage not in ("updates", "unlogged")]
     left = 1 - sum(shares)
     if not shares or left < 0.1:

@@ -316,6 +316,20 @@ def test_the_anchor_in_force_is_said_once(make_trainer, replay, caplog, keys, se
     assert repr(trainer.anchor) == anchor and f"anchor={anchor}" in repr(trainer.correction_step)
 
 
+@pytest.mark.parametrize(("keys", "said"), [((), False), (("old_logp",), False), (None, True)])
+@pytest.mark.filterwarnings("ignore:every staleness ratio")
+def test_the_first_line_says_that_the_ratios_leave_a_lag_out(make_trainer, replay, caplog, keys, said):
+    """Where a rollout_func returns no log-probs, the ratios of several updates compare these updates alone."""
+
+    def without_logp(prompts, trainer):
+        return {**replay()(prompts, trainer), "logprobs": None}
+
+    sampler = without_logp if keys is None else replay(*keys)
+    make_trainer(rollout_func=sampler, max_steps=2, loss_type="minpro", num_iterations=2).train()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "offcorr"]
+    assert ("the ratios leave a lag of the sampler out, as it returns no log-probs" in line) == said
+
+
 @pytest.mark.parametrize(
     ("sampler", "settings", "anchor"),
     [
