@@ -60,6 +60,9 @@ class Anchor(ABC):
     resets: int = 0
     """Number of times it has reset itself."""
 
+    of_metrics: bool = False
+    """Whether metrics alone compare with its log-probs, because the loss is not this library's."""
+
     @property
     def wants_active(self) -> bool:
         """Whether ``step`` reads ``active``."""
@@ -101,10 +104,11 @@ class Anchor(ABC):
         return f"{type(self).__name__}()"
 
     def __str__(self) -> str:
-        """The name that configurations use, with its options; the repr, if it has no name."""
+        """The name that configurations use, with its options; the repr, if it has no name; and who compares with it."""
         name = next((name for name, kind in ANCHORS.items() if kind is type(self)), None)
         options = repr(self).removeprefix(type(self).__name__)
-        return repr(self) if name is None else f"anchor {name!r}{'' if options == '()' else f' {options}'}"
+        named = repr(self) if name is None else f"anchor {name!r}{'' if options == '()' else f' {options}'}"
+        return f"{named}, of the metrics alone: the loss does not read it" if self.of_metrics else named
 
 
 class Supplied(Anchor):

@@ -44,6 +44,7 @@ from offcorr.trl.step import (
     StepCallback,
     log_metrics,
     make_step,
+    of_metrics,
     refuse_nan_model,
     report_first_batch,
     share_done,
@@ -158,12 +159,12 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
 
     @property
     def anchor(self) -> Anchor | None:
-        """The anchor that supplied the last batch's ``old_logp``.
+        """The anchor that supplied the last batch's ``old_logp``; under TRL's own loss that of the metrics alone.
 
         Before the first batch, the one that was asked for; None: the default depends on what the worker will put on
         its buffer.
         """
-        return self.correction_step.anchor_in_force or self.correction_step.anchor
+        return of_metrics(self.correction_step.anchor_in_force or self.correction_step.anchor, not self._corrects)
 
     # The loss
 

@@ -299,6 +299,13 @@ def _above_zero(batch: offcorr.Batch) -> list[str]:
     return [name for name, values in given.items() if values is not None and above_zero(values.detach()[mask])]
 
 
+def of_metrics(anchor: Anchor | None, alone: bool) -> Anchor | None:
+    """The anchor, which then says of itself whether metrics alone compare with it."""
+    if anchor is not None:
+        anchor.of_metrics = alone
+    return anchor
+
+
 def trls_loss(args: Any) -> str:
     """TRL's own loss in words; the asynchronous trainer's has no name."""
     name = getattr(args, "loss_type", None)

@@ -47,6 +47,7 @@ from offcorr.trl.step import (
     lag_metrics,
     log_metrics,
     make_step,
+    of_metrics,
     refuse_nan_model,
     report_first_batch,
     share_done,
@@ -151,12 +152,13 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @property
     def anchor(self) -> Anchor | None:
-        """The anchor that supplied the last batch's ``old_logp``.
+        """The anchor that supplied the last batch's ``old_logp``; under TRL's own loss that of the metrics alone.
 
         Before the first batch, the one that was asked for, else the default of this library's samplers, of vLLM or of
         TRL's own generation; None: the default of another ``rollout_func`` depends on what it will return.
         """
-        return self.correction_step.anchor_in_force or self.correction_step.anchor or self._expected_anchor()
+        found = self.correction_step.anchor_in_force or self.correction_step.anchor or self._expected_anchor()
+        return of_metrics(found, not self._corrects)
 
     def _expected_anchor(self) -> Anchor | None:
         """The default anchor of the first batch, where the sampler is one whose log-probs are known."""

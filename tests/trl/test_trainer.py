@@ -346,6 +346,9 @@ def test_the_anchor_is_known_before_the_first_batch(make_trainer, sampler, setti
     trainer = make_trainer(rollout_func=sampler and sampler(), max_steps=1, **settings)
     before = repr(trainer.anchor)
     assert before.startswith(anchor)
+    assert str(trainer.anchor).endswith(", of the metrics alone: the loss does not read it") == (
+        settings["loss_type"] == "dapo"
+    )
     trainer.train()
     assert repr(trainer.anchor) == before
 
