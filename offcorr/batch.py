@@ -25,6 +25,13 @@ LOG_LIMIT = 20.0
 ABOVE_ZERO = "{} is above 0 on valid tokens, as no log-prob is: were probabilities passed, or -log p?"
 """The warning where ``above_zero`` holds of a field."""
 
+PLACEHOLDERS = (
+    "rollout_logp is 0 on valid tokens that are unlikely by logp, or below -100 where they are not, as no log-prob of "
+    "a sampled token is: are these placeholders? Pass NaN where the engine reported none: such a token gets no engine "
+    "weight, and offcorr/loss/unscored counts it"
+)
+"""The warning where ``placeholders`` holds."""
+
 BELOW_ZERO = {
     "entropy": "entropy is below 0 on valid tokens, as no entropy of a next-token distribution is: was sum p log p "
     "passed without its minus sign?",
@@ -217,6 +224,8 @@ class Batch:
                 _refuse_none_finite(name, valid, len(valid))
             if above_zero(valid):
                 warn_once(ABOVE_ZERO.format(name))
+        if self.rollout_logp is not None and placeholders(self.rollout_logp.detach()[mask], self.logp.detach()[mask]):
+            warn_once(PLACEHOLDERS)
         tokens = int(mask.sum())
         for name in _EITHER:
             values = getattr(self, name)
@@ -388,6 +397,14 @@ def above_zero(logp: Tensor) -> bool:
     """Whether these [N], of log-probs or entropies, are above 0 by more than rounding."""
     # Rounding alone gives up to 1e-6 in float32, 5e-3 in bfloat16, and hardly on every token.
     return bool(((logp > 0.01) | ((logp > 1e-3) & (logp > 0).all())).any())
+
+
+def placeholders(rollout_logp: Tensor, logp: Tensor) -> bool:
+    """Whether more than 1 % of these [N] are no log-probs of tokens that were sampled, whatever the trainer finds."""
+    zero, few = rollout_logp == 0, max(2, 0.01 * len(logp))
+    unlikely = int((zero & (logp < -1)).sum())  # a truncation leaves tokens alone, with a log-prob of 0: likely ones
+    impossible = int(((rollout_logp < -100) & (logp > -20)).sum())
+    return impossible > few or unlikely > max(few, 0.2 * int(zero.sum()))
 
 
 def rises_to(tokens: int, ends: Tensor) -> BoolScalar:

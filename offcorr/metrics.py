@@ -84,7 +84,7 @@ MISMATCH = (
 finite, before any weight, gate or rejection.  ESS / n is left out of one value, of which it is always 1."""
 
 LOSS = (
-    Metric("clipped", "mean share of the gradient ratio * A that the gate removed", Mean),
+    Metric("clipped", "mean over valid tokens of the share of ratio * A that the gate removed", Mean),
     Metric("truncated", "share of valid tokens whose weight was bounded", Mean),
     Metric("rejected", "share of valid tokens dropped by a weight or a rejection", Mean),
     Metric("vetoed", "share of valid tokens dropped by a veto", Mean),

@@ -2159,6 +2159,27 @@ MUTATIONS = [
         "tests/trl/test_trainer.py leave_a_lag_out",
     ),
     Mutation(
+        "diagnose --model: beside dropout no checkpoint explains the sampler",
+        "offcorr/diagnose/informed.py",
+        "not rescored.as_the_model or one in weights",
+        "not rescored.as_the_model",
+        "tests/diagnose/test_rescore.py beside_dropout",
+    ),
+    Mutation(
+        "diagnose: differences of one sign are rounding",
+        "offcorr/diagnose/causes/policies.py",
+        "or above < ONE_SIGN * below:",
+        "or False:",
+        "tests/diagnose/test_causes.py one_sign",
+    ),
+    Mutation(
+        "placeholders of the engine pass without a word",
+        "offcorr/batch.py",
+        "impossible > few or unlikely",
+        "False and unlikely",
+        "tests/test_batch.py placeholders",
+    ),
+    Mutation(
         "diagnose --checkpoint: whole sequences changed within",
         "offcorr/diagnose/earlier.py",
         "if sum(within) < 0.25 * len(records):",

@@ -239,6 +239,20 @@ def test_another_line_that_makes_the_mistake_again_is_warned_again():
     assert len(first) == len(second) == 1
 
 
+@pytest.mark.parametrize(
+    ("values", "warned"), [([0.0] * 4, True), ([-9999.0] * 4, True), ([-4.5] * 4, False), ([float("nan")] * 4, False)]
+)
+def test_placeholders_for_the_engines_log_probs_are_warned_of(values, warned):
+    columns = dict(logp=torch.full((2, 20), -4.0), advantages=torch.ones(2), mask=torch.ones(2, 20, dtype=torch.bool))
+    rollout_logp = torch.full((2, 20), -4.1)
+    rollout_logp[0, :4] = torch.tensor(values)
+    warn_again()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Batch(rollout_logp=rollout_logp, **columns)
+    assert any("are these placeholders?" in str(one.message) for one in caught) == warned
+
+
 def test_a_field_that_a_batch_does_not_have():
     batch = Batch(**GOOD)
     with pytest.raises(TypeError, match="Batch has no field 'advantage', did you mean 'advantages'"):

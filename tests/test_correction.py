@@ -480,6 +480,7 @@ def test_half_precision_log_probs_under_a_product(name, warns, heard):
     [
         (lambda: weights.Truncate(0.0), "Truncate: cap is 0.0, expected a finite number > 0 or None"),
         (lambda: weights.Truncate(2.0, level="seq"), "Truncate: level is 'seq', did you mean 'sequence'"),
+        (lambda: weights.Truncate(2.0, mismatch="rollout"), "Truncate: mismatch is 'rollout', expected one of"),
         (lambda: weights.Mask(0.0, 0.0), "Mask: high is 0.0, expected a finite number > 0"),
         (lambda: weights.Bound(high=0.0), "Bound: high is 0.0, expected a finite number > 0"),
         (lambda: offcorr.get("cispo", cap=0), "cap is 0, expected a finite number > 0"),

@@ -13,7 +13,7 @@ from offcorr.diagnose.causes.policies import EARLIER, FAR, same_version
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.evidence import SAME, Evidence
-from offcorr.diagnose.questions import open_questions
+from offcorr.diagnose.questions import HIDDEN_BY_DROPOUT, open_questions
 from offcorr.diagnose.rescore import EXPLAINS, OF_CHECKPOINTS, TRANSFORMS, Hypothesis, Rescored
 
 SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised")}
@@ -45,6 +45,9 @@ OF_TRAINER = {
 
 EXACTLY = 0.02
 """Share of mean |d| up to which two log-probs are the same."""
+
+FAR_OFF = 0.1
+"""Share of mean |d| above which a difference between model and sampler has a cause."""
 
 FIRSTS = 6
 """Completions whose first tokens tell."""
@@ -86,7 +89,8 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if rescored.other_model:
         return report
     silent = _of_the_draws(rescored)
-    gap = _of_what_the_trainer_read(rescored) or _of_the_gap(report, rescored) or _of_the_trainer(report, rescored)
+    read = _of_what_the_trainer_read(rescored)
+    gap = read or _of_the_gap(report, rescored) or _of_the_trainer(report, rescored)
     # What is drawn wrongly precedes two policies that differ.
     first, second = (silent, gap) if gap is not None and CAUSES[gap.cause].stage == "policies" else (gap, silent)
     found = [one for one in (first, second) if one is not None]
@@ -99,8 +103,8 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if gap is not None:
         room = 2 * (1 - gap.share) + 0.1  # of mean |d|: no more is left to a transform that the logs show beside it
         replaced |= {one.cause for one in report.causes if CAUSES[one.cause].stage == "sampling" and one.share > room}
-        found = [_beside_the_trainer(one, rescored) if one is gap else one for one in found]
-        if gap.cause not in TRAINERS:
+        if read is None and gap.cause not in TRAINERS:
+            found = [_beside_the_trainer(one, rescored) if one is gap else one for one in found]
             replaced.discard("dropout")  # what repeats itself shows it, beside whatever the sampler does
     others = [
         _older(one, rescored, same_version(report.evidence)) for one in report.causes if one.cause not in replaced
@@ -108,6 +112,8 @@ def informed(report: Report, rescored: Rescored) -> Report:
     others = [_refuted(one, rescored) for one in others]
     cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
     cannot_tell = [_not_yet_done(one, rescored) for one in cannot_tell]
+    if gap is None and rescored.gap > EXACTLY * rescored.logged and "dropout" in {one.cause for one in others}:
+        cannot_tell.append(HIDDEN_BY_DROPOUT)
     causes = _larger_gap_first([*found, *others], report.evidence)
     verdict, sure = report.verdict, report.confidence
     if causes:
@@ -124,7 +130,7 @@ def _beside_the_trainer(finding: Finding, rescored: Rescored) -> Finding:
 
     The difference between model and trainer is taken to have nothing to do with that between model and sampler.
     """
-    if finding.cause in TRAINERS or rescored.as_the_model or rescored.trainer <= EXACTLY * rescored.logged:
+    if rescored.trainer <= EXACTLY * rescored.logged:
         return finding
     left = math.hypot(rescored.trainer, (1 - finding.share) * rescored.gap)
     said = (
@@ -191,7 +197,15 @@ def _not_yet_done(question: str, rescored: Rescored) -> str:
 def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
     """The hypothesis that explains most of the gap, if it explains enough."""
     noisy = not _repeats_itself(report.evidence)
-    fits = [one for one in rescored.hypotheses if (noisy if one.cause == "dropout" else not rescored.as_the_model)]
+    # Beside a noisy trainer older weights leave a model that is nearer to the sampler than the trainer is.
+    weights = [
+        one for one in rescored.hypotheses if one.cause in OF_CHECKPOINTS and rescored.gap > FAR_OFF * rescored.logged
+    ]
+    fits = [
+        one
+        for one in rescored.hypotheses
+        if (noisy if one.cause == "dropout" else not rescored.as_the_model or one in weights)
+    ]
     best = fits[0] if fits else None
     if best is None or best.share <= EXPLAINS:
         return None

@@ -18,6 +18,12 @@ MOVE_THE_BALANCE = ("values", "sampling", "unlogged", "policies")
 """Stages whose causes move it."""
 
 
+HIDDEN_BY_DROPOUT = (
+    "what else differs: the noise of dropout hides a second cause, such as older weights or a penalty. To find out, "
+    "dump again with dropout off"
+)
+
+
 def lacking(evidence: Evidence, fields: Iterable[str]) -> list[str]:
     """Those of the fields that some sequence has not."""
     return [name for name in fields if any(getattr(record, name) is None for record in evidence.records)]
@@ -79,9 +85,11 @@ trainer_version, or give --model'
             "and min_p"
         )
     if "dropout" in named and not draws_known:
+        said.append(HIDDEN_BY_DROPOUT)
+    if "repetition_penalty" in named and not draws_known:
         said.append(
-            "what else differs: the noise of dropout hides a second cause, such as older weights or a penalty. To find "
-            "out, dump again with dropout off"
+            "what else differs: a penalty moves each context by another amount, and hides a second cause, such as "
+            "older weights. To find out, dump again without the penalty, or give --model"
         )
     if "dropout" not in named and not repeatable(evidence):
         said.append(f"whether the trainer's dropout is on. To find out, {_repeated_contexts(evidence)}")

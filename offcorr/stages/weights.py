@@ -163,6 +163,7 @@ def Truncate(cap: Number | None = 2.0, level: Level = "token", mismatch: Mismatc
     """
     check_value("Truncate", "cap", cap, low=0, above=True, optional=True)
     check_word("Truncate", "level", level, get_args(Level))
+    check_word("Truncate", "mismatch", mismatch, get_args(Mismatch))
     return Bound(high=cap, level=level, mismatch=mismatch)
 
 
@@ -181,6 +182,7 @@ def Mask(  # noqa: N802
     check_value("Mask", "low", low, low=0, optional=True)
     check_value("Mask", "high", high, low=0, above=True, optional=True)
     check_word("Mask", "level", level, get_args(Level))
+    check_word("Mask", "mismatch", mismatch, get_args(Mismatch))
     return Bound(low, high, "mask", level, mismatch)
 
 

@@ -212,6 +212,19 @@ def cut(record, length):
     return dataclasses.replace(record, **{name: getattr(record, name)[chosen] for name in names})
 
 
+def test_a_second_cause_beside_a_penalty_is_asked_about():
+    report = diagnose(world("repetition_penalty").records())
+    assert any("a penalty moves each context by another amount" in one for one in report.cannot_tell)
+
+
+def test_differences_of_one_sign_are_no_rounding():
+    """A sampler that forbids an unlikely token makes all others likelier, by as little as rounding would."""
+    made = world()
+    made.sampler = lambda logits, world: np.where(logits < logits.min(-1, keepdims=True) + 1e-9, -np.inf, logits)
+    report = diagnose(made.records())
+    assert 0 < report.numbers["abs_mean"] < 0.01 and "precision" not in {one.cause for one in report.causes}
+
+
 def test_a_second_cause_beside_dropout_is_asked_about():
     report = diagnose(world("dropout").records())
     assert report.causes[0].at_most and report.causes[0].confidence > 0.8

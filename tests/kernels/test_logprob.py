@@ -531,6 +531,7 @@ def refused(error, message, **changes):
         (TypeError, "target is torch.float32, expected integers", {"target": torch.zeros(2, 3)}),
         (TypeError, "mask is torch.float32, expected integers or bool", {"mask": torch.ones(2, 3)}),
         (ValueError, "temperature is 0", {"temperature": 0.0}),
+        (ValueError, r"temperature is a tensor of shape \[3\], expected one", {"temperature": torch.ones(3)}),
         (ValueError, "temperature is nan", {"temperature": float("nan")}),
         (ValueError, "soft_cap is -1", {"soft_cap": -1.0}),
         (ValueError, "logit_scale is 0", {"logit_scale": 0.0}),

@@ -23,6 +23,9 @@ FAR = 0.15
 ALIKE = 0.8
 """Confidence at most in a cause that others leave the traces of: an old cache, another prompt, a change within."""
 
+ONE_SIGN = 0.03
+"""Share of the d below 0 that those above 0 make up at least where both sides round."""
+
 REPEATED = 6
 """Tokens after contexts that were scored more than once, which a test for dropout needs."""
 
@@ -388,7 +391,10 @@ class PrecisionOf(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        return None if small_growth(evidence) else _as_rounding(evidence)
+        above, below = float(np.maximum(evidence.d, 0).sum()), float(np.maximum(-evidence.d, 0).sum())
+        if small_growth(evidence) or above < ONE_SIGN * below:  # as of a sampler that forbids a few unlikely tokens
+            return None
+        return _as_rounding(evidence)
 
 
 class PolicyUpdates(Cause):

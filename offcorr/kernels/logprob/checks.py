@@ -19,6 +19,9 @@ def transform_of(logit_scale: float, soft_cap: float | None, temperature: float)
     Raises:
         ValueError: temperature or soft_cap is not positive, or logit_scale is 0 or not finite.
     """
+    for name, value in (("temperature", temperature), ("soft_cap", soft_cap), ("logit_scale", logit_scale)):
+        if isinstance(value, Tensor) and value.ndim:
+            raise ValueError(f"{name} is a tensor of shape {list(value.shape)}, expected one number for all tokens")
     for name, value in (("temperature", temperature), ("soft_cap", soft_cap)):
         if value is not None and not (0 < value < math.inf):
             raise ValueError(f"{name} is {value}, expected a positive number")
