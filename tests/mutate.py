@@ -2180,6 +2180,13 @@ MUTATIONS = [
         "tests/test_batch.py placeholders",
     ),
     Mutation(
+        "diagnose: what depends on the batch is dropout for sure",
+        "offcorr/diagnose/causes/policies.py",
+        "return len(paired) > 0 and float(paired.mean()) > 0.2",
+        "return False",
+        "tests/diagnose/test_causes.py depend_on_the_batch",
+    ),
+    Mutation(
         "diagnose --checkpoint: whole sequences changed within",
         "offcorr/diagnose/earlier.py",
         "if sum(within) < 0.25 * len(records):",

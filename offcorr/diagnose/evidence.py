@@ -59,6 +59,21 @@ def mean_by_sequence(values: Floats, sequence: Integers) -> Estimate:
     return Estimate(average, float(np.sqrt((off**2).sum() * len(off) / max(len(off) - 1, 1)) / known.sum()))
 
 
+class SameContext(NamedTuple):
+    """Spreads of the trainer's and of the sampler's log-probs, as logged, of one token after one prompt and prefix.
+
+    They are in units of 1 - p + .01, as noise on the logits is.
+
+    Args:
+        trainer, sampler: the distance of each log-prob from the mean of its context.
+        paired: of each token with p below .95, whether the trainer gave another sample exactly the same.
+    """
+
+    trainer: Floats
+    sampler: Floats
+    paired: Booleans
+
+
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """N tokens that the model sampled, of all sequences one after the other; d = trainer - sampler.
@@ -300,11 +315,10 @@ class Evidence:
         return np.unique([_weights(record) for record in self.records], return_inverse=True)[1].astype(np.int64)
 
     @cached_property
-    def same_context(self) -> tuple[Floats, Floats]:
-        """Spreads of the trainer's and of the sampler's log-probs, as logged, of one token after one prompt and prefix.
+    def same_context(self) -> SameContext:
+        """The log-probs of one token after one prompt and prefix, which both sides score once for each sample.
 
-        They are in units of 1 - p + .01, as noise on the logits is.  Samples of one prompt share their beginnings; both
-        sides score each beginning once per sample.  Samples of other weights on either side, by version and step, are
+        Samples of one prompt share their beginnings.  Samples of other weights on either side, by version and step, are
         apart.
         """
         if self.whole is not None:
@@ -322,7 +336,12 @@ class Evidence:
             centre = np.bincount(context, logp, minlength=len(count)) / count
             return np.asarray(np.abs(logp - centre[context]) / doubt)
 
-        return spread(trainer), spread(sampler)
+        order = np.lexsort((trainer, context))
+        equal = (np.diff(context[order]) == 0) & (np.abs(np.diff(trainer[order])) < 1e-6)
+        paired = np.zeros(len(order), bool)
+        paired[order[:-1]] |= equal
+        paired[order[1:]] |= equal
+        return SameContext(spread(trainer), spread(sampler), paired[doubt > 0.06])
 
 
 def _first(columns: Sequence[Any]) -> Any:

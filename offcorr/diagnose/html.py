@@ -104,9 +104,9 @@ ERRORS = (
     "steps of a run it may well change by more."
 )
 READING = (
-    "p is the probability that the trainer gives a token. Two models hardly differ about one that is nearly certain (p"
-    " close to 1), so their difference is also given relative to 1 - p: |d| / (1 - p), the relative difference, of the"
-    " tokens with p below 0.99, and with 0.01 added to 1 - p. A confidence of 0.5 means that a test only just finds a "
+    "p is the probability that the trainer gives a token. Two models hardly differ about one that is nearly certain (p "
+    "close to 1), so their difference is also given relative to 1 - p: |d| / (1 - p), the relative difference, of the "
+    "tokens with p below 0.99, and with 0.01 added to 1 - p. A confidence of 0.5 means that a test only just finds a "
     "cause, and 1 that it is certain."
 )
 

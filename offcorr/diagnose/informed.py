@@ -235,7 +235,7 @@ def _sure(best: Hypothesis, tried: Sequence[Hypothesis]) -> float:
 
 def _repeats_itself(evidence: Evidence) -> bool:
     """Whether the trainer gave one token the same log-prob after one context each time, as no dropout does."""
-    spread, _ = evidence.same_context
+    spread = evidence.same_context.trainer
     return len(spread) > 0 and float(spread.max()) < SAME
 
 

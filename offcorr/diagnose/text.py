@@ -48,13 +48,13 @@ def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] =
 BULLET: Any = {"initial_indent": " - ", "subsequent_indent": "   ", "break_long_words": False}
 
 GLOSSARY = (
-    "d = the trainer's log-prob of a sampled token (old_logp: under the weights that it takes for the sampler's) minus"
-    " the sampler's (rollout_logp), and |d| its size without sign, in nats (natural logarithms: where d is 0.01 nats, "
+    "d = the trainer's log-prob of a sampled token (old_logp: under the weights that it takes for the sampler's) minus "
+    "the sampler's (rollout_logp), and |d| its size without sign, in nats (natural logarithms: where d is 0.01 nats, "
     "the two probabilities differ by 1 %); p = the token's probability by the trainer. Two models hardly differ about "
     "a token that is nearly certain, so their difference is also given relative to 1 - p: |d| / (1 - p), the relative "
     "difference, of the tokens with p below 0.99, and with 0.01 added to 1 - p. Surprisal balance: how much less "
-    "likely the sampled tokens are to the trainer than draws from its own distributions would be, the mean of (- log-"
-    "prob - entropy). +- is one standard error. Confidence: how clearly the cause is told from others that leave "
+    "likely the sampled tokens are to the trainer than draws from its own distributions would be, the mean of (- "
+    "log-prob - entropy). +- is one standard error. Confidence: how clearly the cause is told from others that leave "
     "similar numbers; 0.5: only just, 1: certainly."
 )
 

@@ -225,6 +225,20 @@ def test_differences_of_one_sign_are_no_rounding():
     assert 0 < report.numbers["abs_mean"] < 0.01 and "precision" not in {one.cause for one in report.causes}
 
 
+def test_log_probs_that_depend_on_the_batch_are_no_sure_dropout():
+    """Two samples in one batch get exactly the same where they begin alike, which under dropout no two do."""
+    records, pairs = world("dropout", seed=1).records(), []
+    for row, one in enumerate(records):
+        first = records[row - row % 2]
+        alike = np.cumprod(one.completion_ids == first.completion_ids).astype(bool)
+        pairs.append(dataclasses.replace(one, old_logp=np.where(alike, first.old_logp, one.old_logp)))
+    report = diagnose(pairs)
+    assert (report.verdict, report.confidence) == ("dropout", 0.5)
+    assert any("depends on the batch" in one for one in report.cannot_tell)
+    report = diagnose(records)
+    assert report.confidence > 0.8 and not any("depends on the batch" in one for one in report.cannot_tell)
+
+
 def test_a_second_cause_beside_dropout_is_asked_about():
     report = diagnose(world("dropout").records())
     assert report.causes[0].at_most and report.causes[0].confidence > 0.8

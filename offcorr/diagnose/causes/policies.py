@@ -68,6 +68,12 @@ def never_updated(evidence: Evidence) -> bool:
     return same_version(evidence) or (not versioned(evidence) and growth(evidence) is not None)
 
 
+def _by_batch(evidence: Evidence) -> bool:
+    """Whether samples of one prompt share a log-prob exactly, although others of the same context do not have it."""
+    paired = evidence.same_context.paired
+    return len(paired) > 0 and float(paired.mean()) > 0.2
+
+
 class Dropout(Cause):
     """The trainer scores one token after one context differently each time."""
 
@@ -75,9 +81,17 @@ class Dropout(Cause):
     stage = "policies"
     title = "the trainer's dropout is on"
     advice = "score with model.eval(), or set every dropout of the model's configuration to 0"
+    not_told_from = (
+        Alternative(
+            "something that depends on the batch, such as padding without an attention mask: some samples got exactly "
+            "the same log-prob, as under dropout none do",
+            "score one sequence twice, in two batches",
+            settled=lambda evidence: not _by_batch(evidence),
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
-        trainer, sampler = evidence.same_context
+        trainer, sampler, _ = evidence.same_context
         if len(trainer) < REPEATED or evidence.gap < SAME:
             return None
         spread, other = float(trainer.mean()), float(sampler.mean())
@@ -93,6 +107,7 @@ class Dropout(Cause):
             f"alike, and its log-probs are off their mean by {spread:.2g} (1 - p) nats, where p is the token's "
             f"probability ({len(trainer)} tokens); the sampler's are by {other:.2g}, and without dropout the trainer's "
             "would agree, too",
+            surest=0.5 if _by_batch(evidence) else 1.0,
         )
 
 
@@ -304,7 +319,7 @@ def noise(evidence: Evidence) -> bool:
 
 def repeatable(evidence: Evidence) -> bool:
     """Whether enough tokens were scored twice after one context to tell dropout from what is the same each time."""
-    return len(evidence.same_context[0]) >= REPEATED
+    return len(evidence.same_context.trainer) >= REPEATED
 
 
 def _two_policies(evidence: Evidence) -> bool:
@@ -414,7 +429,7 @@ class PolicyUpdates(Cause):
         moved = evidence.moved
         if moved < 10 * SAME or moved < 0.2 * evidence.gap:
             return None
-        spread = evidence.same_context[0]
+        spread = evidence.same_context.trainer
         if len(spread) >= REPEATED and spread.mean() > max(0.02, 0.1 * moved):  # each forward pass differs
             return None
         share = moved / (moved + evidence.gap)
