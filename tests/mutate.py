@@ -2070,8 +2070,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a temperature is sure of a part of d",
         "offcorr/diagnose/causes/sampling.py",
-        "surest=ALSO_TRANSFORMS if fit.explained > NEARLY_ALL else ALSO_UPDATES",
-        "surest=ALSO_TRANSFORMS",
+        "surest = ALSO_TRANSFORMS if fit.explained > NEARLY_ALL else ALSO_UPDATES",
+        "surest = ALSO_TRANSFORMS",
         "tests/diagnose/test_causes.py part_of_d",
     ),
     Mutation(
@@ -2084,8 +2084,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a temperature is certain without a model",
         "offcorr/diagnose/causes/sampling.py",
-        "surest=ALSO_TRANSFORMS if",
-        "surest=1.0 if",
+        "surest = ALSO_TRANSFORMS if",
+        "surest = 1.0 if",
         "tests/diagnose/test_causes.py fiftieth",
     ),
     Mutation(
@@ -2185,6 +2185,20 @@ MUTATIONS = [
         "return len(paired) > 0 and float(paired.mean()) > 0.2",
         "return False",
         "tests/diagnose/test_causes.py depend_on_the_batch",
+    ),
+    Mutation(
+        "diagnose: a temperature is sure of whose it is",
+        "offcorr/diagnose/causes/sampling.py",
+        "surest = UNKNOWN_DRAWS",
+        "pass",
+        "tests/diagnose/test_causes.py whose_temperature",
+    ),
+    Mutation(
+        "diagnose: zeros of a truncation are placeholders for sure",
+        "offcorr/diagnose/causes/values.py",
+        "surest=FEW if not impossible and",
+        "surest=FEW if False and",
+        "tests/diagnose/test_causes.py zeros_among",
     ),
     Mutation(
         "diagnose --checkpoint: whole sequences changed within",

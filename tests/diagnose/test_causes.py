@@ -225,6 +225,28 @@ def test_differences_of_one_sign_are_no_rounding():
     assert 0 < report.numbers["abs_mean"] < 0.01 and "precision" not in {one.cause for one in report.causes}
 
 
+def test_zeros_among_differences_of_one_sign_may_be_of_a_truncation():
+    """A token that is alone has a log-prob of 0, and other kept tokens are likelier to the sampler."""
+
+    def zeros(columns, world):
+        columns["rollout_logp"] = columns["old_logp"] * (0.8 + 0.2 * world.rng.random(columns["old_logp"].shape))
+        for row in range(1, 20):
+            columns["rollout_logp"][row, 20], columns["old_logp"][row, 20] = 0.0, -1.5 - 0.1 * row
+
+    (one,) = [one for one in diagnose(simulated.World(edits=[zeros]).records()).causes if one.cause == "sentinel"]
+    assert one.confidence == 0.65
+
+
+def test_few_tokens_do_not_say_whose_temperature_it_is():
+    """Of a flat policy both temperatures draw nearly alike."""
+    for seed in range(3):
+        report = diagnose(flattened(lambda logits, world: logits / 1.1, 0.3, seed=seed, sequences=16))
+        assert report.verdict in ("temperature", "raw_logprobs") and report.confidence <= 0.5
+        assert any("compare the temperatures of both sides" in one for one in report.cannot_tell)
+    report = diagnose(world("temperature").records())
+    assert report.confidence == 0.8 and not any("temperatures of both" in one for one in report.cannot_tell)
+
+
 def test_log_probs_that_depend_on_the_batch_are_no_sure_dropout():
     """Two samples in one batch get exactly the same where they begin alike, which under dropout no two do."""
     records, pairs = world("dropout", seed=1).records(), []

@@ -145,6 +145,11 @@ class Temperature(Cause):
             settled=lambda evidence: power(evidence).explained > NEARLY_ALL,
         ),
         OTHER_TRANSFORM,
+        Alternative(
+            "log-probs without the temperature that the engine samples at (raw_logprobs)",
+            "compare the temperatures of both sides",
+            settled=lambda evidence: abs(float(evidence.d.sum())) > DRAWN,
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -158,7 +163,14 @@ class RawLogprobs(Cause):
     stage = "sampling"
     title = "the engine logs log-probs without the temperature that it samples at"
     advice = PROCESSED
-    not_told_from = (OTHER_TRANSFORM,)
+    not_told_from = (
+        OTHER_TRANSFORM,
+        Alternative(
+            "a temperature that the trainer does not apply",
+            "compare the temperatures of both sides",
+            settled=lambda evidence: abs(float(evidence.d.sum())) > DRAWN,
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         return _tempered(evidence, sampled_by_trainer=True)
@@ -171,6 +183,12 @@ policy have left up to .98 of it to a temperature, and a temperature .988 or mor
 ALSO_TRANSFORMS = 0.8
 """Confidence in a temperature at most without a model: a softcap or a clamp of the logits has left it .99 of the spread
 of d, and the temperature then removes half to two thirds of the mean |d|."""
+
+DRAWN = 4.0
+"""Log-likelihood ratio (nats) from which the tokens say whose temperature they were drawn at."""
+
+UNKNOWN_DRAWS = 0.5
+"""Confidence at most in one of the two causes, where the tokens do not say it."""
 
 ALSO_UPDATES = 0.65
 """Confidence in a temperature at most, where updates that sharpened the policy can leave the same."""
@@ -199,6 +217,9 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     above = float(np.maximum(evidence.d, 0).mean())
     if below > 20 * above:  # one sign: a truncated distribution
         return None
+    surest = ALSO_TRANSFORMS if fit.explained > NEARLY_ALL else ALSO_UPDATES
+    if abs(float(evidence.d.sum())) <= DRAWN:
+        surest = UNKNOWN_DRAWS
     carried = 1 / fit.power.value
     whose = "trainer" if sampled_by_trainer else "sampler"
     return Found(
@@ -209,7 +230,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         f"the sampler's log-probs are the trainer's at about {carried:.2f} times its temperature, which explains "
         f"{fit.explained:.0%} of the spread of d; the sampled tokens are likelier by the {whose}'s log-probs",
         _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit),
-        surest=ALSO_TRANSFORMS if fit.explained > NEARLY_ALL else ALSO_UPDATES,
+        surest=surest,
         at_most=True,
     )
 

@@ -45,7 +45,13 @@ class Sentinel(Cause):
             f"{odd.sum()} of {len(evidence)} tokens have a value from the sampler that cannot be their log-prob, most "
             f"often {value:g}",
             evidence.keep(~(odd | np.isin(evidence.sampler, values[times >= FEWEST]))),
+            surest=FEW if not impossible and value == 0 and _truncated(evidence.d[~odd]) else 1.0,
         )
+
+
+def _truncated(d: Floats) -> bool:
+    """Whether d is below 0, or 0, nearly everywhere: a truncation leaves a token alone, too, with a log-prob of 0."""
+    return float(np.maximum(d, 0).sum()) < ONE_SIDED * float(np.maximum(-d, 0).sum())
 
 
 class Mask(Cause):
