@@ -75,7 +75,7 @@ def test_an_option_leads_to_what_it_logs(capsys, refused):
 
 
 def test_a_product_in_a_formula_keeps_its_sign(capsys):
-    assert "of the gradient ratio * A that" in page(capsys, "clipped")
+    assert "of the share of ratio * A that" in page(capsys, "clipped")
 
 
 def test_low_effective_sample_sizes_have_more_than_one_cause(capsys):
