@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
+
+try:
+    from trl.trainer.utils import is_async_callable as awaited
+except ImportError:  # an older TRL, which awaits functions alone and no objects that can be called
+    from inspect import iscoroutinefunction as awaited
 
 UNREWARDED = (
     "a completion has no reward: every reward function returned None or NaN for it. TRL gives it the advantage 0, so "
@@ -109,8 +113,7 @@ def checked(reward_func: Any) -> Any:
     def now(**columns: Any) -> list[Any]:
         return listed(name, reward_func(**columns), len(columns["completions"]))
 
-    waits = any(map(inspect.iscoroutinefunction, (reward_func, getattr(reward_func, "__call__", None))))  # noqa: B004
-    return later if waits else now
+    return later if awaited(reward_func) else now  # as TRL, which makes an event loop only for what it awaits
 
 
 def _short(value: Any) -> str:

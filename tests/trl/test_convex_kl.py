@@ -24,8 +24,8 @@ def test_the_reference_model_alone_is_the_plain_penalty(make_trainer, replay):
     half = make_trainer(rollout_func=replay("old_logp"), convex_kl={"base_share": 0.5, "window": 4}, **SETTINGS)
     for trainer in (plain, shared, half):
         trainer.train()
-    torch.testing.assert_close(weights(shared), weights(plain), rtol=1e-3, atol=1e-5)
-    assert any((a - b).abs().max() > 1e-4 for a, b in zip(weights(half), weights(plain), strict=True))
+    torch.testing.assert_close(weights(shared), weights(plain), rtol=1e-3, atol=1e-4)
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(weights(half), weights(plain), strict=True))
 
 
 def test_the_mixture_is_of_the_initial_and_the_last_weights(make_trainer, replay, monkeypatch):

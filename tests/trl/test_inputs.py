@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import numpy as np
 import pytest
 import torch
+import trl.trainer.utils
 from datasets import Dataset, IterableDataset
 from transformers import Qwen3ForCausalLM
 
@@ -51,13 +53,20 @@ def named(result):
         (named(["1"] * 8), "scores returned '1' for completion 0, "),
         (named([1.0, [2.0, 3.0]] * 4), r"scores returned \[2\.0, 3\.0\] for completion 1, "),
         (late, r"late returned 0\.5, "),
-        (Columns(), r"columns returned \{'score': .*, "),
+        (Columns(), r"columns returned (\{'score': |<coroutine ).*, "),  # an older TRL does not await an object
     ],
 )
 def test_what_a_reward_function_returns_is_checked_by_name(make_trainer, function, said):
     trainer = make_trainer(reward_funcs=[digits_reward, function], loss_type="minpro", max_steps=1)
     with pytest.raises(ValueError, match=rf"^reward function {said}expected a list of \d+ numbers, one per completion"):
         trainer.train()
+
+
+@pytest.mark.parametrize("function", [late, Columns(), functools.partial(Columns()), Length(), named([1.0])])
+def test_what_trl_awaits_is_awaited(function):
+    """TRL makes an event loop only where one of the functions that it was given is to be awaited."""
+    theirs = getattr(trl.trainer.utils, "is_async_callable", inspect.iscoroutinefunction)
+    assert inspect.iscoroutinefunction(checked(function)) == theirs(function)
 
 
 @pytest.mark.parametrize("make", [torch.tensor, np.array, tuple, iter, lambda rewards: [None, *rewards[1:]]])
