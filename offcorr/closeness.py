@@ -9,6 +9,9 @@ from torch import Tensor
 
 RTOL, ATOL = 1e-9, 1e-12
 
+FLOAT32 = 1e-5
+"""Relative difference below which numbers may be equal but for rounding in float32."""
+
 
 def check_close(got: Tensor, wanted: Tensor, what: str) -> None:
     """Raise AssertionError where two tensors differ by more than rounding; ``what`` they are begins the message."""
@@ -24,9 +27,11 @@ def check_close(got: Tensor, wanted: Tensor, what: str) -> None:
         raise AssertionError(f"{what} is {float(got):.6g}, expected {float(wanted):.6g}")
     distance = torch.where(differ, (got - wanted).abs().nan_to_num(math.inf), -1)
     at = tuple(int(i) for i in torch.unravel_index(distance.argmax(), got.shape))
+    most, least = float(distance[at]), FLOAT32 * float(wanted[at].abs())
     raise AssertionError(
         f"{what}: {int(differ.sum())} of {got.numel()} numbers differ, the most at {list(at)}: "
         f"{float(got[at]):.6g}, expected {float(wanted[at]):.6g}"
+        + (f". They differ by {most:.1g}: is a part of it computed in float32?" if most < least else "")
     )
 
 

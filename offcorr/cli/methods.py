@@ -148,8 +148,8 @@ def about(spec: str, width: int) -> str:
 
 
 def _first(method: Method) -> dict[str, float]:
-    """One numeric option at its default, for an example: eps_high or the first; empty without one."""
-    for name, option in sorted(method.options.items(), key=lambda item: item[0] != "eps_high"):
+    """One numeric option at its default, for an example: the first, the upper of two bounds; empty without one."""
+    for name, option in sorted(method.options.items(), key=lambda item: item[0] == "eps_low"):
         if isinstance(option.default, float | int) and not isinstance(option.default, bool):
             return {name: option.default}
     return {}

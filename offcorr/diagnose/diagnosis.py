@@ -22,6 +22,9 @@ SAMPLED_TOKENS = 2_000_000
 LEFT_OVER = 0.65
 """Confidence at most in two policies that differ, beside sequences that were encoded again: some may not be found."""
 
+BESIDE_DROPOUT = 0.5
+"""Confidence at most in a further cause beside dropout, whose noise can leave its traces."""
+
 ROUNDS = 6
 """Causes named at most."""
 
@@ -141,7 +144,16 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
                 left = left.with_floor(np.inf)
                 break
             left = after
+    if any(one.cause == "dropout" for one in findings):
+        findings = [one if one.cause == "dropout" else _beside_dropout(one) for one in findings]
     return findings, left
+
+
+def _beside_dropout(one: Finding) -> Finding:
+    if CAUSES[one.cause].robust:
+        return one
+    said = f"{one.evidence}; dropout may leave the same"
+    return dataclasses.replace(one, confidence=min(one.confidence, BESIDE_DROPOUT), evidence=said)
 
 
 def _finding(cause: Cause, found: Found, share: float, of_steps: str) -> Finding:

@@ -134,7 +134,7 @@ class Recomputed(Anchor):
             None and every staleness ratio is 1.
     """
 
-    policy = "the weights before the first update on the samples, by one more forward pass"
+    policy = "the weights before the first update on the samples"
     supplies = "before"
     reads_recomputed = True
 

@@ -414,7 +414,19 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
         ignored["epsilon"] = "eps_low and eps_high"
     if ignored:
         listed = ", ".join(f"{name}={getattr(args, name)!r} (here: {instead})" for name, instead in ignored.items())
+        but = KL_READS_IT if "importance_sampling_level" in ignored and weights_kl(args) else ""
         warnings.warn(
-            f"TRL's own losses read {listed}; the correction {correction.method!r} ignores this: use loss_kwargs",
+            f"TRL's own losses read {listed}; the correction {correction.method!r} ignores this{but}: use loss_kwargs",
             stacklevel=outside(),
         )
+
+
+KL_READS_IT = (
+    ", but TRL's KL term does not: use_bias_correction_kl weights it by the ratio at importance_sampling_level, token "
+    "or sequence"
+)
+
+
+def weights_kl(args: Any) -> bool:
+    """Whether there is a KL term that TRL weights by the ratio of the policy to ``old_logp``."""
+    return bool(getattr(args, "beta", 0.0) and getattr(args, "use_bias_correction_kl", False))

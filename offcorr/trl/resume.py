@@ -24,8 +24,8 @@ KEPT = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2")
 
 
 def asked_for(trainer: Any) -> dict[str, str]:
-    """A trainer's loss, schedules, learning rate, anchor, sampler, temperature and length of a generation in words, by
-    option; to be called before it trains.
+    """A trainer's loss, schedules, learning rate, anchor, sampler, temperature, weight of the KL term and length of a
+    generation in words, by option; to be called before it trains.
 
     ``loss`` is the correction at the start of its schedules; a sampler that has no repr of its own is named by its
     class or function.
@@ -41,6 +41,7 @@ def asked_for(trainer: Any) -> dict[str, str]:
         "ess_lr": repr(getattr(args, "ess_lr", None)),
         "rollout_func": "None" if sampler is None else _named(sampler),
         "temperature": repr(getattr(args, "temperature", None)),
+        "beta": repr(getattr(args, "beta", None)),
         "schedules": _schedules(args),
         "lr_scheduler_type": _learning_rate(args),
         **{name: repr(getattr(args, name)) for name in (*KEPT, *GENERATION) if hasattr(args, name)},
@@ -84,7 +85,12 @@ def save_asked(asked: dict[str, str], folder: Path) -> None:
 
 
 def differences(asked: dict[str, str], checkpoint: Path) -> str:
-    """A sentence on what a run is asked for otherwise than the one that saved ``checkpoint``; "": nothing is known."""
+    """A sentence on what a run is asked for otherwise than the one that saved ``checkpoint``; "": the same."""
+    if not (checkpoint / ASKED_FILE).exists():
+        return (
+            f"{checkpoint} has no {ASKED_FILE}, as of another trainer: whether the run that saved it had the same loss, "
+            "anchor and sampler is not known"
+        )
     saved = _saved(checkpoint)
     short = {SHORT.format(name): name for name in asked}
     changed = [name for name, now in asked.items() if name not in short and saved.get(name, now) != now]

@@ -76,6 +76,7 @@ def check_returned(output: Any, prompts: Sequence[Any], trainer: Any) -> None:
     if output.get("recorded_rewards") is not None:
         _check_rewards(output["recorded_rewards"], len(lengths), len(trainer.reward_funcs))
     trained = _trained_tokens(output, lengths)
+    _check_padding(output, trained, trainer)
     _warn_of_long(trained, trainer.args.max_completion_length)
     _check_log_probs(output, trained, trainer)
     _check_engine(output, trained, trainer)
@@ -280,6 +281,33 @@ def _trained_tokens(output: Mapping[str, Any], lengths: list[int]) -> list[Tenso
             "loss is 0. It is 1 for the tokens that the model wrote"
         )
     return trained
+
+
+def _check_padding(output: Mapping[str, Any], trained: list[Tensor], trainer: Any) -> None:
+    """No row goes on with padding behind its end, which TRL would train on as on sampled tokens.
+
+    Padding is told from sampled tokens of the same id by log-probs that are 0 or unknown.
+    """
+    padding = trainer._tokenizer.pad_token_id
+    ends = {trainer._tokenizer.eos_token_id, *getattr(trainer, "eos_token_ids", ())}
+    for i, (row, tokens) in enumerate(zip(output["completion_ids"], trained, strict=True)):
+        ids = _plain(row)
+        last = next((t for t in reversed(range(len(ids))) if ids[t] != padding), -1)
+        first = last + 1 + (padding in ends)  # of the same id the first is the end itself
+        ended = padding in ends or (last >= 0 and ids[last] in ends)
+        if not ended or not tokens[first:].any():
+            continue
+        if output["logprobs"] is not None:
+            values = _log_probs(output["logprobs"][i])[first:]
+            if not ((values == 0) | values.isnan()).all():
+                continue
+        elif padding in ends:
+            continue
+        raise ValueError(
+            f"rollout_func: completion_ids[{i}] ends with padding, {len(ids) - first} of {len(ids)} tokens (id "
+            f"{padding}) behind its end-of-sequence token, expected sampled tokens alone, since all are trained on: cut "
+            "each row, and its log-probs, behind the end-of-sequence token"
+        )
 
 
 def _check_log_probs(output: Mapping[str, Any], trained: list[Tensor], trainer: Any) -> None:

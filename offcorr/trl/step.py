@@ -28,7 +28,7 @@ from offcorr.training.named_loss import PREFIX
 from offcorr.training.origins import origin_lag
 from offcorr.training.schedules import Annealed
 from offcorr.training.step import MONITORED, Step
-from offcorr.trl.config import monitor_options
+from offcorr.trl.config import monitor_options, weights_kl
 from offcorr.trl.resume import asked_for, cut_generation, differences, save_asked
 from offcorr.trl.sampling import lags
 
@@ -279,6 +279,8 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     if unversioned and batch.rollout_logp is None and batch.old_logp is not None and not step.compares_with_sampler:
         bound += ", and the ratios leave a lag of the sampler out, as it returns no log-probs"
     described = step.describe(batch, lags(getattr(trainer, "_sampler", None)))
+    if trainer.correction is not None and batch.old_logp is not None and weights_kl(trainer.args):
+        described += "; the KL term and the logged kl are weighted by the ratio to old_logp (use_bias_correction_kl)"
     logger.warning("offcorr: %s%s; sampled by %s%s%s", whose, described, sampler, bound, agreement)
     if found is None or not found.wrong:
         return ""

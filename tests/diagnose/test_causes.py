@@ -268,6 +268,45 @@ def test_a_second_cause_beside_dropout_is_asked_about():
     assert not any("hides" in one for one in questions.open_questions(report.evidence, ["dropout"], draws_known=True))
 
 
+def test_what_noise_may_leave_is_no_sure_second_cause_beside_dropout():
+    """A sequence that is far off from some token on may be other text, or the noise; a placeholder is neither."""
+    found = {one.cause: one for one in diagnose(world("dropout", "retokenised", sequences=64).records()).causes}
+    assert "dropout" in found and found["retokenised"].confidence == 0.5
+    assert found["retokenised"].evidence.endswith("dropout may leave the same")
+    both = {one.cause: one.confidence for one in diagnose(world("dropout", "sentinel").records()).causes}
+    assert both["sentinel"] > 0.8 and "dropout" in both
+
+
+@pytest.mark.parametrize(("entropy", "size"), [(True, 2.0), (False, 2.0), (True, 0.3)])
+def test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision(entropy, size):
+    """Without entropy a temperature leaves the same as older weights; at this size, weights in int4 do."""
+    made = world(entropy=entropy)
+    made.trainer = noise(size, shared=True)
+    report = diagnose(made.records())
+    asked = {name: any(name in one for one in report.cannot_tell) for name in ("a temperature that one", "int4")}
+    assert report.verdict == "stale_weights"
+    assert asked == {"a temperature that one": not entropy, "int4": size < 1}
+    assert (report.confidence <= 0.65) == any(asked.values())
+    older = [dataclasses.replace(one, rollout_version=3, trainer_version=19) for one in made.records()]
+    report = diagnose(older)
+    assert not any("int4" in one or "a temperature that one" in one for one in report.cannot_tell)
+    # Where old_logp is of the weights that sampled, the lag is in another difference, and says nothing of d.
+    moved = [dataclasses.replace(one, logp=one.old_logp - 3.0) for one in older]
+    assert any("int4" in one for one in diagnose(moved).cannot_tell) == asked["int4"]
+
+
+def test_before_any_update_none_is_missing():
+    """Versions that are all 0: the sampler cannot have older weights, but may round as coarsely."""
+    made = world()
+    made.trainer = noise(0.3, shared=True)
+    made.edits = [simulated.versions(0)]
+    assert diagnose(made.records()).verdict == "adapter_not_synced"
+    first = [dataclasses.replace(one, rollout_version=0, trainer_version=0) for one in made.records()]
+    report = diagnose(first)
+    assert (report.verdict, report.confidence) == ("precision", 0.5)
+    assert any("weights that the engine was not given" in one for one in report.cannot_tell)
+
+
 def sharper(others):
     """Records whose trainer's policy is a power of the sampler's, and differs by noise besides."""
     made = world()

@@ -94,10 +94,11 @@ def test_the_hypothesis_under_which_the_dump_was_made_comes_first(model, words, 
     assert found.trainer < 1e-5 and found.gap > 0.01
 
 
-def test_a_precision(model):
-    records = dump(model, in_precision(model, "int8"))
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_a_precision(model, name):
+    records = dump(model, in_precision(model, name))
     found = rescore(records, model)
-    assert found.hypotheses[0].words == "weights in int8" and found.hypotheses[0].share > 0.6, found
+    assert found.hypotheses[0].words == f"weights in {name}" and found.hypotheses[0].share > 0.6, found
     assert informed(diagnose(records), found).verdict == "precision"
 
     draw = np.random.default_rng(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from offcorr.rollout import OffPolicy
 from offcorr.stages.checks import warn_again
+from offcorr.trl import returned
 from offcorr.trl.prompts import check_prompts
 from tests.trl.recording import Recording
 
@@ -65,6 +67,17 @@ def one_row_less(name):
     return change
 
 
+def padded(log_prob):
+    """A change: each row goes on with its end and three tokens of padding, as of an engine whose rows are not cut."""
+
+    def change(output):
+        added = {"completion_ids": [1, 0, 0, 0], "logprobs": [-0.5, *[log_prob] * 3], "old_logp": [-0.5, *[-9.0] * 3]}
+        for name, values in {**added, "env_mask": [1] * 4}.items():
+            output[name] = [[*row, *values] for row in output[name]]
+
+    return change
+
+
 LOG_PROB = "expected a log-prob, which is at most 0"
 FINITE = "expected a finite log-prob"
 
@@ -98,6 +111,8 @@ REFUSED = {
     "one reward": (put("recorded_rewards", 1.0), "recorded_rewards is 1.0, expected a list with one entry"),
     "plain rewards": (put("recorded_rewards", [1.0] * 8), r"recorded_rewards\[0\] is 1.0, expected None or a list"),
     "reward in text": (put("recorded_rewards", [["a"]] * 8), r"recorded_rewards\[0\]\[0\] is 'a', expected a number"),
+    "padding": (padded(0.0), r"completion_ids\[0\] ends with padding, 3 of \d+ tokens \(id 0\) behind its end"),
+    "unscored padding": (padded(None), r"completion_ids\[0\] ends with padding, 3 of \d+ tokens \(id 0\)"),
     "one log-prob": (put("logprobs", -1.0), "logprobs is -1.0, expected a list with one entry"),
     "foreign token": (put("completion_ids", 99, 3, 1), r"completion_ids\[3\]\[1\] is 99, .* token id from 0 to 22, .*"),
     "negative token": (put("completion_ids", -1, 3, 1), r"completion_ids\[3\]\[1\] is -1, expected a token id"),
@@ -116,6 +131,28 @@ def test_refused(train, name):
     with pytest.raises(ValueError, match=message) as caught:
         train(change)
     assert str(caught.value).startswith("rollout_func") and caught.traceback[-1].path.name == "returned.py"
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "mask", "refused"),
+    [
+        ([5, 1, 0, 0], None, [1, 1, 1, 1], 2),  # padding with an id of its own
+        ([5, 1, 0, 0], None, [1, 1, 0, 0], 0),  # which the loss leaves out
+        ([5, 0, 0, 0], None, [1, 1, 1, 1], 0),  # no end before it
+        ([5, 1, 0, 0], [-1.0, -0.1, -2.0, -3.0], [1, 1, 1, 1], 0),  # sampled tokens of that id
+        ([5, 1, 1, 1], [-1.0, -0.1, 0.0, 0.0], [1, 1, 1, 1], 2),  # the id of the end
+        ([5, 1, 1, 1], None, [1, 1, 1, 1], 0),  # which may have been sampled
+        ([5, 4, 1], [-1.0, -0.1, 0.0], [1, 1, 1], 0),
+    ],
+)
+def test_padding_is_told_from_sampled_tokens(ids, logprobs, mask, refused):
+    """``1`` ends a sequence; a row whose padding is ``1``, too, has a tokenizer that pads with it."""
+    padding = 0 if 0 in ids else 1
+    trainer = SimpleNamespace(_tokenizer=SimpleNamespace(pad_token_id=padding, eos_token_id=1))
+    output = {"completion_ids": [torch.tensor(ids)], "logprobs": None if logprobs is None else [logprobs]}
+    context = pytest.raises(ValueError, match=f"ends with padding, {refused} of") if refused else nullcontext()
+    with context:
+        returned._check_padding(output, [torch.tensor(mask).bool()], trainer)
 
 
 @pytest.mark.parametrize("unknown", [math.nan, None])

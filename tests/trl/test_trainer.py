@@ -273,7 +273,7 @@ def test_ratio_that_moves_is_not_called_idle(make_trainer):
         (
             None,
             dict(loss_type="minpro", num_iterations=2),
-            "loss 'minpro'; old_logp: the weights before the first update on the samples, by one more forward pass "
+            "loss 'minpro'; old_logp: the weights before the first update on the samples "
             "(anchor 'recomputed', by default); engine log-probs: no; sampled by TRL's own generation",
             "Recomputed()",
         ),
@@ -828,6 +828,30 @@ def warnings_of_ignored(loss_type, **options):
         warnings.simplefilter("always")
         choose_correction(args)
     return [str(one.message) for one in caught if "TRL's own losses read" in str(one.message)]
+
+
+def test_an_option_that_trls_kl_still_reads_is_not_called_ignored_alone():
+    """TRL weights the KL by the ratio, of the level that importance_sampling_level says."""
+    level = {"importance_sampling_level": "sequence"}
+    (plain,) = warnings_of_ignored("minpro", **level)
+    assert "'minpro' ignores this: use loss_kwargs" in plain
+    (weighted,) = warnings_of_ignored("minpro", beta=0.1, use_bias_correction_kl=True, **level)
+    assert "ignores this, but TRL's KL term does not" in weighted
+    (unweighted,) = warnings_of_ignored("minpro", beta=0.1, use_bias_correction_kl=False, **level)
+    assert "KL" not in unweighted
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_first_line_says_that_the_kl_is_weighted(make_trainer, replay, caplog, weighted):
+    """Then the logged kl depends on the anchor."""
+    make_trainer(
+        rollout_func=replay("old_logp"),
+        loss_type="minpro",
+        beta=0.1,
+        use_bias_correction_kl=weighted,
+        max_steps=1,
+    ).train()
+    assert ("the logged kl are weighted by the ratio to old_logp" in caplog.text) == weighted
 
 
 def test_each_switch_of_trls_engine_correction_is_named_where_it_was_set():

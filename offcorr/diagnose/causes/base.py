@@ -69,6 +69,7 @@ class Cause(ABC):
         title: what happened, in a few words.
         advice: what to change, with the option's name in TRL and vLLM.
         not_told_from: causes that leave the same traces in logged data.
+        robust: no noise, such as dropout's, leaves its traces.
     """
 
     id: ClassVar[str]
@@ -76,6 +77,7 @@ class Cause(ABC):
     title: ClassVar[str]
     advice: ClassVar[str]
     not_told_from: ClassVar[tuple[Alternative, ...]] = ()
+    robust: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         for name in ("id", "stage", "title", "advice"):

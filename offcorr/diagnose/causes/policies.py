@@ -18,10 +18,16 @@ SHARED = 0.35
 """Split-half correlation by token id above which two policies differ in the same way everywhere."""
 
 FAR = 0.15
-"""Mean |d| / (1 - p) above which precision is no explanation."""
+"""Mean |d| / (1 - p) above which noise is no rounding."""
+
+COARSE = 0.5
+"""Mean |d| / (1 - p) from which no rounding of weights explains it; int4 weights of a small model have left .16."""
 
 ALIKE = 0.8
 """Confidence at most in a cause that others leave the traces of: an old cache, another prompt, a change within."""
+
+UNSURE = 0.65
+"""Confidence at most in other weights that a coarse precision, or a temperature, may look like."""
 
 ONE_SIGN = 0.03
 """Share of the d below 0 that those above 0 make up at least where both sides round."""
@@ -58,6 +64,11 @@ def versioned(evidence: Evidence) -> bool:
 def same_version(evidence: Evidence) -> bool:
     """Whether versions are logged, and all say that sampler and trainer have the same weights."""
     return bool(evidence.records) and all(age(record) == 0 for record in evidence.records)
+
+
+def before_any_update(evidence: Evidence) -> bool:
+    """Whether all versions are 0: no update was made that the sampler could lack."""
+    return same_version(evidence) and not any(np.any(record.trainer_version) for record in evidence.records)
 
 
 def never_updated(evidence: Evidence) -> bool:
@@ -225,10 +236,33 @@ def _may_fade(evidence: Evidence, typical: float) -> bool:
     return typical > -1.8 or first < -1.5 or first > 2 or (noise(evidence) and not repeatable(evidence))
 
 
+def _shown_to_be_older(evidence: Evidence) -> bool:
+    """Whether logged versions, or a d that grows over the optimizer steps, say that d is of older weights."""
+    return older(evidence) or growth(evidence) is not None
+
+
+def _lag_in_d(evidence: Evidence) -> bool:
+    """The same, where the lag is not in a larger difference of ``logp`` and ``old_logp``, as under a snapshot."""
+    return growth(evidence) is not None or (older(evidence) and evidence.moved <= evidence.gap)
+
+
 OTHER_PROMPT = Alternative(
     "another prompt, or template, that one side read",
     "give --model, or compare the prompt ids that each side read",
-    settled=lambda evidence: older(evidence) or growth(evidence) is not None,
+    settled=_shown_to_be_older,
+)
+
+OTHER_TEMPERATURE = Alternative(
+    "a temperature that one side applies and the other does not",
+    "give --model",
+    fields=("entropy",),
+    settled=lambda evidence: evidence.with_entropy is not None or _shown_to_be_older(evidence),
+)
+
+COARSE_PRECISION = Alternative(
+    "a coarse precision of the sampler's weights, such as int4 or fp8",
+    "give --model, or look at the engine's quantisation",
+    settled=lambda evidence: _lag_in_d(evidence) or Profile.of(evidence).mean >= COARSE,
 )
 
 
@@ -250,11 +284,8 @@ class StaleWeights(Cause):
             fields=VERSIONS,
             settled=versioned,
         ),
-        Alternative(
-            "a coarse precision of the sampler's, such as int8 or fp8",
-            "give --model",
-            settled=lambda evidence: older(evidence) or Profile.of(evidence).mean >= FAR,
-        ),
+        COARSE_PRECISION,
+        OTHER_TEMPERATURE,
         Alternative(
             "the trainer's own updates on the batch, where the log-prob that it logged is of after them",
             "log both old_logp and logp",
@@ -296,13 +327,15 @@ class AdapterNotSynced(Cause):
             EARLIER,
             settled=lambda evidence: not _as_rounding(evidence),
         ),
+        COARSE_PRECISION,
+        OTHER_TEMPERATURE,
         OTHER_PROMPT,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
         if not older(evidence) and (growing := _growing(evidence)):
             return growing
-        if not never_updated(evidence):
+        if not never_updated(evidence) or before_any_update(evidence):
             return None
         found, grown = _other_weights(evidence), growth(evidence)
         if found is None or grown is None:
@@ -343,14 +376,17 @@ def _other_weights(evidence: Evidence) -> Found | None:
         f"; the mean d of each token id in one half of the sequences correlates by {drift.value:.2f} with that in the "
         "other half, so d is no noise"
     )
+    surest = 1.0 if OTHER_PROMPT.settled(evidence) else ALIKE
+    if not (COARSE_PRECISION.settled(evidence) and OTHER_TEMPERATURE.settled(evidence)):
+        surest = UNSURE
     return Found(
         profile.mean,
         profile.error,
         WEIGHTS,
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to 0.02 that "
-        f"rounding makes{profile.course}{said if shared else ''}",
-        surest=1.0 if OTHER_PROMPT.settled(evidence) else ALIKE,
+        f"rounding to bf16 or int8 makes{profile.course}{said if shared else ''}",
+        surest=surest,
     )
 
 
@@ -403,9 +439,17 @@ class PrecisionOf(Cause):
             "give --model, or compare with a run whose cache has the model's precision (vLLM: kv_cache_dtype='auto')",
         ),
         Alternative("weights that are a little older", "give --model", fields=VERSIONS, settled=same_version),
+        Alternative(
+            "weights that the engine was not given, such as an adapter or another checkpoint",
+            "give --model",
+            settled=lambda evidence: Profile.of(evidence).mean < WEIGHTS or not before_any_update(evidence),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
+        if before_any_update(evidence) and (coarse := _other_weights(evidence)):
+            said = "; no update was made yet, as every version is 0, so none is missing, and int4 rounds as coarsely"
+            return coarse._replace(margin=0.0, sentence=coarse.sentence + said)
         above, below = float(np.maximum(evidence.d, 0).sum()), float(np.maximum(-evidence.d, 0).sum())
         if small_growth(evidence) or above < ONE_SIGN * below:  # as of a sampler that forbids a few unlikely tokens
             return None

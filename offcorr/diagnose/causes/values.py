@@ -21,6 +21,7 @@ class Sentinel(Cause):
 
     id = "sentinel"
     stage = "values"
+    robust = True
     title = "placeholders among the sampler's log-probs"
     advice = "log NaN or None where the engine reports nothing, and mask those tokens; never -9999, -100 or 0"
 
@@ -59,6 +60,7 @@ class Mask(Cause):
 
     id = "mask"
     stage = "values"
+    robust = True
     title = "the mask covers tokens that the model did not sample"
     advice = (
         "set mask to 0 for tool, prompt and pad tokens, and check that it is not shifted by one against completion_ids"
@@ -103,6 +105,7 @@ class AppendedEOS(Cause):
 
     id = "appended_eos"
     stage = "values"
+    robust = True
     title = "an end token was appended that the model did not sample"
     advice = "take an end token out of the mask that was appended to a completion which the length limit had cut"
 
@@ -139,6 +142,7 @@ class Shift(Cause):
 
     id = "shift"
     stage = "values"
+    robust = True
     title = "the sampler's log-probs are shifted by one token"
     advice = "the log-prob at index t must be that of the token at index t: move one of the two by one token"
 
@@ -175,6 +179,7 @@ class StoredBF16(Cause):
 
     id = "stored_bf16"
     stage = "values"
+    robust = True
     title = "log-probs were stored in bfloat16"
     advice = "keep log-probs in float32 from the log-softmax to the loss: bfloat16 has 3 digits"
 

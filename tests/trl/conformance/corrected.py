@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import offcorr.trl
-from offcorr.trl import async_grpo
+
+try:
+    from offcorr.trl import async_grpo
+except ImportError:  # TRL before 1.16
+    async_grpo = None
 
 
 @dataclass
@@ -15,8 +19,10 @@ class GRPOConfig(offcorr.trl.GRPOConfig):
     loss_type: str = "offcorr:dapo"
 
 
-@dataclass
-class AsyncGRPOConfig(async_grpo.AsyncGRPOConfig):
-    """``loss_type`` is ``dapo`` unless it is given."""
+if async_grpo is not None:
 
-    loss_type: str | None = "dapo"
+    @dataclass
+    class AsyncGRPOConfig(async_grpo.AsyncGRPOConfig):
+        """``loss_type`` is ``dapo`` unless it is given."""
+
+        loss_type: str | None = "dapo"

@@ -16,7 +16,11 @@ import huggingface_hub.errors
 import pytest
 import torch
 import trl
-from trl.experimental import async_grpo
+
+try:
+    from trl.experimental import async_grpo
+except ImportError:  # its worker needs aiohttp
+    async_grpo = None
 
 TRAINER = os.environ["OFFCORR_CONFORMANCE_TRAINER"]
 """``stock``: TRL's; ``offcorr``: this library's with TRL's losses; ``corrected``: where a test names no loss, a
@@ -36,15 +40,16 @@ def pytest_configure(config: pytest.Config) -> None:
         datasets.load_dataset = load_dataset
     if TRAINER == "stock":
         return
-    import offcorr.trl
-    from offcorr.trl import async_grpo as ours
+    import corrected
 
-    configs = ours
-    if TRAINER == "corrected":
-        import corrected as configs
-    trl.GRPOTrainer, async_grpo.AsyncGRPOTrainer = offcorr.trl.GRPOTrainer, ours.AsyncGRPOTrainer
-    trl.GRPOConfig = configs.GRPOConfig if TRAINER == "corrected" else offcorr.trl.GRPOConfig
-    async_grpo.AsyncGRPOConfig = configs.AsyncGRPOConfig
+    import offcorr.trl
+
+    trl.GRPOTrainer = offcorr.trl.GRPOTrainer
+    trl.GRPOConfig = corrected.GRPOConfig if TRAINER == "corrected" else offcorr.trl.GRPOConfig
+    if async_grpo is not None and corrected.async_grpo is not None:
+        ours = corrected if TRAINER == "corrected" else corrected.async_grpo
+        async_grpo.AsyncGRPOConfig = ours.AsyncGRPOConfig
+        async_grpo.AsyncGRPOTrainer = corrected.async_grpo.AsyncGRPOTrainer
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
