@@ -13,8 +13,10 @@ from typing import Any
 from offcorr.cli.output import Refusal
 from offcorr.flags import Option, declared, unknown_flag
 from offcorr.folders import check_writable
+from offcorr.training.anchors import check_anchor
 from offcorr.training.generations import check_generation
 from offcorr.training.named_loss import TRL_LOSSES, named_loss
+from offcorr.training.precision import Precision
 
 __all__ = ["check", "options_of"]
 
@@ -116,6 +118,10 @@ def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], proc
     loss_type = values.get("loss_type")
     if isinstance(loss_type, str) and loss_type not in TRL_LOSSES:
         named_loss(loss_type, _mapping(values.get("loss_kwargs")))
+    if values.get("anchor") is not None:
+        check_anchor(values["anchor"])
+    if "precision" in values:
+        Precision.named(values["precision"])
     for name in ("output_dir", "dump_rollouts"):
         if isinstance(values.get(name), str):
             check_writable(f"--{name}", values[name])

@@ -404,6 +404,12 @@ ANCHORS: dict[str, type[Anchor]] = {
 """Anchors by the names that configurations use."""
 
 
+def check_anchor(name: Any) -> None:
+    """Raise ``ValueError`` for a name that no anchor has."""
+    if not isinstance(name, str) or name not in ANCHORS:
+        raise ValueError(f"anchor is {name!r}{one_of(name, ANCHORS)}")
+
+
 def make_anchor(name: str, model: nn.Module | None = None, **options: Any) -> Anchor:
     """The anchor of this name; ``model`` goes to one that holds weights.
 
@@ -416,8 +422,7 @@ def make_anchor(name: str, model: nn.Module | None = None, **options: Any) -> An
     Traceback (most recent call last):
     ValueError: anchor 'log_linear' has no option 'lag'. It has ['proximal_lag']
     """
-    if name not in ANCHORS:
-        raise ValueError(f"anchor is {name!r}{one_of(name, ANCHORS)}")
+    check_anchor(name)
     build: Any = ANCHORS[name]
     parameters = inspect.signature(build).parameters
     known = {option: p for option, p in parameters.items() if option != "model"}

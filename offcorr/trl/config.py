@@ -172,11 +172,11 @@ class CorrectionOptions:
     def _check_options(self) -> None:
         """Raise ``ValueError`` for values that an option cannot have; make ``ess_base`` a number if it is text."""
         if self.anchor is not None and self.anchor not in ANCHORS:
-            raise ValueError(f"anchor is {self.anchor!r}, expected one of {list(ANCHORS)} or None")
+            raise ValueError(f"anchor is {self.anchor!r}{one_of(self.anchor, ANCHORS)}, or None")
         if self.ess_lr is not None and self.ess_lr not in RULES:
-            raise ValueError(f"ess_lr is {self.ess_lr!r}, expected one of {list(RULES)} or None")
+            raise ValueError(f"ess_lr is {self.ess_lr!r}{one_of(self.ess_lr, RULES)}, or None")
         if self.log_metrics not in CHOICES:
-            raise ValueError(f"log_metrics is {self.log_metrics!r}, expected one of {list(CHOICES)}")
+            raise ValueError(f"log_metrics is {self.log_metrics!r}{one_of(self.log_metrics, CHOICES)}")
         monitor_options(self.monitor)
         self.ess_base = _ess_base(self.ess_base)
         self._check_dump()
@@ -256,7 +256,7 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
             raise ValueError(f"skip_dead_sequences is {self.skip_dead_sequences!r}, expected True or False")
         ConvexKL.of(self.convex_kl, self.beta)
         if self.logprob_head not in HEADS:
-            raise ValueError(f"logprob_head is {self.logprob_head!r}, expected one of {list(HEADS)}")
+            raise ValueError(f"logprob_head is {self.logprob_head!r}{one_of(self.logprob_head, HEADS)}")
         if self.logprob_head in ("offcorr", "exact") and not SUPPORTED:
             raise ValueError(
                 f"logprob_head={self.logprob_head!r} replaces a function that this TRL does not have: update TRL (1.16 "

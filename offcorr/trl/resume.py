@@ -88,8 +88,8 @@ def differences(asked: dict[str, str], checkpoint: Path) -> str:
     """A sentence on what a run is asked for otherwise than the one that saved ``checkpoint``; "": the same."""
     if not (checkpoint / ASKED_FILE).exists():
         return (
-            f"{checkpoint} has no {ASKED_FILE}, as of another trainer: whether the run that saved it had the same loss, "
-            "anchor and sampler is not known"
+            f"{checkpoint} has no {ASKED_FILE}, as of another trainer: whether the run that saved it had the same "
+            "loss, anchor and sampler is not known"
         )
     saved = _saved(checkpoint)
     short = {SHORT.format(name): name for name in asked}

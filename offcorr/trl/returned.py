@@ -305,8 +305,8 @@ def _check_padding(output: Mapping[str, Any], trained: list[Tensor], trainer: An
             continue
         raise ValueError(
             f"rollout_func: completion_ids[{i}] ends with padding, {len(ids) - first} of {len(ids)} tokens (id "
-            f"{padding}) behind its end-of-sequence token, expected sampled tokens alone, since all are trained on: cut "
-            "each row, and its log-probs, behind the end-of-sequence token"
+            f"{padding}) behind its end-of-sequence token, expected sampled tokens alone, since all are trained on: "
+            "cut each row, and its log-probs, behind the end-of-sequence token"
         )
 
 

@@ -323,7 +323,7 @@ def test_command_line_and_yaml(tmp_path):
         (dict(anchor="snapshot", anchor_kwargs={"window": 4}), "anchor 'snapshot' has no option 'window'"),
         (dict(anchor_kwargs={"window": 4}), "anchor_kwargs={'window': 4} goes with an anchor"),
         (dict(anchor="ewma", anchor_kwargs="window=4"), "anchor_kwargs is 'window=4', expected a mapping or a JSON"),
-        (dict(anchor="emwa"), "anchor is 'emwa', expected one of"),
+        (dict(anchor="emwa"), "anchor is 'emwa', did you mean 'ewma'"),
         (dict(anchor="log_linear", loss_type="dapo"), "anchor='log_linear' goes with a correction"),
         (dict(anchor="rollout", loss_type="icepop"), r"'icepop': the anchor Rollout\(\) puts .* that \w+\("),
         (
