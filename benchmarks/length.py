@@ -22,8 +22,8 @@ from offcorr.lab import results
 METHODS = ("cispo", "sapo", "token_is", "aipo", "mu_grpo", "near_overlap", "minpro", "topr", "ppo", "ctpo", "gspo")
 SIGMAS = (0.03, 0.1)
 LENGTHS = (64, 1024, 16384)
-TOKENS = 2**20
-"""Of every cell; the draws differ from length to length."""
+TOKENS, DRAWS = 2**20, 16
+"""Tokens of one draw, and draws of every cell, which differ from length to length."""
 
 
 def multiplier(method: str, log_ratio: torch.Tensor, advantage: float) -> float:
@@ -43,6 +43,13 @@ def multiplier(method: str, log_ratio: torch.Tensor, advantage: float) -> float:
     return (-coefficient / advantage).mean().item()
 
 
+def _multipliers(method: str, sigma: float, length: int, generator: torch.Generator) -> list[float]:
+    """For an advantage of +1 and of -1, over one draw."""
+    draws = torch.randn(TOKENS // length, length, generator=generator, dtype=torch.float64)
+    log_ratio = sigma * draws - sigma**2 / 2
+    return [multiplier(method, log_ratio, advantage) for advantage in (1.0, -1.0)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", type=flags.method, default=list(METHODS))
@@ -51,17 +58,19 @@ def main() -> None:
     rows = []
     for sigma in SIGMAS:
         for length in LENGTHS:
-            generator = torch.Generator().manual_seed(length)
-            draws = torch.randn(TOKENS // length, length, generator=generator, dtype=torch.float64)
-            log_ratio = sigma * draws - sigma**2 / 2
             for method in options.methods:
-                up, down = (multiplier(method, log_ratio, advantage) for advantage in (1.0, -1.0))
-                rows.append({"method": method, "sigma": sigma, "length": length, "up": up, "down": down})
+                generator = torch.Generator().manual_seed(length)
+                drawn = torch.tensor([_multipliers(method, sigma, length, generator) for _ in range(DRAWS)])
+                (up, down), (up_error, down_error) = drawn.mean(0).tolist(), (drawn.std(0) / DRAWS**0.5).tolist()
+                row = {"method": method, "sigma": sigma, "length": length, "up": up, "down": down}
+                rows.append(row | {"up_error": up_error, "down_error": down_error})
                 print(
-                    f"sigma {sigma:<5} {length:>6} tokens  {method:14} A > 0 {up:6.3f}   A < 0 {down:6.3f}", flush=True
+                    f"sigma {sigma:<5} {length:>6} tokens  {method:14} A > 0 {up:6.3f} +- {up_error:.3f}   "
+                    f"A < 0 {down:6.3f} +- {down_error:.3f}",
+                    flush=True,
                 )
     if options.output:
-        setting = {"methods": options.methods, "sigmas": SIGMAS, "lengths": LENGTHS, "tokens": TOKENS}
+        setting = {"methods": options.methods, "sigmas": SIGMAS, "lengths": LENGTHS, "tokens": TOKENS * DRAWS}
         head = results.about("python benchmarks/length.py", setting)
         options.output.write_text(json.dumps(head | {"rows": rows}, indent=2) + "\n")
 

@@ -257,7 +257,7 @@ def coefficient_is_the_gradient(loss_fn: Correction) -> None:
 
 
 def finite_under_extremes(loss_fn: Correction) -> None:
-    """Log-ratios of +-1e4, NaN and infinity give a finite loss, gradient and metrics."""
+    """Log-ratios of +-1e4, NaN and infinity, and advantages of one sign, give a finite loss, gradient and metrics."""
     for size in (50.0, 1e4):
         batch = example()
         sign = torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)
@@ -266,6 +266,9 @@ def finite_under_extremes(loss_fn: Correction) -> None:
         _finite(loss_fn(dataclasses.replace(wild, old_logp=batch.logp - size)), f"ratios of e^{size:g}")
         _finite(loss_fn(dataclasses.replace(wild, old_logp=batch.logp + size)), f"ratios of e^-{size:g}")
     batch = example()
+    for one, which in ((1.0, "above 0"), (-1.0, "below 0"), (0.0, "0")):  # a statistic may count those of one sign
+        one_sided = dataclasses.replace(batch, advantages=one * batch.advantages.abs())
+        _finite(loss_fn(one_sided), f"advantages that are all {which}")
     for junk in (math.nan, math.inf, -math.inf):
         for name in ("logp", "old_logp", "rollout_logp"):
             value = getattr(batch, name).clone()
@@ -418,5 +421,8 @@ def _finite(out: Output, what: str) -> None:
     assert out.coefficient.isfinite().all(), f"{what}: the coefficient is not finite, expected finite numbers"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the warning about non-finite tokens is wanted elsewhere
-        bad = {name: value for name, value in out.metrics.compute().items() if not math.isfinite(value)}
+        try:
+            bad = {name: value for name, value in out.metrics.compute().items() if not math.isfinite(value)}
+        except ValueError as error:  # no token is finite
+            raise AssertionError(f"{what}: {error}") from None
     assert not bad, f"{what}: metrics are {bad}, expected finite numbers"

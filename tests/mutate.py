@@ -917,6 +917,20 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py::test_what_noise_may_leave_is_no_sure_second_cause_beside_dropout",
     ),
     Mutation(
+        "diagnose: a trainer that differs by itself has a cause in the sampler",
+        "offcorr/diagnose/causes/policies.py",
+        "return own > 5 * others and own > BY_ITSELF * Profile.of(evidence).mean",
+        "return False",
+        "tests/diagnose/test_causes.py::test_a_trainer_that_differs_by_itself_has_no_cause_in_the_sampler",
+    ),
+    Mutation(
+        "the check of a method has advantages of both signs alone",
+        "offcorr/testing.py",
+        'for one, which in ((1.0, "above 0"), (-1.0, "below 0"), (0.0, "0")):',
+        "for one, which in ():",
+        f"{CONTRACT}::test_a_controller_that_divides_by_what_a_batch_may_lack_is_found",
+    ),
+    Mutation(
         "sampled tokens of the padding's id are refused",
         RETURNED,
         "if not ((values == 0) | values.isnan()).all():",

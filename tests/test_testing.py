@@ -399,6 +399,30 @@ def test_centred_advantages_pass_where_the_pair_follows_the_batch():
 
 
 @dataclass(frozen=True)
+class OfRewarded(offcorr.controllers.Controller):
+    """A clip as wide as the mean |log ratio| of the tokens with A > 0, of which a batch may have none."""
+
+    least: int = 0
+
+    becomes, couples = "gate", "batch"
+
+    def statistics(self, tokens):
+        rewarded = tokens.mask & (tokens.advantages > 0)
+        far = torch.where(rewarded, tokens.log_ratio("staleness").raw.abs(), 0.0)
+        return Gap(far.sum(), rewarded.sum())
+
+    def resolve(self, statistics):
+        bound = 0.1 + statistics.total / statistics.tokens.clamp(min=self.least)
+        return gates.Clip(0.2, bound)
+
+
+def test_a_controller_that_divides_by_what_a_batch_may_lack_is_found():
+    testing.check(offcorr.Correction(gate=OfRewarded(least=1)))
+    with pytest.raises(AssertionError, match="advantages that are all below 0: "):
+        testing.check(offcorr.Correction(gate=OfRewarded()))
+
+
+@dataclass(frozen=True)
 class OfAll(offcorr.controllers.Controller):
     """A clip at the mean reward of the batch, under the name of a group's."""
 

@@ -8,13 +8,15 @@ import json
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from offcorr.cli.output import Refusal, listing, paragraph, terminal_width
-from offcorr.cli.tables import markdown, methods_table, stages
+from offcorr.cli.tables import STAGES, markdown, methods_table, stages
 from offcorr.correction import Correction
 from offcorr.lab.text import HelpFormatter, entries, examples
-from offcorr.methods.registry import Method, catalogue, find, split_spec
+from offcorr.methods.registry import Method, available, catalogue, find, split_spec
+from offcorr.stages.base import forms
 from offcorr.training.named_loss import TRL_LOSSES
 
 NEXT = (
@@ -47,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             pages = [about(name, terminal_width() or 100) for name in options.names]
         except (ValueError, TypeError) as error:
-            raise Refusal(str(error)) from None
+            raise Refusal(_of_stage(options.names) or str(error)) from None
         print("\n\n".join(pages))
         return 0
     if options.markdown:
@@ -64,6 +66,15 @@ def run(options: argparse.Namespace) -> int:
         rows = [(row["method"], f"{row['what it does']} [{row['source']}]") for row in table]
         print("\n".join([*entries(rows, width), paragraph("", NEXT)]))
     return 0
+
+
+def _of_stage(names: Sequence[str]) -> str:
+    """A sentence where one of the names is that of a stage; "": none is."""
+    for name in names:
+        for kind in STAGES if name not in available() else ():
+            if name in forms(kind):
+                return f"{name!r} is a stage, of the kind {kind}, and no method: docs/methods.md lists the stages"
+    return ""
 
 
 def _sentence(method: Method) -> str:

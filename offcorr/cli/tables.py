@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from offcorr.integrations import HOOKS
 from offcorr.integrations.hook import Hook
 from offcorr.methods.registry import Method, catalogue, illustration
 from offcorr.metrics import LOSS, MISMATCH
+from offcorr.stages.base import Stage, form, forms
+from offcorr.stages.checks import of_library
 from offcorr.stages.ratios import Ratio
 from offcorr.stages.rejections import Rejection
 from offcorr.stages.weights import Weight
@@ -126,6 +129,35 @@ def _carried(hook: Hook, loss_fn: Correction) -> str:
     return f"no: {refusal.words}" if refusal else "yes"
 
 
+STAGES = ("ratio", "weight", "rejection", "gate", "advantages")
+"""The kinds of stages, in the order in which a correction applies them."""
+
+
+def stages_table() -> Table:
+    """One row per stage that a configuration can name: its options with their defaults, and what it is."""
+    built = [(kind, name, form(kind, name)) for kind in STAGES for name in forms(kind)]
+    return [
+        {"kind": kind, "name and options": f"`{name}{_options(build)}`", "what it is": _first_sentence(build)}
+        for kind, name, build in built
+        if of_library(build)
+    ]
+
+
+def _options(build: Callable[..., Any]) -> str:
+    shown = []
+    for name, option in inspect.signature(build).parameters.items():
+        default = option.default
+        if option.default is not option.empty:
+            default = default.name() if isinstance(default, Stage) else repr(default)
+        shown.append(name if option.default is option.empty else f"{name}={default}")
+    return f"({', '.join(shown)})"
+
+
+def _first_sentence(build: Callable[..., Any]) -> str:
+    text = (inspect.getdoc(build) or "").partition("\n\n")[0]
+    return " ".join(text.split()).replace("``", "`")
+
+
 def short_table() -> Table:
     """One row per metric of the trainers' short log: the question it answers, and when it is logged."""
     return [
@@ -167,6 +199,7 @@ def fill(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
 TABLES: dict[str, Callable[[], Table]] = {
     "methods": methods_table,
     "options": options_table,
+    "stages": stages_table,
     "metrics": metrics_table,
     "trainers": trainers_table,
     "short": short_table,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, STAGES, Cause, Finding, Found, confidence
+from offcorr.diagnose.causes.policies import differs_by_itself
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.record import Record
@@ -126,6 +127,8 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
         if stage == "policies" and left.unrelated:
             continue
         causes = {id: cause for id, cause in CAUSES.items() if cause.stage == stage}
+        if stage == "policies" and differs_by_itself(left):
+            causes = {id: cause for id, cause in causes.items() if cause.of_passes}
         while causes and len(findings) < ROUNDS:
             found = {id: found for id, cause in causes.items() if (found := cause.found(left)) is not None}
             if not found:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES
-from offcorr.diagnose.causes.policies import VERSIONS, repeatable
+from offcorr.diagnose.causes.policies import VERSIONS, differs_by_itself, repeatable
 from offcorr.diagnose.causes.values import zeros_of_truncation
 from offcorr.diagnose.evidence import Evidence
 
@@ -90,6 +90,13 @@ trainer_version, or give --model'
         said.append(
             "what else differs: a penalty moves each context by another amount, and hides a second cause, such as "
             "older weights. To find out, dump again without the penalty, or give --model"
+        )
+    if not {"dropout", "position"} & set(named) and differs_by_itself(evidence) and not draws_known:
+        said.append(
+            "why the trainer gives one token other log-probs after the same context, by "
+            f"{float(evidence.same_context.trainer.mean()):.2g} (1 - p) nats, about as much as it differs from the "
+            "sampler, which does not: a little dropout, such as of the attention weights, or a forward pass that "
+            "depends on its batch. To find out, score one sequence twice in eval mode, in two batches"
         )
     if "dropout" not in named and not repeatable(evidence):
         said.append(f"whether the trainer's dropout is on. To find out, {_repeated_contexts(evidence)}")

@@ -312,7 +312,7 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {}
     for part in query.split("&") if query else ():
         option, equals, value = part.partition("=")
-        if not (option and equals and value) or option in options:
+        if not (option and equals and value) or "=" in value or option in options:
             raise ValueError(f"{spec!r} holds {part!r}, expected name=value once for each option, joined by '&'")
         options[option] = _literal(option, value)
     return name, options

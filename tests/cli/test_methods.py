@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -111,3 +112,11 @@ def test_the_prefix_is_for_the_names_that_trl_has_too(capsys):
 def test_a_misspelt_method(refused):
     assert "did you mean 'minpro'?" in refused("methods", "minprop")
     assert "did you mean 'eps_high'?" in refused("methods", "minpro?eps_hihg=1")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("self_normalise", "weight"), ("k1", "rejection"), ("soft_clip", "gate")])
+def test_a_stage_is_no_method_and_has_a_page(name, kind, refused):
+    said = refused("methods", name)
+    assert f"{name!r} is a stage, of the kind {kind}, and no method: docs/methods.md lists" in said
+    page = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
+    assert f"| {kind} | `{name}(" in page.read_text()

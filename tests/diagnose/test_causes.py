@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offcorr.diagnose import CAUSES, Cause, Evidence, Found, Record, diagnose, questions
-from offcorr.diagnose.causes import values
+from offcorr.diagnose.causes import policies, values
 from offcorr.diagnose.causes.base import confidence
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.evidence import mean_by_sequence
@@ -275,6 +275,25 @@ def test_what_noise_may_leave_is_no_sure_second_cause_beside_dropout():
     assert found["retokenised"].evidence.endswith("dropout may leave the same")
     both = {one.cause: one.confidence for one in diagnose(world("dropout", "sentinel").records()).causes}
     assert both["sentinel"] > 0.8 and "dropout" in both
+
+
+def test_a_trainer_that_differs_by_itself_has_no_cause_in_the_sampler(monkeypatch):
+    """A little dropout, whose noise fades along the completion as of an old prefix cache."""
+    draw = np.random.default_rng(0)
+    noise, records = 0.003 + 0.012 * np.exp(-np.arange(48) / 8), []
+    for prompt in range(16):
+        ids, logp = draw.integers(2, 30, 48), -draw.exponential(size=48)
+        for sample in range(4):  # which begin with the same three tokens, and go on with another one each
+            ids[3:], logp[3:] = draw.integers(2, 30, 45), -draw.exponential(size=45)
+            ids[3] = 30 + sample
+            old = logp + noise * (1 - np.exp(logp)) * draw.standard_normal(48)
+            records.append(Record(np.array([prompt]), ids.copy(), logp.copy(), np.minimum(old, 0.0)))
+    report = diagnose(records)
+    assert [(one.cause, one.confidence) for one in report.causes] == [("precision", 0.5)]
+    assert any("a little dropout" in one for one in report.cannot_tell)
+    assert not any("a little dropout" in one for one in diagnose(world("precision").records()).cannot_tell)
+    monkeypatch.setattr(policies, "BY_ITSELF", np.inf)
+    assert diagnose(records).verdict == "stale_prefix_cache"
 
 
 @pytest.mark.parametrize(("entropy", "size"), [(True, 2.0), (False, 2.0), (True, 0.3)])

@@ -70,6 +70,7 @@ class Cause(ABC):
         advice: what to change, with the option's name in TRL and vLLM.
         not_told_from: causes that leave the same traces in logged data.
         robust: no noise, such as dropout's, leaves its traces.
+        of_passes: it can make the trainer's log-probs of one context differ from one forward pass to the next.
     """
 
     id: ClassVar[str]
@@ -78,6 +79,7 @@ class Cause(ABC):
     advice: ClassVar[str]
     not_told_from: ClassVar[tuple[Alternative, ...]] = ()
     robust: ClassVar[bool] = False
+    of_passes: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         for name in ("id", "stage", "title", "advice"):

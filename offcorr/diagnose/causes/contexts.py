@@ -26,6 +26,7 @@ class Position(Cause):
 
     id = "position"
     stage = "policies"
+    of_passes = True
     title = "positions or padding are counted differently"
     advice = (
         "pass attention_mask and position_ids of left-padded rows to the trainer's forward pass, and count positions "

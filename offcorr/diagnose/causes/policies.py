@@ -90,6 +90,7 @@ class Dropout(Cause):
 
     id = "dropout"
     stage = "policies"
+    of_passes = True
     title = "the trainer's dropout is on"
     advice = "score with model.eval(), or set every dropout of the model's configuration to 0"
     not_told_from = (
@@ -355,6 +356,22 @@ def repeatable(evidence: Evidence) -> bool:
     return len(evidence.same_context.trainer) >= REPEATED
 
 
+BY_ITSELF = 0.5
+"""Share of mean |d| / (1 - p) from which the trainer's own spread after one context is what d consists of."""
+
+
+def differs_by_itself(evidence: Evidence) -> bool:
+    """Whether the trainer gives one token other log-probs after the same context, about as far apart as d is large.
+
+    Whatever the sampler does, and whatever one side read, leaves these alike.
+    """
+    spread = evidence.same_context
+    if not repeatable(evidence) or evidence.gap < evidence.floor:
+        return False
+    own, others = float(spread.trainer.mean()), float(spread.sampler.mean())
+    return own > 5 * others and own > BY_ITSELF * Profile.of(evidence).mean
+
+
 def _two_policies(evidence: Evidence) -> bool:
     """Whether nothing speaks against two deterministic policies: no dropout, mean ratio 1, no change of temperature."""
     identity = evidence.ratio_identity
@@ -427,6 +444,7 @@ class PrecisionOf(Cause):
 
     id = "precision"
     stage = "policies"
+    of_passes = True
     title = "the sampler computes, or stores its weights, in a lower precision than the trainer, or in a higher one"
     advice = (
         "below .01 nats or so keep it; above, correct for it (an importance weight for the engine, such as tis or "
@@ -453,7 +471,10 @@ class PrecisionOf(Cause):
         above, below = float(np.maximum(evidence.d, 0).sum()), float(np.maximum(-evidence.d, 0).sum())
         if small_growth(evidence) or above < ONE_SIGN * below:  # as of a sampler that forbids a few unlikely tokens
             return None
-        return _as_rounding(evidence)
+        found = _as_rounding(evidence)
+        if found is None or not differs_by_itself(evidence):
+            return found
+        return found._replace(surest=0.5)  # a little dropout is as likely
 
 
 class PolicyUpdates(Cause):
