@@ -218,7 +218,8 @@ def test_warm_started_model_knows_the_task_and_samples_mistakes():
     assert torch.equal(torch.get_rng_state(), state) and model.training
     assert 0.35 < sampled < 0.6
     assert toy.accuracy(model, tokenizer, held_out) == sampled
-    assert toy.accuracy(model, tokenizer, held_out, seed=1) != sampled
+    others = {toy.accuracy(model, tokenizer, held_out, seed=seed) for seed in (1, 2, 3)}
+    assert others != {sampled}  # two seeds may solve as many
     assert toy.accuracy(model, tokenizer, held_out, temperature=0) > 0.9
 
 
