@@ -931,6 +931,13 @@ MUTATIONS = [
         f"{CONTRACT}::test_a_controller_that_divides_by_what_a_batch_may_lack_is_found",
     ),
     Mutation(
+        "dropout at the first batch is silent",
+        "offcorr/trl/step.py",
+        "if moved > SAME_WEIGHTS and dropout > 0:",
+        "if False:",
+        f"{TRL}::test_dropout_makes_the_first_ratios_and_is_warned_of",
+    ),
+    Mutation(
         "sampled tokens of the padding's id are refused",
         RETURNED,
         "if not ((values == 0) | values.isnan()).all():",

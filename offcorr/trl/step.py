@@ -51,6 +51,15 @@ NO_ADVANTAGE = (
     "nor never solved"
 )
 
+DROPOUT = (
+    "before the first update logp and old_logp, of the same weights, differ by {:.2g} nats on average, as dropout is "
+    "on (up to {:g}): every ratio carries that noise, and corrections act on it. Set disable_dropout=True, or dropout "
+    "to 0 in the configurations of model and adapter"
+)
+
+SAME_WEIGHTS = 1e-3
+"""Mean |logp - old_logp| (nats) of the same weights above which their dropout is warned of."""
+
 ALL_CUT_OFF = (
     "step {}: all {} were cut off at max_completion_length={}, and mask_truncated_completions=True leaves such "
     "completions out of the loss: no token is trained on, loss and gradient are 0. Raise max_completion_length, or set "
@@ -261,8 +270,34 @@ def report_first_batch(trainer: Any, batch: offcorr.Batch, sampler: str) -> None
             raise MismatchError(refusal[0])
 
 
+def dropout_of(model: nn.Module) -> float:
+    """The largest dropout that is on in a model: of its modules, or of an option of its configuration; 0: none.
+
+    >>> dropout_of(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))), dropout_of(nn.Dropout(0.1).eval())
+    (0.1, 0.0)
+    """
+    if not model.training:
+        return 0.0
+    found = [float(module.p) for module in model.modules() if isinstance(module, nn.Dropout)]
+    options = model.config.to_dict() if hasattr(model, "config") and hasattr(model.config, "to_dict") else {}
+    found += [value for name, value in options.items() if "drop" in name and isinstance(value, float)]
+    return max(found, default=0.0)
+
+
+def _warn_of_dropout(trainer: Any, batch: offcorr.Batch) -> None:
+    """Warn where two forward passes of a run's first weights differ, and dropout is on."""
+    anchor = trainer.correction_step.anchor_in_force
+    if trainer.state.global_step or batch.old_logp is None or getattr(anchor, "supplies", "") != "before":
+        return
+    moved = float((batch.logp.detach() - batch.old_logp)[batch.mask.bool()].abs().mean())
+    dropout = dropout_of(trainer.accelerator.unwrap_model(trainer.model))
+    if moved > SAME_WEIGHTS and dropout > 0:
+        warn_on_main(trainer, DROPOUT.format(moved, dropout))
+
+
 def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     """Log the line, warn, and return the reason not to begin the training, if there is one."""
+    _warn_of_dropout(trainer, batch)
     step = trainer.correction_step
     tests = step.monitor is None or step.monitor.self_test != "off"
     # At the first step there are no older weights that a sampler without versions could have used.

@@ -14,6 +14,7 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig
+from transformers import Qwen3ForCausalLM
 
 import offcorr
 from offcorr.rollout import OffPolicy
@@ -882,3 +883,15 @@ def test_a_loss_of_trl_that_is_no_method_here_leads_to_one_that_is(make_trainer,
     said = str(refused.value)
     assert f"loss_type={written['loss_type']!r} with loss_kwargs={written['loss_kwargs']!r}" in said
     make_trainer(**written)
+
+
+@pytest.mark.parametrize(("dropout", "warned"), [(0.3, True), (0.0, False)])
+def test_dropout_makes_the_first_ratios_and_is_warned_of(make_trainer, model_folder, dropout, warned):
+    """Both log-probs are of the weights that the run begins with."""
+    model = Qwen3ForCausalLM.from_pretrained(model_folder, attention_dropout=dropout)
+    trainer = make_trainer(model=model, loss_type="ppo", num_iterations=2, max_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(one.message) for one in caught if "dropout is on (up to 0.3)" in str(one.message)]
+    assert len(said) == warned
