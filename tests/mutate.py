@@ -933,9 +933,9 @@ MUTATIONS = [
     Mutation(
         "dropout at the first batch is silent",
         "offcorr/trl/step.py",
-        "if moved > SAME_WEIGHTS and dropout > 0:",
+        "if dropout > 0 and (batch.old_logp is not None or batch.rollout_logp is not None):",
         "if False:",
-        f"{TRL}::test_dropout_makes_the_first_ratios_and_is_warned_of",
+        f"{TRL}::test_dropout_is_warned_of_at_the_first_batch",
     ),
     Mutation(
         "sampled tokens of the padding's id are refused",

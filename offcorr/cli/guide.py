@@ -41,6 +41,8 @@ GUIDE: dict[str, Advice] = {
         "Mean |d| over tokens.",
         "No source names a range. Ours: in the table; the run that collapsed has almost five times as much as "
         "MinPRO's. For scale: a clip range of .2 begins to act at |d| = .18.",
+        "A value at lag 0, where nothing has moved, is noise of the trainer's own, as [dropout](mismatch.md#dropout) "
+        "makes it. "
         "A rise at a constant lag means that each update moves the policy further: lower the learning rate, or "
         "scale it by `ess_lr`. A rise with the lag is answered as there.",
     ),

@@ -52,13 +52,10 @@ NO_ADVANTAGE = (
 )
 
 DROPOUT = (
-    "before the first update logp and old_logp, of the same weights, differ by {:.2g} nats on average, as dropout is "
-    "on (up to {:g}): every ratio carries that noise, and corrections act on it. Set disable_dropout=True, or dropout "
-    "to 0 in the configurations of model and adapter"
+    "dropout is on (up to {:g}) where logp is computed: the ratios to older log-probs carry its noise, so that "
+    "staleness is above 0 at lag 0, and a correction drops and damps on-policy tokens. Set disable_dropout=True, or "
+    "dropout to 0 in the configurations of model and adapter"
 )
-
-SAME_WEIGHTS = 1e-3
-"""Mean |logp - old_logp| (nats) of the same weights above which their dropout is warned of."""
 
 ALL_CUT_OFF = (
     "step {}: all {} were cut off at max_completion_length={}, and mask_truncated_completions=True leaves such "
@@ -285,14 +282,10 @@ def dropout_of(model: nn.Module) -> float:
 
 
 def _warn_of_dropout(trainer: Any, batch: offcorr.Batch) -> None:
-    """Warn where two forward passes of a run's first weights differ, and dropout is on."""
-    anchor = trainer.correction_step.anchor_in_force
-    if trainer.state.global_step or batch.old_logp is None or getattr(anchor, "supplies", "") != "before":
-        return
-    moved = float((batch.logp.detach() - batch.old_logp)[batch.mask.bool()].abs().mean())
+    """Warn of dropout where there are ratios.  A new adapter is 0, so that a first batch may not show its noise yet."""
     dropout = dropout_of(trainer.accelerator.unwrap_model(trainer.model))
-    if moved > SAME_WEIGHTS and dropout > 0:
-        warn_on_main(trainer, DROPOUT.format(moved, dropout))
+    if dropout > 0 and (batch.old_logp is not None or batch.rollout_logp is not None):
+        warn_on_main(trainer, DROPOUT.format(dropout))
 
 
 def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:

@@ -885,13 +885,16 @@ def test_a_loss_of_trl_that_is_no_method_here_leads_to_one_that_is(make_trainer,
     make_trainer(**written)
 
 
-@pytest.mark.parametrize(("dropout", "warned"), [(0.3, True), (0.0, False)])
-def test_dropout_makes_the_first_ratios_and_is_warned_of(make_trainer, model_folder, dropout, warned):
-    """Both log-probs are of the weights that the run begins with."""
-    model = Qwen3ForCausalLM.from_pretrained(model_folder, attention_dropout=dropout)
-    trainer = make_trainer(model=model, loss_type="ppo", num_iterations=2, max_steps=1)
+@pytest.mark.parametrize("sampler", [None, OffPolicy(lag=0)])
+@pytest.mark.parametrize("dropout", [0.3, 0.0])
+@pytest.mark.parametrize("lora", [True, False])
+def test_dropout_is_warned_of_at_the_first_batch(make_trainer, model_folder, lora, dropout, sampler):
+    """Of the model or of a new adapter, whose noise is 0 until its first update."""
+    model = Qwen3ForCausalLM.from_pretrained(model_folder, attention_dropout=0.0 if lora else dropout)
+    adapter = {"peft_config": LoraConfig(r=2, lora_dropout=dropout, target_modules="all-linear")} if lora else {}
+    settings = {"loss_type": "ppo", "num_iterations": 2, "max_steps": 1, **adapter}
+    trainer = make_trainer(model=model, rollout_func=sampler, **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
-    said = [str(one.message) for one in caught if "dropout is on (up to 0.3)" in str(one.message)]
-    assert len(said) == warned
+    assert sum("dropout is on (up to 0.3)" in str(one.message) for one in caught) == (dropout > 0)
