@@ -868,6 +868,20 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py::test_two_sequences_that_differ_from_some_token_on_are_no_sure_other_text",
     ),
     Mutation(
+        "diagnose: tokens that a policy gave up are certainly other text",
+        "offcorr/diagnose/causes/values.py",
+        "AGREE = 0.01",
+        "AGREE = 10.0",
+        "tests/diagnose/test_causes.py gave_up",
+    ),
+    Mutation(
+        "monitor: tokens that a policy gave up under its own lag are other text",
+        "offcorr/training/named_cause.py",
+        "other = other or (named.cause == OF_OTHER_TEXT and named.confidence <= ALSO_UPDATES)",
+        "pass",
+        "tests/training/test_monitor_causes.py hides_no_cause",
+    ),
+    Mutation(
         "diagnose: what is nearly a temperature is certainly one",
         "offcorr/diagnose/causes/sampling.py",
         "NEARLY_ALL = 0.985",

@@ -19,6 +19,9 @@ from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.own_updates import LOWER_LEARNING_RATE, of_own_updates
 from offcorr.training.series import GROWN, SEVERAL, SMALLEST_K3, Series
 
+OF_OTHER_TEXT = "retokenised"
+"""The cause that a policy which has moved far looks like, as it gives up tokens."""
+
 OF_AGE = ("stale_weights", "adapter_not_synced", "policy_updates")
 """The causes of staleness itself."""
 
@@ -240,6 +243,7 @@ def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCau
     """
     evidence = getattr(report, "evidence", None)
     other = named.cause == "unknown" or (named.cause in CAUSES and CAUSES[named.cause].stage in OF_CONFIGURATION)
+    other = other or (named.cause == OF_OTHER_TEXT and named.confidence <= ALSO_UPDATES)
     if not other or named.cause in (*OF_AGE, "weights_swapped") or evidence is None or not older(evidence):
         return named
     times = (series.size or 0.0) / max(series.start, SMALLEST_K3)

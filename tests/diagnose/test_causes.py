@@ -117,6 +117,16 @@ def test_two_sequences_that_differ_from_some_token_on_are_no_sure_other_text():
     assert diagnose(records).confidence > 0.9
 
 
+def test_tokens_that_a_policy_gave_up_are_no_sure_other_text():
+    """A policy that has moved far since it sampled finds some tokens next to impossible, and differs before them."""
+    moved = world("retokenised", sequences=32)
+    moved.trainer = simulated.noise(0.05, shared=True)
+    (found,) = (one for one in diagnose(moved.records()).causes if one.cause == "retokenised")
+    assert found.confidence <= 0.65 and "may have given up such tokens" in found.evidence
+    (found,) = diagnose(world("retokenised", sequences=32).records()).causes
+    assert found.confidence > 0.9 and "given up" not in found.evidence
+
+
 def test_a_temperature_that_leaves_a_fiftieth_is_unsure():
     """Updates that sharpened a small policy have left .98 of the spread of d to a temperature."""
     report = diagnose(list(sharper(0.08)))

@@ -302,6 +302,7 @@ def test_a_lag_that_is_known_is_named_before_an_old_prefix_cache(set_lag, report
 @pytest.mark.parametrize(
     ("verdict", "ages", "gaps", "first_lag", "cause"),
     [
+        ("retokenised", [16], [0.05] + [0.18] * 3, 1.5, "stale_weights"),  # a policy that gave up tokens
         ("temperature", [16], [0.05] + [0.18] * 3, 1.5, "stale_weights"),  # the first logged step shows a part of it
         ("temperature", [16], [0.05] + [0.18] * 3, 0.0, "temperature"),
         ("temperature", [16], [0.17] + [0.18] * 3, 1.5, "temperature"),  # from the first step on
@@ -316,13 +317,16 @@ def test_a_lag_that_is_known_is_named_before_an_old_prefix_cache(set_lag, report
             "stale_prefix_cache",
         ),  # on top of a lag that stays
         ("shift", [16], [0.05] + [0.18] * 3, 1.5, "shift"),  # no lag makes it
+        ("retokenised, surely", [16], [0.05] + [0.18] * 3, 1.5, "retokenised"),  # the rest agrees
     ],
 )
 def test_the_runs_own_lag_hides_no_cause_on_top_of_it(verdict, ages, gaps, first_lag, cause):
+    verdict, _, surely = verdict.partition(", ")
+    sure = 0.8 if surely or verdict != "retokenised" else 0.65
     records = [SimpleNamespace(rollout_version=1, trainer_version=1 + age, step=None) for age in ages]
     evidence = SimpleNamespace(records=records, sequence=np.arange(len(ages)), size=np.ones(len(ages)))
     monitor = quiet(
-        name_cause=lambda records: SimpleNamespace(verdict=verdict, confidence=0.8, causes=[], evidence=evidence)
+        name_cause=lambda records: SimpleNamespace(verdict=verdict, confidence=sure, causes=[], evidence=evidence)
     )
     monitor.lag = 16
     for step, gap in enumerate(gaps, 1):

@@ -258,11 +258,18 @@ class Retokenised(Cause):
             len(firsts) / 2 + len(slips),
             f"in {len(firsts)} of {len(evidence.records)} sequences the log-probs agree (mean |d| "
             f"{before_size:.2g} nats) up to a token that the trainer finds next to impossible, at index {min(firsts)} "
-            f"to {max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}",
+            f"to {max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}"
+            + ("" if slips or before_size < AGREE else MOVED),
             evidence.keep(~after),
-            surest=1.0 if slips or len(firsts) >= SEVERAL else FEW,
+            surest=1.0 if slips or (len(firsts) >= SEVERAL and before_size < AGREE) else FEW,
         )
 
+
+MOVED = "; a policy that has moved far since it sampled may have given up such tokens, with the same ids"
+
+AGREE = 0.01
+"""Mean |d| (nats) up to the first other token, below which nothing but rounding differs there: a policy that has moved
+far gives up tokens, too, and differs before them as well."""
 
 ONE_SIDED = 0.03
 """Share of the tokens at which d is above 0, below which few tokens that are far off are no other text."""
