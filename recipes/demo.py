@@ -111,6 +111,9 @@ def main() -> int:
     Console().print(comparison(logs, sampler(steps)))
     print(f"\n{verdict(logs, full=not args.short)}\n")
     print(f"picture: {plot(logs, args.output / 'demo.png', sampler(steps))}")
+    for name, raised in alarms(logs).items():
+        many = f"{raised} alarms" if raised > 1 else "one alarm"
+        print(f"the monitor raised {many} in the run of {RUNS[name].title}: {args.output / name / 'output.txt'}")
     kept = f" of one update in {dump_every(steps)}" * (dump_every(steps) > 1)
     print(f"sequences{kept}, with the log-probs of sampler and trainer: {args.output}/*/rollouts")
     print(f"numbers: {record(logs, args.output / 'demo.json', vars(args) | {'updates': steps})}")
@@ -261,6 +264,12 @@ def cell(run: str, entries: list[dict[str, Any]], name: str) -> str:
     if name in EFFECT and not RUNS[run].corrects:
         return "not measured"
     return shortened(means(entries, (name,))[name])
+
+
+def alarms(logs: dict[str, list[dict[str, Any]]]) -> dict[str, int]:
+    """The number of the monitor's alarms in each run that has any."""
+    raised = {name: series(entries, "offcorr/monitor/alarms")[1] for name, entries in logs.items()}
+    return {name: int(max(counts)) for name, counts in raised.items() if counts and max(counts) > 0}
 
 
 def largest_fall(entries: list[dict[str, Any]]) -> float:

@@ -37,6 +37,7 @@ from offcorr import toy
 from offcorr.diagnose import read
 from offcorr.flags import unknown_flag
 from offcorr.folders import check_writable
+from offcorr.lab.text import listed
 from offcorr.optional import configuration_keys
 from offcorr.rollout import OffPolicy, VLLMServer
 from offcorr.training.generations import check_generation
@@ -366,8 +367,10 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
             print(f"picture: {plot(history.logs, history.file.with_suffix('.png'))}")
         if args.dump_rollouts:
             own = args.anchor in (None, "snapshot")  # else the dump's old_logp is not of the weights that sampled
-            model = sampled_by_checkpoint(args.dump_rollouts, args.output_dir) if own else None
+            model, why_none = sampled_by_checkpoint(args.dump_rollouts, args.output_dir) if own else (None, "")
             print(f"why trainer and sampler disagree:\n  {diagnose(args.dump_rollouts, path, model)}")
+            if why_none:
+                print(why_none)
     # A process that ends while gloo still holds its tensors aborts (pytorch/pytorch#190489).
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
@@ -384,14 +387,28 @@ def what_is_left(trainer: GRPOTrainer, history: History) -> str:
     return f"{stopped}: {numbers}; {again}"
 
 
-def sampled_by_checkpoint(dump: str | Path, folder: str | Path) -> Path | None:
-    """The latest checkpoint of the folder whose weights sampled a part of the dump: its ``--model``; None: none was."""
+def sampled_by_checkpoint(dump: str | Path, folder: str | Path) -> tuple[Path | None, str]:
+    """The latest checkpoint of the folder whose weights sampled a part of the dump: its ``--model``.
+
+    Returns:
+        None and a sentence on why, where none of them was; the sentence is empty where a run saved no checkpoint.
+    """
+    versions = []
     for file in sorted(Path(dump).glob("step_*"), reverse=True):
         version = next(read([file], warn=lambda text: None)).rollout_version
-        checkpoint = Path(folder) / f"checkpoint-{0 if version is None else np.max(version)}"
+        versions += [] if version is None else [int(np.max(version))]
+        checkpoint = Path(folder) / f"checkpoint-{versions[-1] if versions else 0}"
         if checkpoint.is_dir():
-            return checkpoint
-    return None
+            return checkpoint, ""
+    saved = sorted(int(path.name.split("-")[1]) for path in Path(folder).glob("checkpoint-*"))
+    trained = sorted({version for version in versions if version > 0})
+    if not saved or not trained:
+        return None, ""
+    return None, (
+        f"(The command has no --model, so that the logs alone have to tell: the weights that sampled are those of the "
+        f"updates {listed(map(str, trained))}, and saved were those of {listed(map(str, saved))}. A --save_steps that "
+        f"divides one of the former, {trained[-1]} for instance, gives it one.)"
+    )
 
 
 def diagnose(dump: str | Path, tokenizer: str, checkpoint: Path | None = None, offcorr: str = "offcorr") -> str:
@@ -510,6 +527,12 @@ EFFECT = {
 }
 """What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
 
+WEIGHT = {
+    "offcorr/loss/weight_mean": "weight: mean",
+    "offcorr/loss/truncated": "weight: share of tokens at its bound",
+}
+"""What a weight did, such as one for the engine; without one its mean is 1 in every step, and is not shown."""
+
 CAPTION = (
     "Below the accuracies: means over the run. ESS: effective sample size, 1 where all count alike (a correction may "
     "lower it on purpose). Tokens: those with an advantage; damped, amplified: by more than 1 %. docs/metrics.md "
@@ -524,7 +547,9 @@ def summarise(logs: list[dict[str, float]], title: str) -> None:
     table = Table(title=title, caption=CAPTION, show_header=False)
     for moment, value in accuracy(logs).items():
         table.add_row(f"held-out sampled accuracy, {moment}", f"{value:.3f}", end_section=moment == "end")
-    for part in (MISMATCH, EFFECT | {"lr_scale": "factor on the learning rate"}):
+    weighted = any(value != 1 for value in series(logs, "offcorr/loss/weight_mean")[1])
+    effect = EFFECT | (WEIGHT if weighted else {}) | {"lr_scale": "factor on the learning rate"}
+    for part in (MISMATCH, effect):
         for name, value in means(logs, tuple(part)).items():
             table.add_row(part[name], shortened(value))
         table.add_section()

@@ -882,6 +882,20 @@ MUTATIONS = [
         "tests/training/test_monitor_causes.py hides_no_cause",
     ),
     Mutation(
+        "a loss with an engine weight is told that one may be worth it",
+        "offcorr/training/step.py",
+        '"rollout_logp" in self._correction.needs',
+        "False",
+        "tests/training/test_semantics.py may_be_worth_it",
+    ),
+    Mutation(
+        "an update whose tokens were all dropped is silent",
+        "offcorr/training/step.py",
+        "computed.get(DROPPED) == 1.0",
+        "False",
+        f"{TRL} drops_everything",
+    ),
+    Mutation(
         "diagnose: what is nearly a temperature is certainly one",
         "offcorr/diagnose/causes/sampling.py",
         "NEARLY_ALL = 0.985",

@@ -44,6 +44,9 @@ docs/metrics.md."""
 NOTABLE = 0.01
 """Mean |d| (nats) up to which engine and trainer are said to agree; above it an engine weight may be worth it."""
 
+WORTH_IT = f" (above {NOTABLE:g} an engine weight may be worth it: docs/which.md)"
+"""Said of a gap above that; a loss that has an engine weight needs no such hint."""
+
 SIGNIFICANT = 5.0
 """Standard errors that an effect is away from 0 before it is reported; a run makes one such test."""
 
@@ -309,8 +312,8 @@ def logprob_semantics(
         )
     if gap > NOTABLE:
         sentence = (
-            f"the engine's log-probs are the sampler's probabilities, and mean |d| is {gap:.2g} over {len(d)} tokens "
-            f"(above {NOTABLE:g} an engine weight may be worth it: docs/which.md)"
+            f"the engine's log-probs are the sampler's probabilities, and mean |d| is {gap:.2g} over {len(d)} tokens"
+            f"{WORTH_IT}"
         )
         return Semantics("agrees", len(d), gap, ratio, None, surprise, sentence, same_weights)
     return result("agrees", "the engine's log-probs agree with the trainer's")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import reduce
 from typing import Any, NoReturn
 
@@ -28,11 +29,12 @@ from offcorr.training.monitor import Monitor
 from offcorr.training.origins import origin_metrics, watched_metrics, watched_numbers
 from offcorr.training.parts import given_or_made
 from offcorr.training.schedules import Annealed
-from offcorr.training.semantics import Semantics
+from offcorr.training.semantics import WORTH_IT, Semantics
 
 ENGINE = "offcorr/engine/"
 UNSCORED = "offcorr/loss/unscored"
 NO_ADVANTAGE = "offcorr/loss/no_advantage"
+DROPPED = "offcorr/loss/dropped"
 MONITORED = "the monitor's baselines"
 
 
@@ -126,6 +128,8 @@ class Step:
         """The engine reported log-probs of the tokens whose metrics were read last, and none of them was finite."""
         self.none_advantaged = False
         """None of the tokens whose metrics were read last had an advantage."""
+        self.all_dropped = False
+        """The correction dropped every token with an advantage, of those whose metrics were read last."""
         self.none_trained = False
         """The batches whose metrics were read last, with ``entropy``, had no valid token."""
         self._begun = False
@@ -214,6 +218,8 @@ class Step:
             engine += f"; {said} (anchor='snapshot' keeps the two apart)"
         scheduled = "" if self._annealed is None else ", ".join(self._annealed.schedules)
         loss = on_one_line(self._correction) + (f" ({scheduled} by a schedule)" if scheduled else "")
+        if not {"old_logp", "rollout_logp"} & self._correction.needs:
+            loss += ", which takes no ratio, so that neither the age of the samples nor the anchor enters it"
         return f"loss {loss}; old_logp: {old_logp}; {engine}{rate}"
 
     def _holds_lag(self, batch: Batch) -> bool:
@@ -242,7 +248,10 @@ class Step:
         "the engine's log-probs agree with the trainer's (mean |d| 0 over 48 tokens)"
         """
         sampled = self._placed is not None and self._placed.supplies == "sampled"
-        return batch_semantics(batch, temperature=temperature, sampled=sampled, current=current)
+        found = batch_semantics(batch, temperature=temperature, sampled=sampled, current=current)
+        if found is not None and self._correction is not None and "rollout_logp" in self._correction.needs:
+            found = replace(found, sentence=found.sentence.removesuffix(WORTH_IT))
+        return found
 
     def _named_anchor(self, text: Callable[[object], str] = repr) -> str:
         chosen = self._make_anchor is not None or self._anchor is not None
@@ -624,6 +633,7 @@ class Step:
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
         self.none_trained = "entropy" in measured.data and "entropy" not in computed
         self.none_advantaged = computed.get(NO_ADVANTAGE) == 1.0 and not computed.get(NONFINITE)
+        self.all_dropped = computed.get(DROPPED) == 1.0
         if self.monitor is not None and train:
             self.monitor.say_masked(computed)
             self.monitor.end(self._version, self._judged(computed))

@@ -57,6 +57,12 @@ DROPOUT = (
     "dropout to 0 in the configurations of model and adapter"
 )
 
+ALL_DROPPED = (
+    "loss {!r} dropped every token that has an advantage since the last log (offcorr/loss/dropped is 1): the gradient "
+    "of its {} is 0. Widen its bounds, take a method that damps in place of dropping (minpro, offcorr:cispo), or lower "
+    "the age of the samples"
+)
+
 ALL_CUT_OFF = (
     "step {}: all {} were cut off at max_completion_length={}, and mask_truncated_completions=True leaves such "
     "completions out of the loss: no token is trained on, loss and gradient are 0. Raise max_completion_length, or set "
@@ -173,7 +179,8 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
 
     The monitor reads them; where it stops the training, a checkpoint is saved and the loop ends after this step.
     Warns once per run, on the main process, where the engine's log-probs since the last log are all NaN or infinite,
-    once where no sequence had an advantage, and once where every completion was masked as cut off.
+    once where no sequence had an advantage, once where the correction dropped every token that has one, and once where
+    every completion was masked as cut off.
     """
     mode = "train" if trainer.model.training else "eval"
     choice = getattr(trainer.args, "log_metrics", "short")
@@ -192,6 +199,9 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
         warn_once_in_run(trainer, UNSCORED + UNANCHORED if anchored and ratios else UNSCORED)
     if step.none_advantaged and mode == "train":
         warn_once_in_run(trainer, NO_ADVANTAGE)
+    if step.all_dropped and mode == "train":
+        updates = "update" if getattr(trainer.args, "logging_steps", 1) == 1 else "updates"
+        warn_once_in_run(trainer, ALL_DROPPED.format(trainer.correction.method, updates), "all dropped")
     if step.none_trained and mode == "train" and getattr(trainer.args, "mask_truncated_completions", False):
         warn_of_cut_off(trainer, trainer.state.global_step, "completions since the last log")
 

@@ -107,10 +107,14 @@ def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
         file = tmp_path / "dump" / f"step_{step:06d}.rank_0.jsonl"
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(row | {"rollout_version": version}) + "\n")
-    assert grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path) is None
+    assert grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path) == (None, "")
+    (tmp_path / "checkpoint-3").mkdir()
+    model, why = grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path)
+    assert model is None and "those of the updates 4 and 8, and saved were those of 3." in why
+    assert "divides one of the former, 8 for instance" in why
     for step in (4, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    assert grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path) == tmp_path / "checkpoint-4"
+    assert grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path) == (tmp_path / "checkpoint-4", "")
 
 
 def test_no_evaluation_is_none_at_the_start_either(tmp_path):

@@ -454,6 +454,15 @@ def test_engine_and_trainer_agree_below_the_healthy_limit_alone(noise, said):
     )
 
 
+@pytest.mark.parametrize(("loss", "hinted"), [("minpro", True), ("minpro?weight=truncate", False), ("tis", False)])
+def test_a_loss_with_an_engine_weight_is_not_told_that_one_may_be_worth_it(loss, hinted):
+    logp, rollout_logp, mask, _ = sampled(noise=0.06)
+    step = Step(offcorr.get(loss))
+    sentence = step.semantics(step.place(batch_of(logp, rollout_logp, mask, None, old_logp=logp))).sentence
+    assert "are the sampler's probabilities" in sentence
+    assert ("an engine weight may be worth it" in sentence) == hinted
+
+
 @pytest.mark.parametrize("engine", ["right", "NaN", "absent"])
 @pytest.mark.parametrize("factor", [0.9, 0.5])
 def test_a_wrong_old_logp_is_named_where_the_lag_is_0(engine, factor):

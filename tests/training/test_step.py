@@ -652,6 +652,7 @@ def test_the_line_of_a_run_has_the_options_that_differ():
         (offcorr.get("cispo", weight=cap), "loss 'cispo' {'weight': {'name': 'truncate', 'cap': 2.0"),
         (custom, "loss 'custom' (turn, clip, truncate); "),
         (power, "loss 'holderpo' (power by a schedule); "),
+        (offcorr.get("reinforce"), "loss 'reinforce', which takes no ratio, so that neither the age of the samples"),
     ):
         step = Step(loss)
         assert step.describe(step.place(whole_batch())).startswith(said)

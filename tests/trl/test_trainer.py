@@ -496,6 +496,20 @@ def test_tokens_that_the_engine_could_not_score_are_in_no_series(make_trainer, r
     assert "offcorr/staleness/ess_seq" in logged[1]
 
 
+@pytest.mark.parametrize(("eps", "said"), [(1e-9, 1), (0.2, 0)])
+def test_a_correction_that_drops_everything_is_said_once(make_trainer, eps, said):
+    trainer = make_trainer(
+        loss_type="icepop",
+        loss_kwargs={"weight": {"name": "mask", "low": 1 - eps, "high": 1 + eps}},
+        rollout_func=OffPolicy(lag=1, precision="int4"),
+        max_steps=3,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert len([w for w in caught if "dropped every token that has an advantage" in str(w.message)]) == said
+
+
 @pytest.mark.parametrize("value", [1.0, math.nan])
 def test_rewards_that_teach_nothing_are_said_once(make_trainer, series, value):
     def constant(completion_ids, **_):
