@@ -31,7 +31,7 @@ from offcorr.rollout import Engine, EngineError, save_for_engine
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from demo import RUNS, SHORT, comparison, next_commands, plot, record, train_all, verdict  # noqa: E402
+from demo import RUNS, SHORT, alarms, comparison, next_commands, plot, record, train_all, verdict  # noqa: E402
 
 SYNC_EVERY = 32
 STARTING = 300  # seconds within which a server must be up
@@ -84,7 +84,9 @@ def main() -> int:
     print(f"picture: {plot(logs, output / 'demo_vllm.png', title)}")
     settings = {name: value for name, value in vars(args).items() if name != "python"} | {"updates": steps}
     numbers = record(logs, output / "demo_vllm.json", settings, {"sync_every": args.sync_every, "vllm": vllm})
-    print(f"numbers: {numbers}\n\n{next_commands()}")
+    for name, raised in alarms(logs).items():
+        print(f"the monitor raised {raised} alarms in the run of {RUNS[name].title}: {output / name / 'output.txt'}")
+    print(f"numbers: {numbers}\n\n{next_commands(output / 'trl' / 'rollouts', str(model), args.seed)}")
     return 0
 
 

@@ -413,7 +413,7 @@ def sampled_by_checkpoint(dump: str | Path, folder: str | Path) -> tuple[Path | 
 
 def diagnose(dump: str | Path, tokenizer: str, checkpoint: Path | None = None, offcorr: str = "offcorr") -> str:
     """The command that reads a dump, with the folder or hub name of the tokenizer, and of the model that sampled."""
-    words = [offcorr, "diagnose", dump, "--html", Path(dump).parent / "report.html", "--overwrite"]
+    words: list[Any] = [offcorr, "diagnose", dump, "--html", Path(dump).parent / "report.html", "--overwrite"]
     words += ["--tokenizer", tokenizer, *(["--model", checkpoint] if checkpoint else [])]
     return shlex.join(map(str, words))
 
