@@ -12,7 +12,7 @@ from offcorr.training.series import GAP_BEGINS, Series
 
 LOWER_LEARNING_RATE = (
     "lower the learning rate; or take fewer updates per generation (num_iterations, steps_per_generation), or a "
-    "smaller lag, or correct for it in the loss (minpro)"
+    "smaller lag, or a loss that corrects for it (docs/which.md)"
 )
 
 AGREES = GAP_BEGINS**-0.5
