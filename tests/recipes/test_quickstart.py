@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "quickstart.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, flags=re.M | re.S)
 SCRIPTS = [block for language, block in BLOCKS if language == "python"]
-LINES = [line for language, block in BLOCKS if language == "bash" for line in block.splitlines()]
+LINES = [line for language, block in BLOCKS if language == "bash" for line in block.replace("\\\n", " ").splitlines()]
 COMMANDS = [line for line in LINES if line.startswith("offcorr ")]
 
 
