@@ -405,9 +405,9 @@ def sampled_by_checkpoint(dump: str | Path, folder: str | Path) -> tuple[Path | 
     if not saved or not trained:
         return None, ""
     return None, (
-        f"(The command has no --model, so that the logs alone have to tell: the weights that sampled are those of the "
-        f"updates {listed(map(str, trained))}, and saved were those of {listed(map(str, saved))}. A --save_steps that "
-        f"divides one of the former, {trained[-1]} for instance, gives it one.)"
+        f"(The command has no --model, so that the logs alone have to tell: the weights after update "
+        f"{listed(map(str, trained))} sampled, and those after {listed(map(str, saved))} were saved. A "
+        f"--save_steps that divides one of the former, {trained[-1]} for instance, gives it one.)"
     )
 
 

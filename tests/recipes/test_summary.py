@@ -110,7 +110,7 @@ def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
     assert grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path) == (None, "")
     (tmp_path / "checkpoint-3").mkdir()
     model, why = grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path)
-    assert model is None and "those of the updates 4 and 8, and saved were those of 3." in why
+    assert model is None and "the weights after update 4 and 8 sampled, and those after 3 were saved." in why
     assert "divides one of the former, 8 for instance" in why
     for step in (4, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -188,7 +188,8 @@ def test_two_processes(hub, tmp_path):
     """By a configuration for the CPU, where ``--num_processes`` alone would need two GPUs."""
     small = "import pathlib, pytest\nfrom tests.trl.test_using_trl import make_small\n"
     small += f"make_small(pytest.MonkeyPatch(), pathlib.Path({str(hub)!r}))\n"
-    said = '\nassert trainer.accelerator.num_processes == 2\nprint("steps", trainer.state.global_step)\n'
+    said = "\nassert trainer.accelerator.num_processes == 2\n"
+    said += 'pathlib.Path(f"rank_{trainer.accelerator.process_index}").write_text(str(trainer.state.global_step))\n'
     said += "trainer.accelerator.wait_for_everyone()\ntrainer.accelerator.end_training()\n"  # as the page says
     (tmp_path / "train.py").write_text(small + SCRIPTS["The two-line swap"] + said)
     configuration = ROOT / "recipes" / "accelerate" / "two_cpu_processes.yaml"
@@ -201,4 +202,4 @@ def test_two_processes(hub, tmp_path):
         timeout=570,
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    assert ran.stdout.count("steps 4") == 2
+    assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == ["4", "4"]
