@@ -39,8 +39,8 @@ GUIDE: dict[str, Advice] = {
     ),
     "offcorr/staleness/abs_mean": Advice(
         "Mean |d| over tokens.",
-        "No source names a range. Of the runs of `offcorr demo` the one that collapsed has almost five times as "
-        "much as MinPRO's. For scale: a clip range of .2 begins to act at |d| = .18.",
+        "No source names a range. Of our runs of the demo the one that collapsed has almost five times as much as "
+        "MinPRO's. For scale: a clip range of .2 begins to act at |d| = .18.",
         "A value at lag 0, where nothing has moved, is noise of the trainer's own, as [dropout](mismatch.md#dropout) "
         "makes it. "
         "A rise at a constant lag means that each update moves the policy further: lower the learning rate, or "
@@ -84,8 +84,8 @@ GUIDE: dict[str, Advice] = {
     ),
     "offcorr/loss/multiplier_vs_ratio": Advice(
         "sum |c| / sum r over the tokens that have an advantage.",
-        "1 is the size of the update with the plain ratio. No source names a range; in the runs of `offcorr demo` "
-        "MinPRO has about .85 and CTPO .77, and both learn.",
+        "1 is the size of the update with the plain ratio. No source names a range; in our runs of the demo MinPRO "
+        "has about .85 and CTPO .77, and both learn.",
         "Under SGD it is a factor on the learning rate; Adam divides a constant factor out, and sees its changes. "
         "So tune the learning rate for each method before comparing them. Far below 1, the correction drops "
         "tokens or damps them: `dropped` and `damped` tell which (MinPRO drops nothing). Above 1, the "
@@ -94,8 +94,8 @@ GUIDE: dict[str, Advice] = {
     "offcorr/loss/dropped": Advice(
         "Share of the tokens with an advantage whose c is 0: clipped, masked or rejected.",
         "verl's guide calls a share above .1 of vetoed sequences too high (rollout_corr.md). TRL's documentation "
-        "says of its clip ratio only that a higher value constrains the policy more. In the runs of "
-        "`offcorr demo` MinPRO drops nothing and CTPO almost a quarter, and both learn.",
+        "says of its clip ratio only that a higher value constrains the policy more. In our runs of "
+        "the demo MinPRO drops nothing and CTPO about a quarter, and both learn.",
         "Widen the bounds, or take a method that damps (`sapo`, `cispo`, `minpro`). If it rises over a run, the "
         "data has become too stale: see `staleness/abs_mean`. Tokens without an advantage are not among these; "
         "TRL's `frac_reward_zero_std` counts their prompts.",
@@ -103,7 +103,7 @@ GUIDE: dict[str, Advice] = {
     "offcorr/loss/damped": Advice(
         "Share of the tokens with an advantage that have 0 < |c| < .99 r.",
         "No source names a range; it says which way a method works. MinPRO, which multiplies a token's ratio by "
-        "the smallest one before it, works by it: in the run of `offcorr demo` on almost half of the tokens.",
+        "the smallest one before it, works by it: in our run of the demo on almost half of the tokens.",
         "Harmless by itself; read it beside `multiplier_vs_ratio`, which says by how much.",
     ),
     "offcorr/loss/amplified": Advice(
@@ -111,7 +111,7 @@ GUIDE: dict[str, Advice] = {
         "0 for a method that only clips or caps the token's own ratio (`ppo`, `cispo`). An engine weight (`tis`, "
         "`icepop`) amplifies every token whose engine ratio is above 1.01, a ratio of the whole sequence (`gspo`) "
         "every token that is below it: up to half of the tokens, and no fault. CTPO, which takes the product of the "
-        "ratios along the prefix, amplifies somewhat more tokens than it damps in the run of `offcorr demo`.",
+        "ratios along the prefix, amplifies about as many tokens as it damps.",
         "Harmless by itself. Where `ess_after` is low as well, some of these tokens may carry the update: an engine "
         "weight without a cap gets one (`weights.Truncate`, which bounds the engine's ratio and not that of "
         "staleness); for the ratio of staleness take a method that bounds it (`cispo`, `minpro`).",
@@ -119,8 +119,8 @@ GUIDE: dict[str, Advice] = {
     "offcorr/loss/ess_after": Advice(
         "(sum |c|)^2 / (n sum c^2) over the n tokens with an advantage; `ess_before` (in the full log) is the "
         "same of r.",
-        "Near `ess_before`, less what is dropped: .5 is good and below .3 is low (verl, of its weights). In the "
-        "runs of `offcorr demo` MinPRO has .90 and CTPO .75.",
+        "Near `ess_before`, less what is dropped: .5 is good and below .3 is low (verl, of its weights). In our "
+        "runs of the demo MinPRO has .90 and CTPO .75.",
         "As low as `ess_before`: the ratios themselves are uneven, and a few tokens with a large one carry the update, "
         "also where `amplified` is 0, as it compares with the plain ratio. Take a method that bounds the token's ratio "
         "(`cispo`, `minpro`, `ppo` with `dual_clip`), or lower the lag. Below `ess_before` although little is dropped: "

@@ -151,11 +151,8 @@ def _page(entry: Entry, width: int) -> str:
         parts |= {"formula": _formula(entry.metric, last), "where": SYMBOLS[prefix + "/"]}
         parts["healthy"] = HINTS.get(last, "No source names a range: compare it with the start of the run.")
     said = f"{advice.healthy} {advice.outside}" if advice else ""
-    for word, label in (("Ours", "ours"), ("table", "the table")):
-        if re.search(rf"\b{word}\b", said):
-            parts[label] = "means over the runs of `offcorr demo`, two that learned and one that collapsed, are in a "
-            parts[label] += "table of docs/metrics.md"
-            break
+    if re.search(r"\b([Oo]urs?|table)\b", said):
+        parts["ours"] = "means over our runs of the demo, two that learned and one that collapsed: docs/metrics.md"
     parts["logged"] = f"{_when(answer)}, in the short log and the full one" if answer else 'log_metrics="full"'
     parts["more"] = f"{PAGES}/metrics.md"
     return "\n".join([entry.name, *(_labelled(label, text, width) for label, text in parts.items() if text)])
