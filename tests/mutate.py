@@ -868,6 +868,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py::test_two_sequences_that_differ_from_some_token_on_are_no_sure_other_text",
     ),
     Mutation(
+        "diagnose: an age that the versions say leaves a prompt as sure",
+        "offcorr/diagnose/causes/contexts.py",
+        "return OLDER if lag_by_versions(evidence) else ALSO_OLDER",
+        "return ALIKE",
+        "tests/diagnose/test_causes.py no_surer_the_cause",
+    ),
+    Mutation(
         "diagnose: tokens that a policy gave up are certainly other text",
         "offcorr/diagnose/causes/values.py",
         "AGREE = 0.01",

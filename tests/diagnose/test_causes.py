@@ -109,6 +109,25 @@ def test_older_weights_by_their_size_alone_are_no_surer_than_another_prompt():
     assert report.confidence > 0.8 and not any("another prompt" in one for one in report.cannot_tell)
 
 
+@pytest.mark.parametrize("cause", ["chat_template", "truncated_prompt", "stale_prefix_cache"])
+def test_a_prompt_is_no_surer_the_cause_than_the_age_of_the_weights_lets_it_be(cause):
+    """A small policy some updates later differs most at the first tokens, as after another prompt."""
+    records = world(cause).records()
+    alternative = "weights that are older, whose d may be largest at the first tokens"
+    for versions, sure, said in (((None, None), 0.65, True), ((5, 5), 0.8, False), ((3, 19), 0.5, True)):
+        given = [dataclasses.replace(one, rollout_version=versions[0], trainer_version=versions[1]) for one in records]
+        report = diagnose(given)
+        assert (report.verdict, report.confidence) == (cause, sure)
+        older = "which may leave the same" in report.causes[0].evidence
+        assert older == (versions == (3, 19))
+        if cause != "stale_prefix_cache":
+            assert any(alternative in one for one in report.cannot_tell) == said
+    # Under a snapshot logp is of later weights, and d is not.
+    shift = [dataclasses.replace(one, logp=one.old_logp - 3.0) for one in given]
+    found = {one.cause: one for one in diagnose(shift).causes}
+    assert found[cause].confidence == 0.8
+
+
 def test_two_sequences_that_differ_from_some_token_on_are_no_sure_other_text():
     records = world("retokenised", sequences=32).records()
     own = world(sequences=32).records()

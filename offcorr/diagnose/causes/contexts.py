@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
-from offcorr.diagnose.causes.policies import ALIKE, FAR, WEIGHTS, noise, older, repeatable
+from offcorr.diagnose.causes.policies import (
+    ALIKE,
+    FAR,
+    WEIGHTS,
+    lag_by_versions,
+    noise,
+    older,
+    repeatable,
+    same_version,
+)
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.evidence import Estimate, Evidence
 
@@ -15,6 +24,21 @@ SIGNIFICANT = 5.0
 FADES = 0.45
 """Mean log-size of the first eight tokens less that of the later half, from which an old cache is named."""
 
+
+def _no_lag_in_d(evidence: Evidence) -> bool:
+    """Whether logged versions say that d is of the same weights, or, as under a snapshot, that another gap has the
+    lag."""
+    return same_version(evidence) or (older(evidence) and not lag_by_versions(evidence))
+
+
+OLDER_WEIGHTS = Alternative(
+    "weights that are older, whose d may be largest at the first tokens, too",
+    "log old_logp of the weights that sampled, and the versions",
+    settled=_no_lag_in_d,
+)
+
+ALSO_OLDER, OLDER = 0.65, 0.5
+"""The most that a prompt is sure to be another where the sampler's weights may be older, and where they are so."""
 
 OLD_CACHE = Alternative(
     "a prompt that was read with older weights (stale_prefix_cache)", "give --model and an earlier --checkpoint"
@@ -130,7 +154,10 @@ class ChatTemplate(Cause):
     stage = "policies"
     title = "trainer and sampler read different prompts, as from two chat templates"
     advice = "send the engine token ids, the same that the trainer scores, rather than messages or text"
-    not_told_from = (Alternative("a shorter prompt on one side (truncated_prompt)", "compare their prompt ids"),)
+    not_told_from = (
+        Alternative("a shorter prompt on one side (truncated_prompt)", "compare their prompt ids"),
+        OLDER_WEIGHTS,
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         if evidence.gap < evidence.floor:
@@ -147,8 +174,8 @@ class ChatTemplate(Cause):
                 1.6,
                 first,
                 f"the relative difference |d| / (1 - p) is {np.exp(first):.0f} times larger at the first token of the "
-                "completions than at a typical one, as where the text just before it differs",
-                surest=ALIKE,
+                f"completions than at a typical one, as where the text just before it differs{_of_age(evidence)}",
+                surest=_surest(evidence),
             )
         other = noise(evidence) and profile.mean > FAR and not older(evidence)
         # Without repeated contexts it may be dropout, without entropy a temperature.
@@ -162,6 +189,20 @@ class ChatTemplate(Cause):
                 "and a token id has another d in every context, as where the two sides read different prompts",
             )
         return None
+
+
+def _surest(evidence: Evidence) -> float:
+    """The most that a cause is sure whose traces, a d that is largest at the first tokens, older weights may leave."""
+    if _no_lag_in_d(evidence):
+        return ALIKE
+    return OLDER if lag_by_versions(evidence) else ALSO_OLDER
+
+
+def _of_age(evidence: Evidence) -> str:
+    """The end of a sentence, where logged versions say that d is of older weights."""
+    if not lag_by_versions(evidence):
+        return ""
+    return "; by the logged versions the sampler's weights are older than the trainer's, which may leave the same"
 
 
 def _decay(profile: Profile) -> Estimate:
@@ -191,7 +232,7 @@ class TruncatedPrompt(Cause):
         "set the same longest prompt on both sides (TRL: vllm_max_model_length; vLLM: max_model_len) "
         "and carry the history's token ids from turn to turn (offcorr.tokens)"
     )
-    not_told_from = (OLD_CACHE,)
+    not_told_from = (OLD_CACHE, OLDER_WEIGHTS)
 
     def found(self, evidence: Evidence) -> Found | None:
         if evidence.gap < evidence.floor:
@@ -217,8 +258,8 @@ class TruncatedPrompt(Cause):
             decay.error,
             0.4,
             decay.value,
-            f"{_faded(profile, decay)}, while no d is shared by the tokens of one id",
-            surest=ALIKE,
+            f"{_faded(profile, decay)}, while no d is shared by the tokens of one id{_of_age(evidence)}",
+            surest=_surest(evidence),
         )
 
 
@@ -264,6 +305,8 @@ class StalePrefixCache(Cause):
             decay.error,
             FADES,
             decay.value,
-            _faded(profile, decay) + ("; the mean d of a token id is alike in all sequences" if shared else ""),
-            surest=ALIKE,
+            _faded(profile, decay)
+            + ("; the mean d of a token id is alike in all sequences" if shared else "")
+            + _of_age(evidence),
+            surest=_surest(evidence),
         )

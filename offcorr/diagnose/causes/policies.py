@@ -242,9 +242,15 @@ def _shown_to_be_older(evidence: Evidence) -> bool:
     return older(evidence) or growth(evidence) is not None
 
 
+def lag_by_versions(evidence: Evidence) -> bool:
+    """Whether logged versions say that d is of older weights, and no larger difference of ``logp`` and ``old_logp``
+    has the lag."""
+    return older(evidence) and evidence.moved <= evidence.gap
+
+
 def _lag_in_d(evidence: Evidence) -> bool:
     """The same, where the lag is not in a larger difference of ``logp`` and ``old_logp``, as under a snapshot."""
-    return growth(evidence) is not None or (older(evidence) and evidence.moved <= evidence.gap)
+    return growth(evidence) is not None or lag_by_versions(evidence)
 
 
 OTHER_PROMPT = Alternative(
