@@ -528,8 +528,8 @@ EFFECT = {
 """What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
 
 WEIGHT = {
-    "offcorr/loss/weight_mean": "weight: mean",
-    "offcorr/loss/truncated": "weight: share of tokens at its bound",
+    "offcorr/loss/weight_mean": "mean weight",
+    "offcorr/loss/truncated": "tokens whose weight is not the ratio",
 }
 """What a weight did, such as one for the engine; without one its mean is 1 in every step, and is not shown."""
 

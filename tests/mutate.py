@@ -869,10 +869,17 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: an age that the versions say leaves a prompt as sure",
-        "offcorr/diagnose/causes/contexts.py",
+        "offcorr/diagnose/causes/policies.py",
         "return OLDER if lag_by_versions(evidence) else ALSO_OLDER",
         "return ALIKE",
         "tests/diagnose/test_causes.py no_surer_the_cause",
+    ),
+    Mutation(
+        "diagnose: a cause that the scoring left no gap for is named beside it",
+        "offcorr/diagnose/informed.py",
+        'of_d = ("sampling", "policies") if',
+        'of_d = ("sampling",) if',
+        "tests/diagnose/test_rescore.py leaves_none_to_older",
     ),
     Mutation(
         "diagnose: tokens that a policy gave up are certainly other text",

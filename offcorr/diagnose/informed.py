@@ -14,7 +14,7 @@ from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import HIDDEN_BY_DROPOUT, open_questions
-from offcorr.diagnose.rescore import EXPLAINS, OF_CHECKPOINTS, TRANSFORMS, Hypothesis, Rescored
+from offcorr.diagnose.rescore import EXPLAINS, NEARLY_ALL, OF_CHECKPOINTS, TRANSFORMS, Hypothesis, Rescored
 
 SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised")}
 """Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
@@ -101,8 +101,9 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if not rescored.experts:
         replaced.add("moe_routing")
     if gap is not None:
-        room = 2 * (1 - gap.share) + 0.1  # of mean |d|: no more is left to a transform that the logs show beside it
-        replaced |= {one.cause for one in report.causes if CAUSES[one.cause].stage == "sampling" and one.share > room}
+        room = 2 * (1 - gap.share) + 0.1  # of mean |d|: no more is left to a cause that the logs show beside it
+        of_d = ("sampling", "policies") if gap.share > NEARLY_ALL else ("sampling",)
+        replaced |= {one.cause for one in report.causes if CAUSES[one.cause].stage in of_d and one.share > room}
         if read is None and gap.cause not in TRAINERS:
             found = [_beside_the_trainer(one, rescored) if one is gap else one for one in found]
             replaced.discard("dropout")  # what repeats itself shows it, beside whatever the sampler does

@@ -592,6 +592,15 @@ def test_a_hypothesis_is_less_sure_where_another_explains_nearly_as_much():
     assert (sure(0.15), sure(0.25), sure(0.15, "truncated_prompt")) == (0.75, 0.9, 0.9)
 
 
+@pytest.mark.parametrize(("share", "left"), [(0.99, []), (0.65, ["stale_weights"])])
+def test_a_temperature_that_explains_the_gap_leaves_none_to_older_weights(share, left):
+    """Without entropy the logs alone take a temperature for older weights."""
+    report = diagnose(world("stale_weights").records())
+    assert report.causes[0].share > 0.9
+    found = informed(report, outcome(share, "temperature"))
+    assert [one.cause for one in found.causes] == ["temperature", *left]
+
+
 def test_a_temperature_keeps_the_name_that_the_log_gave_it():
     report = diagnose(world("raw_logprobs").records())
     found = informed(report, outcome(0.95, "temperature"))

@@ -9,11 +9,12 @@ from offcorr.diagnose.causes.policies import (
     ALIKE,
     FAR,
     WEIGHTS,
-    lag_by_versions,
+    no_lag_in_d,
     noise,
+    of_age,
     older,
     repeatable,
-    same_version,
+    surest_beside_age,
 )
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.evidence import Estimate, Evidence
@@ -25,20 +26,11 @@ FADES = 0.45
 """Mean log-size of the first eight tokens less that of the later half, from which an old cache is named."""
 
 
-def _no_lag_in_d(evidence: Evidence) -> bool:
-    """Whether logged versions say that d is of the same weights, or, as under a snapshot, that another gap has the
-    lag."""
-    return same_version(evidence) or (older(evidence) and not lag_by_versions(evidence))
-
-
 OLDER_WEIGHTS = Alternative(
     "weights that are older, whose d may be largest at the first tokens, too",
     "log old_logp of the weights that sampled, and the versions",
-    settled=_no_lag_in_d,
+    settled=no_lag_in_d,
 )
-
-ALSO_OLDER, OLDER = 0.65, 0.5
-"""The most that a prompt is sure to be another where the sampler's weights may be older, and where they are so."""
 
 OLD_CACHE = Alternative(
     "a prompt that was read with older weights (stale_prefix_cache)", "give --model and an earlier --checkpoint"
@@ -174,8 +166,8 @@ class ChatTemplate(Cause):
                 1.6,
                 first,
                 f"the relative difference |d| / (1 - p) is {np.exp(first):.0f} times larger at the first token of the "
-                f"completions than at a typical one, as where the text just before it differs{_of_age(evidence)}",
-                surest=_surest(evidence),
+                f"completions than at a typical one, as where the text just before it differs{of_age(evidence)}",
+                surest=surest_beside_age(evidence),
             )
         other = noise(evidence) and profile.mean > FAR and not older(evidence)
         # Without repeated contexts it may be dropout, without entropy a temperature.
@@ -189,20 +181,6 @@ class ChatTemplate(Cause):
                 "and a token id has another d in every context, as where the two sides read different prompts",
             )
         return None
-
-
-def _surest(evidence: Evidence) -> float:
-    """The most that a cause is sure whose traces, a d that is largest at the first tokens, older weights may leave."""
-    if _no_lag_in_d(evidence):
-        return ALIKE
-    return OLDER if lag_by_versions(evidence) else ALSO_OLDER
-
-
-def _of_age(evidence: Evidence) -> str:
-    """The end of a sentence, where logged versions say that d is of older weights."""
-    if not lag_by_versions(evidence):
-        return ""
-    return "; by the logged versions the sampler's weights are older than the trainer's, which may leave the same"
 
 
 def _decay(profile: Profile) -> Estimate:
@@ -258,8 +236,8 @@ class TruncatedPrompt(Cause):
             decay.error,
             0.4,
             decay.value,
-            f"{_faded(profile, decay)}, while no d is shared by the tokens of one id{_of_age(evidence)}",
-            surest=_surest(evidence),
+            f"{_faded(profile, decay)}, while no d is shared by the tokens of one id{of_age(evidence)}",
+            surest=surest_beside_age(evidence),
         )
 
 
@@ -307,6 +285,6 @@ class StalePrefixCache(Cause):
             decay.value,
             _faded(profile, decay)
             + ("; the mean d of a token id is alike in all sequences" if shared else "")
-            + _of_age(evidence),
-            surest=_surest(evidence),
+            + of_age(evidence),
+            surest=surest_beside_age(evidence),
         )

@@ -79,6 +79,46 @@ def never_updated(evidence: Evidence) -> bool:
     return same_version(evidence) or (not versioned(evidence) and growth(evidence) is not None)
 
 
+def _shown_to_be_older(evidence: Evidence) -> bool:
+    """Whether logged versions, or a d that grows over the optimizer steps, say that d is of older weights."""
+    return older(evidence) or growth(evidence) is not None
+
+
+def lag_by_versions(evidence: Evidence) -> bool:
+    """Whether logged versions say that d is of older weights, and no larger difference of ``logp`` and ``old_logp``
+    has the lag."""
+    return older(evidence) and evidence.moved <= evidence.gap
+
+
+def _lag_in_d(evidence: Evidence) -> bool:
+    """The same, where the lag is not in a larger difference of ``logp`` and ``old_logp``, as under a snapshot."""
+    return growth(evidence) is not None or lag_by_versions(evidence)
+
+
+def no_lag_in_d(evidence: Evidence) -> bool:
+    """Whether logged versions say that d is of the same weights, or, as under a snapshot, that another gap has the
+    lag."""
+    return same_version(evidence) or (older(evidence) and not lag_by_versions(evidence))
+
+
+ALSO_OLDER, OLDER = 0.65, 0.5
+"""The most that a cause is sure whose traces older weights may leave, where they may be older, and where they are."""
+
+
+def surest_beside_age(evidence: Evidence) -> float:
+    """The most that a cause is sure whose traces, a d that falls along the completion, older weights may leave."""
+    if no_lag_in_d(evidence):
+        return ALIKE
+    return OLDER if lag_by_versions(evidence) else ALSO_OLDER
+
+
+def of_age(evidence: Evidence) -> str:
+    """The end of a sentence, where logged versions say that d is of older weights."""
+    if not lag_by_versions(evidence):
+        return ""
+    return "; by the logged versions the sampler's weights are older than the trainer's, which may leave the same"
+
+
 def _by_batch(evidence: Evidence) -> bool:
     """Whether samples of one prompt share a log-prob exactly, although others of the same context do not have it."""
     paired = evidence.same_context.paired
@@ -220,8 +260,9 @@ class WeightsSwapped(Cause):
             max(margin, float(np.sqrt(profile.common_step.gain)) / 2) if dropped else margin,
             f"in {large.sum()} of {len(large)} sequences |d| {'rises' if typical > 0 else 'falls'} by a factor of "
             f"{np.exp(abs(typical)):.0f} from one token to the next and stays there; the change is mostly between "
-            f"index {np.quantile(place, 0.1):.0f} and {np.quantile(place, 0.9):.0f} of the completion",
-            surest=ALIKE,
+            f"index {np.quantile(place, 0.1):.0f} and {np.quantile(place, 0.9):.0f} of the completion"
+            f"{of_age(evidence)}",
+            surest=surest_beside_age(evidence),
         )
 
 
@@ -235,22 +276,6 @@ def _may_fade(evidence: Evidence, typical: float) -> bool:
     """Whether what falls within the sequences may fade, as d after another context and under dropout does."""
     first = Profile.of(evidence).level(0, 1)[0]
     return typical > -1.8 or first < -1.5 or first > 2 or (noise(evidence) and not repeatable(evidence))
-
-
-def _shown_to_be_older(evidence: Evidence) -> bool:
-    """Whether logged versions, or a d that grows over the optimizer steps, say that d is of older weights."""
-    return older(evidence) or growth(evidence) is not None
-
-
-def lag_by_versions(evidence: Evidence) -> bool:
-    """Whether logged versions say that d is of older weights, and no larger difference of ``logp`` and ``old_logp``
-    has the lag."""
-    return older(evidence) and evidence.moved <= evidence.gap
-
-
-def _lag_in_d(evidence: Evidence) -> bool:
-    """The same, where the lag is not in a larger difference of ``logp`` and ``old_logp``, as under a snapshot."""
-    return growth(evidence) is not None or lag_by_versions(evidence)
 
 
 OTHER_PROMPT = Alternative(
@@ -280,7 +305,8 @@ class StaleWeights(Cause):
     stage = "policies"
     title = "the sampler has older weights than the trainer scores with"
     advice = (
-        "check that every update reaches the engine; where sampling runs ahead on purpose, correct for it with a "
+        "check that every update reaches the engine, unless it is quantised to int4 or so, which leaves the same; where "
+        "sampling runs ahead on purpose, correct for it with a "
         "method for stale data, against the weights that sampled (anchor='snapshot' in offcorr's trainers): minpro, or "
         "topr only where the model already solves a good part of the tasks (`offcorr methods` lists them all)"
     )

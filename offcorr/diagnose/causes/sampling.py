@@ -245,6 +245,11 @@ PENALISED = 5.0
 """Standard errors between tokens that were seen before and new ones."""
 
 
+UNPENALISED = 0.2
+"""Share of the new tokens that are less likely to the sampler, as a penalty makes none, from which on updates may have
+left the same."""
+
+
 class RepetitionPenalty(Cause):
     """Tokens that stood in the context before are less likely to the sampler; all others are more likely."""
 
@@ -276,6 +281,7 @@ class RepetitionPenalty(Cause):
             "the share that is explained is what these two means remove, and a penalty, which moves each context by "
             "another amount, makes more of d than that",
             left.with_floor(1.1 * left.gap),
+            surest=1.0 if float((new > 1e-4).mean()) < UNPENALISED else ALSO_UPDATES,
         )
 
 
