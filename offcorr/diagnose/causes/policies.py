@@ -305,9 +305,9 @@ class StaleWeights(Cause):
     stage = "policies"
     title = "the sampler has older weights than the trainer scores with"
     advice = (
-        "check that every update reaches the engine, unless it is quantised to int4 or so, which leaves the same; where "
-        "sampling runs ahead on purpose, correct for it with a "
-        "method for stale data, against the weights that sampled (anchor='snapshot' in offcorr's trainers): minpro, or "
+        "check that every update reaches the engine, unless it is quantised to int4 or so, which leaves the same; "
+        "where sampling runs ahead on purpose, correct for it with a method for stale data, against the weights that "
+        "sampled (anchor='snapshot' in offcorr's trainers): minpro, or "
         "topr only where the model already solves a good part of the tasks (`offcorr methods` lists them all)"
     )
     not_told_from = (
