@@ -882,6 +882,20 @@ MUTATIONS = [
         "tests/diagnose/test_rescore.py leaves_none_to_older",
     ),
     Mutation(
+        "monitor: a gap that was there before the lag is the lag's",
+        "offcorr/training/named_cause.py",
+        "    if _as_large_without_age(series):\n",
+        "    if False:\n",
+        "tests/training/test_monitor_causes.py before_the_lag",
+    ),
+    Mutation(
+        "monitor: a lower precision that samples without an age show is older weights",
+        "offcorr/training/named_cause.py",
+        'or precision in (None, "fp32") or not _as_large',
+        'or precision or not _as_large',
+        "tests/training/test_monitor_causes.py before_the_lag",
+    ),
+    Mutation(
         "diagnose: tokens that a policy gave up are certainly other text",
         "offcorr/diagnose/causes/values.py",
         "AGREE = 0.01",

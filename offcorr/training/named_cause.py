@@ -162,7 +162,8 @@ def named_cause(
         named = replace(named, evidence=(*named.evidence, BEGAN))
     if not same_weights or series.name == "staleness":
         named = _of_known_age(named, series, report)
-    return _of_own_lag(_never_updated(named, series, report), series, report, lag)
+    named = _of_known_precision(_never_updated(named, series, report), series, precision)
+    return _of_own_lag(named, series, report, lag)
 
 
 def _others(report: Report) -> Iterator[str]:
@@ -262,11 +263,40 @@ def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCau
     return NamedCause("stale_weights", named.confidence, (said,), advice)
 
 
+def _size_without_age(series: Series) -> float:
+    """k3 of a step whose samples were of the trainer's own weights, the last one where it is known; 0: there was
+    none.
+    """
+    if series.new_size is not None:
+        return series.new_size
+    return 0.0 if series.start_lag else series.start
+
+
+def _as_large_without_age(series: Series) -> bool:
+    """Whether samples of the trainer's own weights show the engine's gap, too, about as large."""
+    fresh = _size_without_age(series)
+    return series.name == "engine" and fresh > SMALLEST_K3 and (series.size or 0.0) < GROWN * fresh
+
+
+def _of_known_precision(named: NamedCause, series: Series, precision: str | None) -> NamedCause:
+    """The sampler's lower precision in place of old weights, where samples without an age show the gap, too."""
+    if named.cause not in OLDER or precision in (None, "fp32") or not _as_large_without_age(series):
+        return named
+    said = (
+        f"the sampler's weights are {precision}, and k3, {series.size:.2g}, was {_size_without_age(series):.2g} of "
+        "samples without an age"
+    )
+    return NamedCause("precision", max(named.confidence, 0.5), (said,), CAUSES["precision"].advice)
+
+
 def _of_own_lag(named: NamedCause, series: Series, report: Report, lag: int | None) -> NamedCause:
     """Old weights in the words for a run whose sampler is set to lag: no fault, where the versions say that it lags."""
     evidence = getattr(report, "evidence", None)
     if named.cause != "stale_weights" or not lag or evidence is None or not older(evidence):
         return named
+    if _as_large_without_age(series):
+        said = f"k3 was {_size_without_age(series):.2g} of samples without an age, so that no lag makes this gap"
+        return replace(named, evidence=(*named.evidence, said))
     return replace(named, advice=OWN_LAG.format(lag=lag) + (APART if series.name == "engine" else ""))
 
 

@@ -300,6 +300,33 @@ def test_a_lag_that_is_known_is_named_before_an_old_prefix_cache(set_lag, report
 
 
 @pytest.mark.parametrize(
+    ("precision", "gaps", "cause", "said"),
+    [
+        ("int4", [0.3] * 4, "precision", "the sampler's weights are int4, and k3, 0.045, was 0.045 of samples without"),
+        ("int4", [0.03] + [0.3] * 4, "stale_weights", "this run's own lag of 4"),
+        ("fp32", [0.3] * 4, "stale_weights", "no lag makes this gap"),
+        (None, [0.03] + [0.3] * 4, "stale_weights", "this run's own lag of 4"),
+    ],
+)
+def test_a_gap_that_was_there_before_the_lag_is_not_the_lags(precision, gaps, cause, said):
+    records = [SimpleNamespace(rollout_version=1, trainer_version=3, step=None)]
+    evidence = SimpleNamespace(records=records, sequence=np.zeros(1, int), size=np.ones(1))
+    monitor = quiet(
+        name_cause=lambda records: SimpleNamespace(
+            verdict="stale_weights", confidence=0.73, causes=[], evidence=evidence
+        )
+    )
+    monitor.lag, monitor.precision = 4, precision
+    for step, gap in enumerate(gaps, 1):
+        monitor.observe(batch_of(gap, seed=step), step=step)
+        lagging = {"offcorr/engine/k3": gap**2 / 2, "field/mult_error": 1.0 + gap}
+        monitor.end(step, lagging | {"offcorr/staleness/lag": min(step - 1.0, 4.0)})
+    alarm = monitor.alarms[0]
+    assert alarm.cause == cause and said in str(alarm)
+    assert ("no fault to look for" in str(alarm)) == ("own lag" in said)
+
+
+@pytest.mark.parametrize(
     ("verdict", "ages", "gaps", "first_lag", "cause"),
     [
         ("retokenised", [16], [0.05] + [0.18] * 3, 1.5, "stale_weights"),  # a policy that gave up tokens
