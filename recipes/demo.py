@@ -299,7 +299,7 @@ def verdict(logs: dict[str, list[dict[str, Any]]], full: bool, age: str = f"{LAG
     ends = listed(f"{RUNS[name].title} ended at {values['end']:.0%}" for name, values in found.items())
     falls = listed(f"{100 * values['fall']:.0f}" for values in found.values())
     second = f"From the same start and with samples as old, {ends}; their largest falls were {falls} points."
-    third = f"Compared with the update with the plain ratio, {listed(change(name, logs[name]) for name in found)}."
+    third = f"Compared with the plain ratio, {listed(change(name, logs[name]) for name in found)}."
     return "\n".join(textwrap.fill(sentence, 88) for sentence in (first, second, third))
 
 
@@ -307,8 +307,8 @@ def change(run: str, entries: list[dict[str, Any]]) -> str:
     """What a correction did to the update, in words."""
     size, dropped, damped, amplified = (means(entries, (name,))[name] for name in list(EFFECT)[:4])
     return (
-        f"{RUNS[run].title}'s was {size:.2f} times as large ({dropped:.0%} of the tokens dropped, {damped:.0%} damped, "
-        f"{amplified:.0%} amplified)"
+        f"{RUNS[run].title}'s mean multiplier was {size:.2f} times as large ({dropped:.0%} of the tokens dropped, "
+        f"{damped:.0%} damped, {amplified:.0%} amplified)"
     )
 
 
@@ -379,7 +379,7 @@ def plot(logs: dict[str, list[dict[str, Any]]], file: Path, title: str) -> Path:
         ("eval_reward", "held-out sampled accuracy"),
         ("offcorr/staleness/abs_mean", "staleness: mean |log-ratio|, nats"),
         ("offcorr/engine/abs_mean", "engine mismatch: mean |log-ratio|, nats"),
-        ("offcorr/loss/multiplier_vs_ratio", "size of the update, plain ratio = 1"),
+        ("offcorr/loss/multiplier_vs_ratio", "mean multiplier, plain ratio = 1"),
         ("changed", "tokens dropped, damped or amplified"),
     )
     figure, axes = plt.subplots(1, len(panels), figsize=(21, 4), constrained_layout=True)

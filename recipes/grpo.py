@@ -518,7 +518,7 @@ MISMATCH = {
 """ESS: effective sample size.  A prompt whose samples all got one reward has no advantage."""
 
 EFFECT = {
-    "offcorr/loss/multiplier_vs_ratio": "size of the update, plain ratio = 1",
+    "offcorr/loss/multiplier_vs_ratio": "mean multiplier, plain ratio = 1",
     "offcorr/loss/dropped": "tokens dropped",
     "offcorr/loss/damped": "tokens damped",
     "offcorr/loss/amplified": "tokens amplified",

@@ -892,7 +892,7 @@ MUTATIONS = [
         "monitor: a lower precision that samples without an age show is older weights",
         "offcorr/training/named_cause.py",
         'or precision in (None, "fp32") or not _as_large',
-        'or precision or not _as_large',
+        "or precision or not _as_large",
         "tests/training/test_monitor_causes.py before_the_lag",
     ),
     Mutation(

@@ -84,12 +84,14 @@ GUIDE: dict[str, Advice] = {
     ),
     "offcorr/loss/multiplier_vs_ratio": Advice(
         "sum |c| / sum r over the tokens that have an advantage.",
-        "1 is the size of the update with the plain ratio. No source names a range; in our runs of the demo MinPRO "
-        "has about .85 and CTPO .77, and both learn.",
-        "Under SGD it is a factor on the learning rate; Adam divides a constant factor out, and sees its changes. "
-        "So tune the learning rate for each method before comparing them. Far below 1, the correction drops "
-        "tokens or damps them: `dropped` and `damped` tell which (MinPRO drops nothing). Above 1, the "
-        "correction makes the update larger: a weight without a cap, or a power of the ratio.",
+        "1: as much as the plain ratio. No source names a range; in our runs of the demo MinPRO has about .85 and CTPO "
+        ".77, and both learn.",
+        "It is a mean over tokens, and no length of the gradient. Where all tokens are scaled alike, it is a factor on "
+        "the learning rate under SGD; Adam divides a constant factor out, and sees its changes. Where tokens are "
+        "dropped, the gradient turns, and its length (`grad_norm`) falls by another factor. So tune "
+        "the learning rate for each method before comparing them. Far below 1, the correction drops tokens or damps "
+        "them: `dropped` and `damped` tell which (MinPRO drops nothing). Above 1, it makes them count for more: a "
+        "weight without a cap, or a power of the ratio.",
     ),
     "offcorr/loss/dropped": Advice(
         "Share of the tokens with an advantage whose c is 0: clipped, masked or rejected.",

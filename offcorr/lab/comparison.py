@@ -104,8 +104,8 @@ COLUMNS = (
     Column(
         "multiplier",
         "mean c",
-        "mean |c A| / mean |A| over the sampled tokens: the size of the update against one without a correction, whose "
-        "c is 1",
+        "mean |c A| / mean |A| over the sampled tokens: 1 without a correction; the length of the gradient is "
+        "another number where tokens are dropped",
         lambda row: row.measured.multiplier,
         _two,
     ),
@@ -360,7 +360,7 @@ def picture(world: World, rows: Sequence[Row], path: Path) -> None:
     error.set_xlim(left=-0.05)
 
     dots(effect, [row.measured.kept for row in rows], "C2o", "kept")
-    dots(effect, [row.measured.multiplier for row in rows], "C4D", "mean c, size of the update")
+    dots(effect, [row.measured.multiplier for row in rows], "C4D", "mean c")
     effect.axvline(1, color="black", linewidth=0.8)
     effect.set_title("effect on the tokens\n1: as without a correction", fontsize=10)
     effect.set_xlim(-0.05, 1.05 * max(1, *(row.measured.multiplier for row in rows)))

@@ -47,7 +47,9 @@ SHORT = (
         ENGINE + "ess_seq",
         "How many of the sequences still count, as a share, once each is weighted by the engine's error?",
     ),
-    Answer(LOSS + "multiplier_vs_ratio", "How large is the update, compared with that of the plain ratio?"),
+    Answer(
+        LOSS + "multiplier_vs_ratio", "How large is a token's multiplier on average, compared with the plain ratio?"
+    ),
     Answer(LOSS + "dropped", "What share of the tokens did the correction drop?"),
     Answer(LOSS + "damped", "What share of the tokens did the correction damp?"),
     Answer(LOSS + "amplified", "What share of the tokens did the correction amplify?"),

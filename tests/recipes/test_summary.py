@@ -61,7 +61,7 @@ def drawn(monkeypatch, plot, *args):
 def test_the_summary_says_what_the_correction_did():
     said = shown(history())
     for row in (
-        "size of the update, plain ratio = 1 0.90",
+        "mean multiplier, plain ratio = 1 0.90",
         "tokens dropped 0.10",
         "tokens damped 0.25",
         "tokens amplified 0.05",
@@ -169,7 +169,7 @@ def test_the_table_has_a_word_or_a_number_in_every_cell(logs):
     table = demo.comparison(logs, "a demo")
     columns = [list(column.cells) for column in table.columns]
     rows = {label: cells for label, *cells in zip(*columns, strict=True)}
-    assert rows["size of the update, plain ratio = 1"] == ["not measured", "0.90", "0.70"]
+    assert rows["mean multiplier, plain ratio = 1"] == ["not measured", "0.90", "0.70"]
     assert rows["tokens damped"] == ["not measured", "0.25", "0.25"]
     assert rows["prompts without advantage"] == ["0.12"] * 3
     assert set(grpo.EFFECT.values()) | set(grpo.MISMATCH.values()) <= rows.keys()
@@ -191,8 +191,8 @@ def test_the_demo_ends_with_sentences_from_the_numbers(logs):
         "samples were 16 updates old",
         "MinPRO ended at 80% and CTPO ended at 85%",
         "falls were 10 and 5 points",
-        "MinPRO's was 0.90 times as large (10% of the tokens dropped, 25% damped, 5% amplified)",
-        "CTPO's was 0.70 times as large",
+        "MinPRO's mean multiplier was 0.90 times as large (10% of the tokens dropped, 25% damped, 5% amplified)",
+        "CTPO's mean multiplier was 0.70 times as large",
     ):
         assert part in said, part
     logs["trl"] = history(corrects=False, end=0.85)
@@ -237,7 +237,7 @@ def test_the_next_commands_where_the_environment_is_not_active(monkeypatch, tmp_
 
 def test_the_picture_of_the_demo_has_a_line_for_every_legend_entry(monkeypatch, tmp_path, logs):
     panels = drawn(monkeypatch, demo.plot, logs, tmp_path / "demo.png", "a demo")
-    assert panels["size of the update, plain ratio = 1"][0] == ["MinPRO", "CTPO"]
+    assert panels["mean multiplier, plain ratio = 1"][0] == ["MinPRO", "CTPO"]
     assert panels["tokens dropped, damped or amplified"][1][0].get_ydata()[0] == pytest.approx(0.1 + 0.25 + 0.05)
     for entries, curves, texts in panels.values():
         assert len(entries) == len(curves) and bool(curves) != bool(texts)
