@@ -6,7 +6,7 @@
 
 p_t = exp(logp_t) and mu_t = exp(rollout_logp_t); R_t = p_t / mu_t is the token's total ratio, detached; A_t is the
 advantage and Z the denominator of the aggregation, a constant length by default. The Bernoulli distributions are those
-of this token against all others.
+of this token against all others: KL(mu, p) = mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)).
 
 Source: the authors' code, 2602.04879.
 """

@@ -103,6 +103,8 @@ class Method:
         if missing := [name for name in self.required if name not in options]:
             values = ", ".join(f"{name}={self.example[name]!r}" for name in missing if name in self.example)
             shown = f", for instance {values} (an illustration, no recommendation)" if values else ""
+            if missing == ["batch"]:
+                shown = ". A method is a function of its options that returns a Correction, and no function of a batch"
             raise ValueError(f"{self.name} requires {' and '.join(missing)}, without a default: pass a value{shown}")
         for name, kind in _SLOTS.items():
             if name in options:
@@ -205,7 +207,10 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
             _check_name(word)
             known = _METHODS.get(word)
             if known is not None and not same_definition(known.build, build):
-                raise ValueError(f"a method named {word!r} exists already: {_source(known.build)}")
+                raise ValueError(
+                    f"a method named {word!r} exists already: {_source(known.build)} and {_source(build)} have this "
+                    "name; register yours under another"
+                )
         for word in (name, *method.aliases):
             _METHODS[word] = method
         return _calling(method, build) if inspect.isfunction(build) else build

@@ -89,7 +89,7 @@ MENDS: dict[Kind, str] = {
     "placeholders": "pass the engine's log-prob of every sampled token, and NaN or None where it has none; greedy "
     "sampling (top_k=1), whose processed log-probs are all 0, is no distribution to correct for",
     "per_sequence": "pass the log-prob of each sampled token; where the engine gives only a sum or an average for a "
-    "sequence, pass none (rollout_func: logprobs=None)",
+    "sequence, pass none (rollout_func: logprobs=None, and no key old_logp)",
     "old_logp": "return as old_logp the log-probs of the sampled tokens under the weights that sampled, scored as the "
     "trainer scores them, or leave the key out",
     "differs": "score the same tokens with the same weights on both sides: look for a weight sync that missed "
