@@ -367,7 +367,7 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
             print(f"picture: {plot(history.logs, history.file.with_suffix('.png'))}")
         if args.dump_rollouts:
             own = args.anchor in (None, "snapshot")  # else the dump's old_logp is not of the weights that sampled
-            model, why_none = sampled_by_checkpoint(args.dump_rollouts, args.output_dir) if own else (None, "")
+            model, why_none = sampled_by_model(args.dump_rollouts, args.output_dir, path) if own else (None, "")
             print(f"why trainer and sampler disagree:\n  {diagnose(args.dump_rollouts, path, model)}")
             if why_none:
                 print(why_none)
@@ -387,8 +387,8 @@ def what_is_left(trainer: GRPOTrainer, history: History) -> str:
     return f"{stopped}: {numbers}; {again}"
 
 
-def sampled_by_checkpoint(dump: str | Path, folder: str | Path) -> tuple[Path | None, str]:
-    """The latest checkpoint of the folder whose weights sampled a part of the dump: its ``--model``.
+def sampled_by_model(dump: str | Path, folder: str | Path, start: str | Path) -> tuple[str | Path | None, str]:
+    """The latest weights on disk that sampled a part of the dump, of a checkpoint or the start: its ``--model``.
 
     Returns:
         None and a sentence on why, where none of them was; the sentence is empty where a run saved no checkpoint.
@@ -402,6 +402,8 @@ def sampled_by_checkpoint(dump: str | Path, folder: str | Path) -> tuple[Path | 
             return checkpoint, ""
     saved = sorted(int(path.name.split("-")[1]) for path in Path(folder).glob("checkpoint-*"))
     trained = sorted({version for version in versions if version > 0})
+    if 0 in versions:
+        return start, ""
     if not saved or not trained:
         return None, ""
     return None, (
@@ -411,7 +413,7 @@ def sampled_by_checkpoint(dump: str | Path, folder: str | Path) -> tuple[Path | 
     )
 
 
-def diagnose(dump: str | Path, tokenizer: str, checkpoint: Path | None = None, offcorr: str = "offcorr") -> str:
+def diagnose(dump: str | Path, tokenizer: str, checkpoint: str | Path | None = None, offcorr: str = "offcorr") -> str:
     """The command that reads a dump, with the folder or hub name of the tokenizer, and of the model that sampled."""
     words: list[Any] = [offcorr, "diagnose", dump, "--html", Path(dump).parent / "report.html", "--overwrite"]
     words += ["--tokenizer", tokenizer, *(["--model", checkpoint] if checkpoint else [])]

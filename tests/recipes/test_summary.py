@@ -102,19 +102,28 @@ def test_the_command_that_reads_a_dump_names_tokenizer_and_model():
 
 def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
     """The last checkpoint has trained on since, so it computed no log-prob of the dump."""
-    for step, version in ((1, 0), (5, 4), (9, 8)):
-        row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [-1.0], "old_logp": [-1.0]}
-        file = tmp_path / "dump" / f"step_{step:06d}.rank_0.jsonl"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(row | {"rollout_version": version}) + "\n")
-    assert grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path) == (None, "")
+
+    def sampled(*versions):
+        dump = tmp_path / "dump"
+        dump.mkdir(exist_ok=True)
+        for file in dump.iterdir():
+            file.unlink()
+        for step, version in enumerate(versions, 1):
+            row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [-1.0], "old_logp": [-1.0]}
+            file = dump / f"step_{step:06d}.rank_0.jsonl"
+            file.write_text(json.dumps(row | {"rollout_version": version}) + "\n")
+        return grpo.sampled_by_model(dump, tmp_path, "toy")
+
+    assert sampled(4, 8) == (None, "")  # no model was saved
+    assert sampled(0, 4, 8) == ("toy", "")
     (tmp_path / "checkpoint-3").mkdir()
-    model, why = grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path)
+    model, why = sampled(4, 8)
     assert model is None and "the weights after update 4 and 8 sampled, and those after 3 were saved." in why
     assert "divides one of the former, 8 for instance" in why
+    assert sampled(0, 4, 8) == ("toy", "")
     for step in (4, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    assert grpo.sampled_by_checkpoint(tmp_path / "dump", tmp_path) == (tmp_path / "checkpoint-4", "")
+    assert sampled(0, 4, 8) == (tmp_path / "checkpoint-4", "")
 
 
 def test_no_evaluation_is_none_at_the_start_either(tmp_path):
