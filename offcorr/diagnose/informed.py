@@ -55,6 +55,8 @@ FIRSTS = 6
 REFUTED = 0.5
 """The most that a cause from the logs is sure where its own hypotheses were tried and do not explain the gap."""
 
+AT_WHICH = "; at which temperature the tokens were drawn, the one that was logged or another, these tokens do not tell"
+
 NOISY = 0.65
 """The most that dropout is sure by its size alone: padding, or another prompt, may move log-probs by as much."""
 
@@ -218,14 +220,19 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
         )
         by_log = max((one.confidence for one in report.causes if one.cause == "dropout"), default=0.0)
         return _finding("dropout", max(min(best.share, NOISY), by_log), best.share, EXPLAINS, best.share, said)
-    named = {one.cause for one in report.causes}
+    named = {one.cause: one.confidence for one in report.causes}
     id = next((one for one in SAME_HYPOTHESIS.get(best.cause, ()) if one in named), best.cause)
+    sure = _sure(best, fits)
+    undecided = best.cause in SAME_HYPOTHESIS and named.get(id, 1.0) <= REFUTED
     said = (
         f"scored again under the hypothesis '{best.words}', the sampled tokens are {best.gap:.2g} nats from the "
         f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
     )
     said += NO_LAG * (id == "stale_weights" and same_version(report.evidence))
-    return _finding(id, _sure(best, fits), best.share, EXPLAINS, best.share, said)
+    if undecided:
+        said += AT_WHICH
+        sure = min(sure, REFUTED)
+    return _finding(id, sure, best.share, EXPLAINS, best.share, said)
 
 
 def _sure(best: Hypothesis, tried: Sequence[Hypothesis]) -> float:

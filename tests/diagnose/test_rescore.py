@@ -601,10 +601,14 @@ def test_a_temperature_that_explains_the_gap_leaves_none_to_older_weights(share,
     assert [one.cause for one in found.causes] == ["temperature", *left]
 
 
-def test_a_temperature_keeps_the_name_that_the_log_gave_it():
+@pytest.mark.parametrize(("by_log", "sure"), [(0.5, 0.5), (0.8, 0.95)])
+def test_a_temperature_keeps_the_name_that_the_log_gave_it(by_log, sure):
+    """And is no surer where the log does not tell at which temperature the tokens were drawn."""
     report = diagnose(world("raw_logprobs").records())
-    found = informed(report, outcome(0.95, "temperature"))
-    assert [one.cause for one in found.causes] == ["raw_logprobs"]
+    logged = [dataclasses.replace(one, confidence=by_log) for one in report.causes]
+    found = informed(dataclasses.replace(report, causes=logged), outcome(0.95, "temperature"))
+    assert [one.cause for one in found.causes] == ["raw_logprobs"] and found.confidence == pytest.approx(sure)
+    assert ("these tokens do not tell" in found.causes[0].evidence) == (by_log == 0.5)
 
 
 @pytest.mark.parametrize("cause", ["stale_prefix_cache", "stale_weights"])
