@@ -19,7 +19,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,9 +111,8 @@ def main() -> int:
     Console().print(comparison(logs, sampler(steps)))
     print(f"\n{verdict(logs, full=not args.short)}\n")
     print(f"picture: {plot(logs, args.output / 'demo.png', sampler(steps))}")
-    for name, raised in alarms(logs).items():
-        many = f"{raised} alarms" if raised > 1 else "one alarm"
-        print(f"the monitor raised {many} in the run of {RUNS[name].title}: {args.output / name / 'output.txt'}")
+    for line in alarms(logs, args.output):
+        print(line)
     kept = f" of one update in {dump_every(steps)}" * (dump_every(steps) > 1)
     print(f"sequences{kept}, with the log-probs of sampler and trainer: {args.output}/*/rollouts")
     print(f"numbers: {record(logs, args.output / 'demo.json', vars(args) | {'updates': steps})}")
@@ -266,10 +265,13 @@ def cell(run: str, entries: list[dict[str, Any]], name: str) -> str:
     return shortened(means(entries, (name,))[name])
 
 
-def alarms(logs: dict[str, list[dict[str, Any]]]) -> dict[str, int]:
-    """The number of the monitor's alarms in each run that has any."""
-    raised = {name: series(entries, "offcorr/monitor/alarms")[1] for name, entries in logs.items()}
-    return {name: int(max(counts)) for name, counts in raised.items() if counts and max(counts) > 0}
+def alarms(logs: dict[str, list[dict[str, Any]]], folder: Path) -> Iterator[str]:
+    """A line on each run with alarms of the monitor, and where they stand."""
+    for name, entries in logs.items():
+        raised = int(max(series(entries, "offcorr/monitor/alarms")[1], default=0))
+        if raised:
+            many = f"{raised} alarms" if raised > 1 else "one alarm"
+            yield f"the monitor raised {many} in the run of {RUNS[name].title}: {folder / name / 'output.txt'}"
 
 
 def largest_fall(entries: list[dict[str, Any]]) -> float:

@@ -84,8 +84,8 @@ def main() -> int:
     print(f"picture: {plot(logs, output / 'demo_vllm.png', title)}")
     settings = {name: value for name, value in vars(args).items() if name != "python"} | {"updates": steps}
     numbers = record(logs, output / "demo_vllm.json", settings, {"sync_every": args.sync_every, "vllm": vllm})
-    for name, raised in alarms(logs).items():
-        print(f"the monitor raised {raised} alarms in the run of {RUNS[name].title}: {output / name / 'output.txt'}")
+    for line in alarms(logs, output):
+        print(line)
     print(f"numbers: {numbers}\n\n{next_commands(output / 'trl' / 'rollouts', str(model), args.seed)}")
     return 0
 

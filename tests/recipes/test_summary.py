@@ -192,6 +192,17 @@ def test_a_correction_that_was_not_logged_is_no_lack_of_one(logs):
         demo.comparison(logs, "a demo")
 
 
+def test_the_demo_names_the_alarms_of_its_runs():
+    logs = {
+        "trl": [{"step": 1, "offcorr/monitor/alarms": 0.0}, {"step": 2, "offcorr/monitor/alarms": 1.0}],
+        "minpro": [{"step": 1}],
+        "ctpo": [{"step": 1, "offcorr/monitor/alarms": 2.0}],
+    }
+    first, second = demo.alarms(logs, Path("runs"))
+    assert first == "the monitor raised one alarm in the run of TRL's default: runs/trl/output.txt"
+    assert second.startswith("the monitor raised 2 alarms in the run of CTPO")
+
+
 def test_the_demo_ends_with_sentences_from_the_numbers(logs):
     said = " ".join(demo.verdict(logs, full=True).split())
     assert said.count(". ") == 2 and said.endswith(".")
