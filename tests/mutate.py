@@ -954,8 +954,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: versions speak of d where the lag is in logp",
         "offcorr/diagnose/causes/policies.py",
-        "(older(evidence) and evidence.moved <= evidence.gap)",
-        "older(evidence)",
+        "return older(evidence) and evidence.moved <= evidence.gap",
+        "return older(evidence)",
         "tests/diagnose/test_causes.py::test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision",
     ),
     Mutation(
