@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
 from offcorr.correction import OPTIONAL, Correction, needed_by
-from offcorr.stages import gates, ratios, reference
+from offcorr.stages import definition, gates, ratios, reference
 from offcorr.stages.base import Controller, Plan, Stage
 from offcorr.stages.calls import resolved, statistics_of
 from offcorr.stages.reference import Gated
@@ -59,6 +59,46 @@ def _same_without(name: str, controller: Controller, known: Any, batch: Batch) -
         return _equal(known, statistics_of(controller, dataclasses.replace(batch, **without).tokens))
     except Exception:  # of any kind: it cannot do without
         return False
+
+
+def check_fields(loss_fn: Correction) -> None:
+    """Raise AssertionError for a number among the fields of a stage that the stage hands to none of its functions.
+
+    A controller's methods and ``prepare`` read the fields themselves, and a limit that an example does not reach has
+    no effect on it: those are not checked.
+    """
+    for stage in loss_fn.stages.values():
+        if isinstance(stage, Controller) or stage.prepare is not None or not dataclasses.is_dataclass(stage):
+            continue
+        given = _given(stage)
+        for field in dataclasses.fields(stage):
+            value = getattr(stage, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            for other in others(value):
+                try:
+                    changed = dataclasses.replace(stage, **{field.name: other})
+                except (TypeError, ValueError):  # out of the field's range
+                    continue
+                assert _given(changed) != given, (
+                    f"{type(stage).__name__}: the field {field.name} changes nothing: with {field.name}={other!r} its "
+                    f"functions are given the same as with {field.name}={value!r}; hand it over in params, or leave "
+                    "it out"
+                )
+                break
+
+
+def _given(stage: Any) -> dict[str, Any]:
+    """The values that the library reads of a stage: attributes that its kind has, and properties of its own."""
+    kind, of = definition.KINDS[stage.KIND], type(stage)
+    public = [name for name in dir(of) if not name.startswith("_")]
+    read = [name for name in public if hasattr(kind, name) or isinstance(getattr(of, name), property)]
+    return {name: getattr(stage, name) for name in read if name in stage.PARTS or not callable(getattr(stage, name))}
+
+
+def others(value: float) -> tuple[float, ...]:
+    """Other values for a number, one of which is hopefully in its range."""
+    return (not value,) if isinstance(value, bool) else (value + 1, 1.5 * value + 0.1, 0.7 * value + 0.01)
 
 
 def check_finite(loss_fn: Correction, batch: Batch) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
 from offcorr.check_batches import example, layouts, moved
@@ -23,7 +24,16 @@ from offcorr.closeness import check_close, check_equal_numbers
 from offcorr.correction import Correction, Output
 from offcorr.kernels.dispatch import backend, use
 from offcorr.methods.registry import Method, find, from_config, get, illustration, registered
-from offcorr.stage_checks import check_controllers, check_finite, check_gradient_passes, check_slope, failure, subject
+from offcorr.stage_checks import (
+    check_controllers,
+    check_fields,
+    check_finite,
+    check_gradient_passes,
+    check_slope,
+    failure,
+    others,
+    subject,
+)
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.checks import quietly
 from offcorr.stages.reference import gated
@@ -55,8 +65,10 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
     Raises:
         AssertionError: names the method (for a custom correction the class of the stage without which the check
             passes, where a single one is), the check, the numbers that differ and what was expected; or an option
-            of the method's function that its correction does not depend on.
-        TypeError: a stage's function cannot run; the message begins with its class and attribute.
+            of the method's function that its correction does not depend on; or a number among the fields of a
+            ratio, weight, rejection or gate that its functions do not depend on.
+        TypeError: a stage's function cannot run; the message begins with its class and attribute, and ends with the
+            check.
         ValueError: the method is unknown, or a field that it needs is none of ``example``'s.
 
     >>> len(check("ppo")) == len(CHECKS)
@@ -67,6 +79,7 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
     passed = []
     with quietly():
         _options_matter(method)
+        check_fields(loss_fn)
         for name, run in CHECKS.items():
             if run is on_policy_gradient and not as_reinforce:
                 continue
@@ -74,6 +87,8 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
                 run(loss_fn)
             except AssertionError as error:
                 raise AssertionError(failure(run, loss_fn, error)) from error
+            except TypeError as error:
+                raise TypeError(f"{error}; this is in the check {run.__name__}: {run.__doc__}") from error
             passed.append(name)
     return passed
 
@@ -246,7 +261,8 @@ def coefficient_is_the_gradient(loss_fn: Correction) -> None:
         (attached,) = torch.autograd.grad(3 * out.loss, logp)
         check_close(attached, 3 * out.coefficient, "gradient of 3 * loss")
         resolved = loss_fn.resolve(loss_fn.statistics(batch))
-        batch = resolved.prepared(batch)
+        logp = _off_corners(logp)
+        batch = resolved.prepared(dataclasses.replace(batch, logp=logp))
         plan, tokens = resolved.plan(batch), Tokens(batch)
         check_slope(plan, batch)
         terms = gated(plan.ratio, plan.gate, tokens)
@@ -370,7 +386,7 @@ def _options_matter(method: Any) -> None:
     for name, value in {**defaults, **known.example}.items():
         if not isinstance(value, (int, float)):
             continue
-        for other in (not value,) if isinstance(value, bool) else (value + 1, 1.5 * value + 0.1, 0.7 * value + 0.01):
+        for other in others(value):
             try:
                 changed = known(**{**known.example, name: other})
             except (TypeError, ValueError):  # out of the option's range
@@ -405,6 +421,16 @@ def _kernel_error(loss_fn: Correction, batch: Batch, of_batch: str) -> float:
         f"{float(allowed):.3g}"
     )
     return error
+
+
+def _off_corners(logp: Tensor) -> Tensor:
+    """Log-probs a thousandth of a nat away: a bound, once resolved, may be some token's own ratio.
+
+    There the two one-sided derivatives differ, and autograd takes their mean.
+    """
+    moves = torch.empty_like(logp).uniform_(1e-3, 2e-3, generator=torch.Generator().manual_seed(0))
+    signs = torch.where(torch.arange(logp.shape[-1]) % 2 == 0, 1, -1)
+    return (logp.detach() + signs * moves).requires_grad_()
 
 
 def _per_token_advantages(batch: Batch) -> Batch:

@@ -5,6 +5,7 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -450,3 +451,62 @@ def test_a_controller_that_couples_more_than_it_says_is_found():
             testing.check(name)
     with pytest.raises(AssertionError, match="groups_apart.*with others beside it"):
         testing.check(offcorr.Correction(gate=OfAll("group")))
+
+
+@dataclass(frozen=True)
+class AtAQuantile(controllers.Controller):
+    """A clip at one of the batch's own log-ratios; the others keep their gradient."""
+
+    share: float = 0.9
+    becomes = "gate"
+
+    def statistics(self, tokens):
+        return Pooled(tokens.log_ratio("staleness").clamped[tokens.mask].abs())
+
+    def resolve(self, statistics):
+        bound = statistics.values.quantile(self.share)
+        return gates.Clip(1 - (-bound).exp(), bound.exp() - 1)
+
+
+@dataclass(frozen=True)
+class Pooled:
+    values: torch.Tensor
+
+    def merge(self, other):
+        return Pooled(torch.cat([self.values, other.values]))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
+def test_a_bound_at_a_tokens_own_ratio_is_no_wrong_derivative(share):
+    """Autograd takes the mean of the two derivatives at a corner."""
+    testing.CHECKS["coefficient_is_the_gradient"](offcorr.Correction(gate=AtAQuantile(share)))
+
+
+def test_an_error_of_a_later_check_names_the_check():
+    with pytest.raises(TypeError, match=r"^AtAQuantile.resolve: .* in the check nothing_left: A batch with no valid"):
+        testing.check(offcorr.Correction(gate=AtAQuantile()))
+
+
+class Bounds(NamedTuple):
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class OneBoundTwice(gates.Gate):
+    eps_low: float = 0.2
+    eps_high: float = 0.3
+
+    @staticmethod
+    def surrogate(log_ratio, p):
+        clamped = ops.clamp(log_ratio, p.low, p.high)
+        return clamped, ops.where(clamped == log_ratio, ops.zeros_like(log_ratio) + 1, 0.0)
+
+    @property
+    def params(self):
+        return Bounds(-self.eps_low, self.eps_low)
+
+
+def test_a_field_that_reaches_no_function_is_found():
+    with pytest.raises(AssertionError, match="OneBoundTwice: the field eps_high changes nothing: with eps_high=1.3"):
+        testing.check(offcorr.Correction(gate=OneBoundTwice()))
