@@ -34,6 +34,9 @@ OWN = "near_overlap"
 SAFEST = "minpro"
 """What docs/which.md advises where nothing is known: its numbers stand in every row there."""
 
+ENDS = "rate smallest, largest"
+"""Over the column of settings whose best learning rate lies at an end of those tried."""
+
 LEVEL = 2.0
 """Standard errors of a paired difference within which two methods are said to be level."""
 
@@ -74,7 +77,9 @@ def loop() -> list[Row]:
     """Every method: smallest and mean relative return of both parts."""
     data = result("loop")
     rows = sorted(data["methods"], key=lambda row: -row["summary"]["held-out"]["mean"])
-    return [{"method": f"`{row['method']}`"} | _parts(row) for row in rows]
+    return [
+        {"method": f"`{row['method']}`"} | _parts(row) | {ENDS: _at_the_ends(row, data["settings"])} for row in rows
+    ]
 
 
 def _parts(row: Mapping[str, Any]) -> Row:
@@ -86,10 +91,22 @@ def _parts(row: Mapping[str, Any]) -> Row:
     return line | {"over all rates": f"{row['summary']['held-out']['every_rate']:.2f}"}
 
 
+def _at_the_ends(row: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
+    """In how many settings the best learning rate was the smallest tried, and in how many the largest."""
+    ends = [
+        sum(rate == setting["rates"][end] for rate, setting in zip(row["rate"], settings, strict=True))
+        for end in (0, -1)
+    ]
+    return f"{ends[0]}, {ends[1]} of {len(settings)}"
+
+
 def loop_long() -> list[Row]:
     """The methods that were run with more seeds."""
-    rows = sorted(result("loop_long")["methods"], key=lambda row: -row["summary"]["held-out"]["mean"])
-    return [{"method": f"`{row['method']}`"} | _parts(row) for row in rows]
+    data = result("loop_long")
+    rows = sorted(data["methods"], key=lambda row: -row["summary"]["held-out"]["mean"])
+    return [
+        {"method": f"`{row['method']}`"} | _parts(row) | {ENDS: _at_the_ends(row, data["settings"])} for row in rows
+    ]
 
 
 def variants() -> list[Row]:
