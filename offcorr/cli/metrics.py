@@ -37,6 +37,9 @@ LEGEND = (
     'micro-batches and ranks are merged. The trainers log about ten of these (log_metrics="short"), or all ("full").'
 )
 NEXT = "`offcorr metrics NAME` explains one: `offcorr metrics ess_seq`."
+_OF_TRL = re.compile(
+    r"rewards?(_std|/.*)?|frac_reward_zero_std|completions?/.*|num_tokens|step_time|grad_norm|learning_rate|sampling/.*"
+)
 _CLIPPED = re.compile(r"clip_?(ratio|frac)")  # TRL's clip_ratio/..., verl's pg_clipfrac
 
 
@@ -108,6 +111,11 @@ def find(name: str) -> list[Entry]:
         raise Refusal(
             f"{name!r} is of a loss of the trainer's own, and a correction does not log it; the nearest to it are "
             "clipped and dropped: `offcorr metrics clipped dropped`"
+        )
+    if _OF_TRL.fullmatch(name):
+        raise Refusal(
+            f"{name!r} is logged by the trainer, not by offcorr: TRL explains its own under \"Logged metrics\" of "
+            "https://huggingface.co/docs/trl/grpo_trainer"
         )
     if by_option := [answer.name for answer in SHORT if answer.option == name]:
         raise Refusal(

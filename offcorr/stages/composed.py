@@ -42,7 +42,9 @@ def check_slot(slot: str, value: Any) -> None:
         if told := uncalled(stage):
             raise ValueError(f"{slot}: {told}")
         if not isinstance(stage, Stage) or stage.KIND != kind:
-            raise ValueError(f"{slot} is {stage!r}, expected one of offcorr.{kind.removesuffix('s')}s")
+            theirs = getattr(stage, "KIND", None)
+            place = next((f"; it belongs into {name}=" for name, takes in SLOTS.items() if takes == theirs), "")
+            raise ValueError(f"{slot} is {stage!r}, expected one of offcorr.{kind.removesuffix('s')}s{place}")
 
 
 def check_stage(stage: Stage, optional: Iterable[str]) -> None:

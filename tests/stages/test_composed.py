@@ -27,6 +27,8 @@ BATCH = offcorr.testing.example()
             "advantages is (Centred(mismatch=None),), expected on",
         ),
         (lambda: Correction(weight=[weights.Truncate(), None]), "weight is None, expected one of offcorr.weights"),
+        (lambda: Correction(gate=weights.Truncate(2.0)), "expected one of offcorr.gates; it belongs into weight="),
+        (lambda: Correction(weight=rejections.Veto()), "expected one of offcorr.weights; it belongs into reject="),
         (lambda: offcorr.from_config({"method": "custom", "gate": ["clip"]}), "dual_clip=None),), expected one stage"),
         (lambda: offcorr.from_config({"method": "custom", "ratio": []}), "ratio is (), expected one stage or None"),
         (
