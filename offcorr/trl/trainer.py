@@ -111,7 +111,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             check_data("eval_dataset", kwargs.get("eval_dataset"))
         self.correction_step = make_step(self, args, annealed)
         self._corrects = annealed is not None
-        if self._corrects and not rest:  # else rollout_func may be among them
+        if not rest:  # else rollout_func may be among them
             self._check_sources(args, kwargs.get("rollout_func"))
         self._kept_forwards: list[tuple] | None = None
         self._sampled: dict[str, list] = {}
@@ -126,8 +126,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._warned: set[str] = set()
         """Warnings of the log that this run has given."""
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        self._check_sources(self.args, self.rollout_func)
         if self._corrects:
-            self._check_sources(self.args, self.rollout_func)
             self._check_settings()
             self._take_over_vllm_correction()
         self._check_ess_lr()
@@ -545,16 +545,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._generates_elsewhere(rollout_func):
             return  # seen when it returns
         anchor, vllm = getattr(args, "anchor", None), getattr(args, "use_vllm", False)
-        method = self.correction_step.correction.method
-        if not vllm and "rollout_logp" in self.correction_step.correction.needs:
-            raise ValueError(f"loss {method!r} compares with {ENGINE_MISSING}, or take a loss that needs no engine")
+        correction = self.correction_step.correction if self._corrects else None
+        if not vllm and correction is not None and "rollout_logp" in correction.needs:
+            raise ValueError(
+                f"loss {correction.method!r} compares with {ENGINE_MISSING}, or take a loss that needs no engine"
+            )
+        otherwise = "take another anchor" if self._corrects else "drop the anchor, which TRL's own loss does not read"
         if not vllm and anchor == "rollout":
-            raise ValueError(f"anchor='rollout' takes {ENGINE_MISSING}, or take another anchor")
+            raise ValueError(f"anchor='rollout' takes {ENGINE_MISSING}, or {otherwise}")
         if anchor in ("snapshot", "log_linear"):
             key = {"snapshot": "old_logp", "log_linear": "rollout_version"}[anchor]
             raise ValueError(
                 f"anchor={anchor!r} needs {key} of every completion, and there is no rollout_func to return it: pass "
-                "one, for instance offcorr.rollout.OffPolicy(), or take another anchor"
+                f"one, for instance offcorr.rollout.OffPolicy(), or {otherwise}"
             )
 
     def _check_sampling(self) -> None:

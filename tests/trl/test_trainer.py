@@ -528,10 +528,10 @@ def test_an_anchor_that_trls_loss_does_not_read_is_said(make_trainer, anchor):
     with pytest.warns(
         UserWarning, match=f"anchor='{anchor}' .* changes no update.* loss_type='offcorr:dapo'"
     ) as caught:
-        make_trainer(loss_type="dapo", anchor=anchor)
+        make_trainer(loss_type="dapo", anchor=anchor, rollout_func=OffPolicy())
     assert any(w.filename.endswith("conftest.py") for w in caught)  # the caller, not a line of this library
     with pytest.warns(UserWarning, match=r"loss_type='offcorr:\.\.\.' or drop"):  # there is no bnpo here
-        make_trainer(loss_type="bnpo", anchor=anchor)
+        make_trainer(loss_type="bnpo", anchor=anchor, rollout_func=OffPolicy())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="anchor=")
         make_trainer(loss_type="offcorr:dapo", anchor="recomputed")
@@ -783,6 +783,8 @@ def test_snapshot_without_old_logp(make_trainer, replay):
         (dict(loss_type="offcorr:dapo", loss_kwargs={"weight": "truncate"}), "loss 'dapo' compares with the engine's"),
         (dict(loss_type="minpro", anchor="rollout"), "anchor='rollout' takes the engine's log-probs, .*use_vllm=True"),
         (dict(loss_type="minpro", anchor="snapshot"), "anchor='snapshot' needs old_logp of .*no rollout_func"),
+        (dict(loss_type="dapo", anchor="snapshot"), "anchor='snapshot' needs .*no rollout_func .*or drop the anchor"),
+        (dict(loss_type="dapo", anchor="rollout"), "anchor='rollout' takes .*or drop the anchor, which TRL's own"),
         (dict(loss_type="minpro", anchor="log_linear"), "anchor='log_linear' needs rollout_version of .*no rollout_f"),
     ],
 )
