@@ -130,9 +130,9 @@ GUIDE: dict[str, Advice] = {
         "dropped: as for `dropped`.",
     ),
     "entropy": Advice(
-        "Mean entropy of the next token's distribution over the sampled tokens, in nats. Where TRL logs one itself (its "
-        "own loss, a KL term, an entropy bonus), it is the mean over the micro-batches of their means, another number "
-        "where they hold unequal numbers of tokens.",
+        "Mean entropy of the next token's distribution over the sampled tokens, in nats. Where TRL logs one itself "
+        "(its own loss, a KL term, an entropy bonus), it is the mean over the micro-batches of their means, another "
+        "number where they hold unequal numbers of tokens.",
         "A slow fall. TRL's documentation offers an entropy bonus against a policy that becomes "
         "near-deterministic, and no number. Ours: from .23 to .02 in MinPRO's run, and to .06, not steadily, in the "
         "one that collapsed, whose mean of .12 lies between those of the two that learned: the level tells nothing.",

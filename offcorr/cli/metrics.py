@@ -114,7 +114,7 @@ def find(name: str) -> list[Entry]:
         )
     if _OF_TRL.fullmatch(name):
         raise Refusal(
-            f"{name!r} is logged by the trainer, not by offcorr: TRL explains its own under \"Logged metrics\" of "
+            f'{name!r} is logged by the trainer, not by offcorr: TRL explains its own under "Logged metrics" of '
             "https://huggingface.co/docs/trl/grpo_trainer"
         )
     if by_option := [answer.name for answer in SHORT if answer.option == name]:
