@@ -64,6 +64,33 @@ def test_two_causes_at_once_are_both_named(pair):
     assert set(pair) <= found
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("cause", simulated.CAUSES)
+def test_with_fewer_fields_and_sequences_no_other_cause_is_sure(cause, seed):
+    records = world(cause, seed=seed).records()
+    bare = [dataclasses.replace(one, entropy=None) for one in records]
+    same = [dataclasses.replace(one, rollout_version=5, trainer_version=5) for one in bare]
+    for lacking in (bare, records[:12], bare[:12], same if cause != "stale_weights" else bare):
+        assert {one.cause for one in diagnose(lacking).causes if one.confidence > 0.65} <= {cause}
+
+
+@pytest.mark.parametrize("cause, seed", [("truncated_prompt", 2), ("truncated_prompt", 4), ("stale_prefix_cache", 4)])
+def test_of_few_sequences_another_prompt_and_other_weights_look_alike(cause, seed):
+    few = world(cause, seed=seed).records()[:12]
+    report = diagnose([dataclasses.replace(one, rollout_version=5, trainer_version=5) for one in few])
+    assert report.verdict != cause and report.confidence <= 0.65
+
+
+def test_without_entropy_a_ban_is_no_sure_top_k():
+    """One of the two names in a third of the dumps, since a few largest d alone tell them apart."""
+    banned = [dataclasses.replace(one, entropy=None) for one in world("logit_mask", seed=4).records()]
+    report = diagnose(banned)
+    assert report.verdict == "top_k" and report.confidence == 0.6
+    assert any("top_k or a ban of some tokens" in one and "log entropy" in one for one in report.cannot_tell)
+    assert diagnose(world("logit_mask", seed=4).records()).verdict == "logit_mask"
+    assert diagnose([dataclasses.replace(one, entropy=None) for one in world("top_k").records()]).confidence > 0.9
+
+
 def test_a_placeholder_of_zero_is_taken_away_where_the_token_is_likely_too():
     def zeros(columns, world):
         columns["rollout_logp"][world.rng.random(columns["rollout_logp"].shape) < 0.05] = 0.0

@@ -91,7 +91,7 @@ def lag_by_versions(evidence: Evidence) -> bool:
 
 
 def _lag_in_d(evidence: Evidence) -> bool:
-    """The same, where the lag is not in a larger difference of ``logp`` and ``old_logp``, as under a snapshot."""
+    """Whether logged versions, or a d that grows over the optimizer steps, say that the lag is in d."""
     return growth(evidence) is not None or lag_by_versions(evidence)
 
 
@@ -105,10 +105,17 @@ ALSO_OLDER, OLDER = 0.65, 0.5
 """The most that a cause is sure whose traces older weights may leave, where they may be older, and where they are."""
 
 
+ENOUGH = 16
+"""Sequences from which on the course of d along them tells causes apart that fall along the completion."""
+
+
 def surest_beside_age(evidence: Evidence) -> float:
-    """The most that a cause is sure whose traces, a d that falls along the completion, older weights may leave."""
+    """The most that a cause is sure whose traces, a d that falls along the completion, older weights may leave.
+
+    Of few sequences, another prompt and other weights from some token on leave nearly the same.
+    """
     if no_lag_in_d(evidence):
-        return ALIKE
+        return ALIKE if len(evidence.records) >= ENOUGH else ALSO_OLDER
     return OLDER if lag_by_versions(evidence) else ALSO_OLDER
 
 

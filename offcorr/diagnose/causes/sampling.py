@@ -475,7 +475,7 @@ def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) ->
     telling = int((evidence.trainer < UNSURE).sum())
     # What tells one truncation from another.
     hidden = found.rounded or found.among_others or (found.narrow and not found.exact_nucleus) or _high(found)
-    surest = LOOK_ALIKE if flat(evidence) or unresolved(found) else 0.75 if hidden else 1.0
+    surest = LOOK_ALIKE if flat(evidence) or unresolved(found) or _by_tail(found) else 0.75 if hidden else 1.0
     return Found(
         found.lost.value,
         found.lost.error,
@@ -514,6 +514,21 @@ def unresolved(found: Kept) -> bool:
     return found.lost.value < 2 * found.balance.error
 
 
+LONG_TAIL, LONGEST_TAIL = 3.0, 6.0
+"""The 2 % quantile of the truncated d over their mean that a top-k or min-p of our simulations stays below, and the
+one from which on a ban is assumed where nothing else tells the two apart."""
+
+
+def _by_tail(found: Kept) -> bool:
+    """Whether a ban is told from a truncation by a few largest d alone, as without the entropy."""
+    return found.balance is None and found.tail > LONG_TAIL and not found.exact_nucleus
+
+
+def _told_by_tail(evidence: Evidence) -> bool:
+    found = kept(evidence)
+    return found is not None and _by_tail(found)
+
+
 def _alike(evidence: Evidence) -> bool:
     found = kept(evidence)
     return flat(evidence) or (found is not None and unresolved(found))
@@ -525,6 +540,15 @@ OTHER_TRUNCATION = Alternative(
     "compare the sampler's options, or give --model",
     settled=lambda evidence: not _alike(evidence),
 )
+
+
+BAN = Alternative(
+    "a ban of some tokens (logit_bias, bad_words, structured decoding)",
+    "compare the sampler's options, or give --model",
+    ("entropy",),
+    settled=lambda evidence: not _told_by_tail(evidence),
+)
+LIKELIEST = BAN._replace(words="a truncation to the likeliest tokens (top_k, min_p)")
 
 
 CROWDED = 0.012
@@ -578,7 +602,7 @@ class MinP(Cause):
     stage = "sampling"
     title = "the sampler draws from the tokens with at least min_p of the likeliest one's probability"
     advice = ADVICE
-    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION)
+    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, BAN)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -598,7 +622,7 @@ class TopK(Cause):
     stage = "sampling"
     title = "the sampler draws from the top_k likeliest tokens"
     advice = ADVICE
-    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION)
+    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, BAN)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -626,7 +650,7 @@ class LogitMask(Cause):
         "apply the same mask in the trainer (offcorr.linear_logprob(..., support=)), or sample without structured "
         "decoding, logit_bias, bad_words, min_tokens and ignore_eos"
     )
-    not_told_from = (OTHER_TRUNCATION,)
+    not_told_from = (OTHER_TRUNCATION, LIKELIEST)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -645,7 +669,7 @@ class LogitMask(Cause):
 
 def _banned(found: Kept) -> bool:
     """Whether likely tokens are missing rather than unlikely ones."""
-    long = found.tail > 6
+    long = found.tail > LONGEST_TAIL
     if found.balance is None:
         return long
     if found.exact_nucleus and found.balance.z < -4:
