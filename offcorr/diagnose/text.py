@@ -59,12 +59,17 @@ GLOSSARY = (
 )
 
 
+UNSURE = 0.5
+"""Confidence up to which the headline says that the cause is hardly told from another."""
+
+
 def headline(report: Report) -> str:
     """The verdict in one line."""
     if report.causes:
         count = len(report.causes) - 1
         more = f"; {count} more cause{'s' * (count > 1)} below" if count else ""
-        return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}){more}"
+        unsure = ": it may as well be another, see what these data cannot tell" * (report.confidence <= UNSURE)
+        return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}{unsure}){more}"
     said = {
         "clean": "the log-probs of trainer and sampler agree",
         "unknown": "trainer and sampler disagree, and no known cause fits",
