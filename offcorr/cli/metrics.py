@@ -117,7 +117,7 @@ def find(name: str) -> list[Entry]:
             f'{name!r} is logged by the trainer, not by offcorr: TRL explains its own under "Logged metrics" of '
             "https://huggingface.co/docs/trl/grpo_trainer"
         )
-    if by_option := [answer.name for answer in SHORT if answer.option == name]:
+    if by_option := [answer.name for answer in SHORT if name and answer.option == name]:
         raise Refusal(
             f"{name!r} is an option, which logs {listed(by_option)}: `offcorr metrics {' '.join(by_option)}` "
             "explains it"

@@ -227,6 +227,9 @@ def run(options: argparse.Namespace) -> int:
         results.check_picture("--output", options.output)
         if options.draws < 2:
             raise ValueError(f"--draws is {options.draws}, expected at least 2 batches")
+        for spec in options.methods:
+            if spec.endswith((".json", ".png")):
+                raise ValueError(f"METHOD {spec!r} is a file's name: write --json > FILE, or --output FILE.png")
         methods = named_methods(options.methods)
         failing = warn_of_failures(options.methods)
         with one_thread(), Progress(len(methods), _plan(setting, methods, options.draws)) as progress:

@@ -61,6 +61,7 @@ def test_an_unknown_name(refused):
     near = refused("metrics", "offcorr/loss/droped")
     assert "did you mean 'offcorr/loss/dropped'?" in near
     assert "unknown metric 'qqqq'; `offcorr metrics` lists all" in refused("metrics", "qqqq")
+    assert "unknown metric ''" in refused("metrics", "")
     assert "takes no NAME" in refused("metrics", "--markdown", "ess_seq")
     assert "'staleness' is a series of metrics, name one: abs_mean, abs_max" in refused("metrics", "staleness")
     assert "is logged by the trainer, not by offcorr" in refused("metrics", "frac_reward_zero_std")
