@@ -281,7 +281,7 @@ def test_without_matplotlib_the_option_is_named_before_anything_runs(command, mo
         (["minprop"], "error: unknown method 'minprop', did you mean 'minpro'? `offcorr methods` lists them"),
         (["minpro?eps=1"], "METHOD 'minpro?eps=1': minpro has no option 'eps'"),
         (["ppo", "ppo"], "METHOD 'ppo' is given twice"),
-        (["ppo", "--json", "out.json"], "METHOD 'out.json' is a file's name: write --json > FILE, or --output FILE"),
+        (["--json", "out.json"], "METHOD 'out.json' is a file's name: write --json > FILE, or --output FILE"),
         (["nowhere.py:mine"], "METHOD 'nowhere.py:mine': nowhere.py is not a file"),
         (["--gaps", "1"], "unrecognized arguments: --gaps"),
     ],
