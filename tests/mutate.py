@@ -966,6 +966,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py::test_of_few_sequences_another_prompt_and_other_weights_look_alike",
     ),
     Mutation(
+        "Step: a window of other micro-batches is taken in silence",
+        "offcorr/training/step.py",
+        "(count > self._ahead or (last and count < self._ahead))",
+        "(count > self._ahead)",
+        "tests/training/test_step.py::test_a_window_of_other_micro_batches_is_said",
+    ),
+    Mutation(
         "check: derivatives are compared on the corner of a bound",
         "offcorr/testing.py",
         "return (logp.detach() + signs * moves).requires_grad_()",

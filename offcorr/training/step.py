@@ -118,6 +118,8 @@ class Step:
                 monitor.gather = gather
         self._kept: dict[str, Tensor] = {}
         self._tokens: float | Tensor | None = None
+        self._ahead: int | None = None
+        """The micro-batches that the window had; None: it was not read."""
         self._counted: Counted | None = None
         self._compares_first = gather is None  # a loop may never read the metrics, which compare every step
         self.statistics: Statistics | None = None
@@ -313,7 +315,7 @@ class Step:
             self._correction = self._annealed.at(done)
             for name, value in self._annealed.values(done).items():
                 self._values[train][f"offcorr/schedule/{name}"] = [value]
-        self.statistics = self.denominator = self._tokens = None
+        self.statistics = self.denominator = self._tokens = self._ahead = None
         self._counted = Counted() if train else None
         if self.needs_window:
             self._look_ahead(window)
@@ -339,10 +341,12 @@ class Step:
         self._kept = {}
         if correction.couples:
             parts: list[Any] = [correction.statistics(batch) for batch in batches]
+            self._ahead = len(parts)
             if parts:
                 self.statistics = reduce(Statistics.merge, parts).all_reduce(self._gather)
         if self._counts_kept and batches:
-            kept = self.total(torch.stack([correction.kept_units(batch, self.statistics) for batch in batches]).sum(0))
+            units = [correction.kept_units(batch, self.statistics) for batch in batches]
+            self._ahead, kept = len(units), self.total(torch.stack(units).sum(0))
             self._kept = {"tokens": kept[0], "sequences": kept[1]}
         if self.statistics is None and not self._kept:
             reason = repr(correction.method) if correction.couples else f"count_rejected=False of {correction.method!r}"
@@ -543,6 +547,7 @@ class Step:
         self.in_progress = self._train and not last
         if self._counted is not None:
             self._counted.add(batch)
+            self._check_window(last)
         if self._train and last:
             self._begun = False
             self._add_counted()
@@ -553,6 +558,17 @@ class Step:
             self._values[True]["lr_scale"].append(self.ess_lr.begin(self._gather))
             if self.ess_lr.auto:
                 self._values[True]["ess_base"].append(self.ess_lr.base)
+
+    def _check_window(self, last: bool) -> None:
+        """Warn of a step whose micro-batches are more or fewer than those of the window that ``begin`` read."""
+        count = 0 if self._counted is None else self._counted.micro_batches
+        if self._ahead is not None and (count > self._ahead or (last and count < self._ahead)):
+            warn_first(
+                "Step: another window",
+                f"the window of begin() had {self._ahead} micro-batches, and the optimizer step has "
+                f"{'at least ' * (not last)}{count}: the statistics of {self.correction.method!r} are not those of "
+                "the step; pass every micro-batch of the step in window, and no other",
+            )
 
     def add(self, metrics: Metrics) -> None:
         """Add to the metrics of the current step."""

@@ -220,6 +220,20 @@ def test_another_number_than_the_micro_batches_have_is_said(method, change, rank
         assert f"{unit} is {own + change}, but the micro-batches of an optimizer step have {own} over" in said[0]
 
 
+@pytest.mark.parametrize("of_window, said", [(3, False), (2, True), (4, True)])
+@pytest.mark.parametrize("spec", ["bapo", "icepop?count_rejected=False"])
+def test_a_window_of_other_micro_batches_is_said(spec, of_window, said):
+    batch = whole_batch()
+    parts = [batch.rows(slice(a, b)) for a, b in ((0, 1), (1, 3), (3, None), (0, 1))]
+    step = Step(offcorr.get(spec), anchor=Recomputed())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_step(step, parts[:3], window=parts[:of_window], **counts(batch))
+    found = [str(one.message) for one in caught if "the window of begin() had" in str(one.message)]
+    assert len(found) == said
+    assert not said or f"had {of_window} micro-batches, and the optimizer step has 3: the statistics of" in found[0]
+
+
 def test_a_loop_that_reads_no_metrics_is_told_of_its_first_step():
     batch = whole_batch()
     step = Step(offcorr.get("dapo"))
