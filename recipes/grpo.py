@@ -537,8 +537,10 @@ WEIGHT = {
 
 CAPTION = (
     "Below the accuracies: means over the run. ESS: effective sample size, 1 where all count alike (a correction may "
-    "lower it on purpose). Tokens: those with an advantage; damped, amplified: by more than 1 %. docs/metrics.md "
-    "explains each."
+    "lower it on purpose). Tokens: those with an advantage; damped, amplified: by more than 1 %. docs/metrics.md and "
+    "`offcorr metrics KEY` explain each by its key, in the order of the rows: lag, abs_mean, ess_seq of staleness and "
+    "engine, TRL's frac_reward_zero_std, multiplier_vs_ratio, dropped, damped, amplified, ess_before, ess_after, "
+    "weight_mean, truncated, lr_scale."
 )
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 

@@ -94,6 +94,7 @@ def _described(method: Method) -> str:
 
 _SYMBOLS = (
     "r = exp(logp - old_logp), rho = exp(old_logp - rollout_logp), R = r rho; A: advantage; "
+    "T: tokens of the sequence; p, mu: the token's probability now and to the sampler; H: entropy of its distribution; "
     "w_t: product of the weights, 0 where rejected; Z: what the aggregation divides a token by"
 )
 

@@ -93,8 +93,9 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         cannot = open_questions(evidence, [finding.cause for finding in findings])
     # The trainer's updates are a gap of their own, between logp and old_logp, while other shares are of mean |d|.  Of
     # two policies that differ and these updates the larger gap comes first; what is logged or drawn wrongly precedes.
-    of_d = evidence.gap / max(evidence.gap + evidence.moved, 1e-12)
-    findings.sort(key=lambda one: -one.share * (of_d if CAUSES[one.cause].stage == "policies" else 1))
+    moved = evidence.moved if not all(one.of_d for one in findings) else 0.0
+    of_d = evidence.gap / max(evidence.gap + moved, 1e-12)
+    findings.sort(key=lambda one: -one.share * (of_d if CAUSES[one.cause].stage == "policies" and one.of_d else 1))
     if findings:
         return Report(findings[0].cause, findings[0].confidence, findings, cannot, numbers, evidence)
     verdict, sure = without_cause(left)
@@ -171,6 +172,7 @@ def _finding(cause: Cause, found: Found, share: float, of_steps: str) -> Finding
         found.sentence + of_steps,
         cause.advice,
         found.at_most or (cause.stage == "policies" and found.share is None),
+        found.of_d,
     )
 
 

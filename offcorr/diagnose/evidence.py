@@ -257,6 +257,11 @@ class Evidence:
         """The standard error of ``moved``."""
         return mean_by_sequence(self._updates, self.sequence).error
 
+    def moved_of(self, sequences: Booleans) -> Estimate | None:
+        """``moved`` over the tokens of some sequences; None: they have fewer than 32 with both log-probs."""
+        of_them = np.isfinite(self._updates) & sequences[self.sequence]
+        return mean_by_sequence(self._updates[of_them], self.sequence[of_them]) if of_them.sum() >= 32 else None
+
     @property
     def moved_most(self) -> float:
         """The largest |logp - old_logp|."""

@@ -105,7 +105,8 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if gap is not None:
         room = 2 * (1 - gap.share) + 0.1  # of mean |d|: no more is left to a cause that the logs show beside it
         of_d = ("sampling", "policies") if gap.share > NEARLY_ALL else ("sampling",)
-        replaced |= {one.cause for one in report.causes if CAUSES[one.cause].stage in of_d and one.share > room}
+        of_gap = [one for one in report.causes if CAUSES[one.cause].stage in of_d and one.of_d]
+        replaced |= {one.cause for one in of_gap if one.share > room}
         if read is None and gap.cause not in TRAINERS:
             found = [_beside_the_trainer(one, rescored) if one is gap else one for one in found]
             replaced.discard("dropout")  # what repeats itself shows it, beside whatever the sampler does

@@ -131,7 +131,8 @@ def measured(report: Report) -> list[tuple[str, str, str]]:
     ]
     if updated(report):
         moved = f"{numbers['updates_abs_mean']:.3g} nats, largest {numbers['updates_abs_max']:.3g}"
-        rows.insert(2, (UPDATES, moved, "updates of the trainer since; d leaves them out"))
+        whose = "updates of the trainer since" if updates(report) else "the trainer's own, of the same weights"
+        rows.insert(2, (UPDATES, moved, f"{whose}; d leaves them out"))
     if "surprisal_balance" in numbers:
         value, error = numbers["surprisal_balance"], numbers["surprisal_balance_se"]
         some = numbers["surprisal_balance_tokens"]
@@ -150,6 +151,11 @@ UPDATES = "mean |logp - old_logp|"
 
 
 def updated(report: Report) -> bool:
+    """Whether one of the causes is of ``logp`` and ``old_logp``."""
+    return not all(one.of_d for one in report.causes)
+
+
+def updates(report: Report) -> bool:
     """Whether updates of the trainer since the samples were drawn are one of the causes."""
     return any(one.cause == "policy_updates" for one in report.causes)
 
@@ -174,14 +180,14 @@ def _numbered(place: int, finding: Finding) -> str:
 
 def how_sure(finding: Finding) -> str:
     """The confidence in a cause, and its share of mean |d|; of updates and of what neither side logs, d has none."""
-    of_gap = CAUSES[finding.cause].stage not in ("updates", "unlogged") and finding.share >= 0.005
+    of_gap = CAUSES[finding.cause].stage != "unlogged" and finding.of_d and finding.share >= 0.005
     share = f", explains {'up to ' * finding.at_most}{finding.share:.0%} of the mean |d|" if of_gap else ""
     return f"confidence {finding.confidence:.2f}{share}"
 
 
 def unnamed(report: Report) -> str:
     """A sentence on the part of mean |d| that the causes leave, where it is a tenth or more; "" else."""
-    shares = [one.share for one in report.causes if CAUSES[one.cause].stage not in ("updates", "unlogged")]
+    shares = [one.share for one in report.causes if CAUSES[one.cause].stage != "unlogged" and one.of_d]
     left = 1 - sum(shares)
     if not shares or left < 0.1:
         return ""

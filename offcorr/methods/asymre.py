@@ -99,7 +99,7 @@ class _Centred(gates.Gate):
 
 @register(
     "asymre",
-    multiplier="(R - V - delta_v) / A",
+    multiplier="(reward - V - delta_v) / A, V the mean reward of its group",
     paper="2506.20520",
     provenance="framework code (Trinity-RFT)",
     on_policy=False,

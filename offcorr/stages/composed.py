@@ -97,8 +97,12 @@ def refuse_double_counting(ratio: Any, gate: Any, weights: Iterable[Any]) -> Non
         label = f"{slot} {stage!r}"
         for mismatch in ("staleness", "engine") if stage.mismatch in ("total", None) else (stage.mismatch,):
             if mismatch in counted:
+                says = (
+                    f"; a controller that counts one pair of policies alone says so in its class, as in "
+                    f'mismatch = "engine" of {type(stage).__name__}'
+                )
                 raise ValueError(
                     f"{counted[mismatch]} and {label} both count the {mismatch} ratio; "
-                    "drop one, or compare different policies (mismatch=)"
+                    f"drop one, or compare different policies (mismatch=){says * isinstance(stage, Controller)}"
                 )
             counted[mismatch] = label

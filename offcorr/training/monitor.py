@@ -25,7 +25,7 @@ from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, check_co
 from offcorr.training.masking import unmasked
 from offcorr.training.named_cause import NamedCause, named_cause, stays, still
 from offcorr.training.origins import watched
-from offcorr.training.self_test import check_self_test, mend, refusal
+from offcorr.training.self_test import check_self_test, refusal, warning
 from offcorr.training.semantics import Semantics
 from offcorr.training.series import (
     CONDITIONS,
@@ -176,6 +176,8 @@ class Monitor:
         self.sampling: dict[str, float] = {}
         """Settings of the sampler that change its distribution, such as top_p, where a trainer's configuration has
         them."""
+        self.dropout = 0.0
+        """The largest dropout that is on where the trainer's log-probs are computed, where a trainer says it."""
         self.precision: str | None = None
         """The precision of the sampler's weights, such as "int4", where the sampler says it."""
         self.lag: int | None = None
@@ -303,15 +305,15 @@ class Monitor:
         if reason := self.refusal(found):
             raise MismatchError(reason)
         if found is not None and found.wrong and self.self_test != "off" and self.on_main:
-            warnings.warn(f"in the first batch {found.sentence}: {self.mend(found)}", stacklevel=outside())
+            warnings.warn(self.warning(found), stacklevel=outside())
 
     def refusal(self, found: Semantics | None) -> str:
         """The reason not to begin the training; "" where there is none, or ``self_test`` is not "stop"."""
-        return refusal(found, self.sampling) if self.self_test == "stop" else ""
+        return refusal(found, self.sampling, self.dropout) if self.self_test == "stop" else ""
 
-    def mend(self, found: Semantics) -> str:
-        """The change to make after the first batch, with the settings that the configuration is known to have."""
-        return mend(found, self.sampling)
+    def warning(self, found: Semantics) -> str:
+        """The finding in words, and the change to make, with the settings that the configuration is known to have."""
+        return warning(found, self.sampling, self.dropout)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,8 @@ def named_cause(
         return NamedCause("stale_weights", BY_VERSIONS, (), LOST_UPDATES)
     if isinstance(report, Exception):
         if isinstance(report, NothingToCompare):
-            return NamedCause("unknown", 0.0, (str(report),), ADVICE[series.name])
+            unknown = NamedCause("unknown", 0.0, (str(report),), ADVICE[series.name])
+            return _configured(unknown, sampling) if sampling and series.name == "surprise" else unknown
         failed = f"the diagnosis failed ({type(report).__name__}: {report})"
         return NamedCause("unknown", 0.0, (failed,), ADVICE[series.name])
     if report is None:

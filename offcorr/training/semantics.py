@@ -73,6 +73,8 @@ TRUNCATED: tuple[Kind, ...] = ("kept_mass", "unnormalised", "unlogged", "differs
 
 PROCESSED = "let the engine report what it samples from (vLLM: logprobs_mode='processed_logprobs')"
 
+OR_DROPOUT = ", and score with the trainer's dropout off, whose noise can look like this"
+
 MENDS: dict[Kind, str] = {
     "agrees": "",
     "unknown": "",
@@ -81,7 +83,8 @@ MENDS: dict[Kind, str] = {
     "raw": PROCESSED,
     "kept_mass": "sample without truncation (top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0); only in a loop of "
     "your own the trainer's log-probs can be renormalised instead, over the tokens that the engine kept, with "
-    "offcorr.linear_logprob(..., support=)",
+    "offcorr.linear_logprob(..., support=)"
+    f"{OR_DROPOUT}",
     "unnormalised": f"divide the logits by the temperature before log_softmax, not the log-probs after it: {PROCESSED}",
     "unlogged": "set the sampler's temperature= for the trainer, too, sample with top_p=1.0, top_k=0, min_p=0.0, and "
     + PROCESSED,
@@ -95,7 +98,7 @@ MENDS: dict[Kind, str] = {
     "differs": "score the same tokens with the same weights on both sides: look for a weight sync that missed "
     "parameters, another chat template, placeholders among the log-probs, and for sampling options that change the "
     "distribution (repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, top_p=1.0, top_k=0, min_p=0.0 are "
-    "off). Or the engine is quantised or computes in a "
+    f"off{OR_DROPOUT}). Or the engine is quantised or computes in a "
     "lower precision: then this is its true mismatch, which an engine weight corrects (tis, icepop)",
 }
 """For each kind what to change, with TRL's and vLLM's option names."""

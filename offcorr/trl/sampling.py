@@ -128,7 +128,9 @@ def distortion_warning(settings: Mapping[str, Any], reported: bool) -> str:
         cures.append("give the temperature as temperature=, which the trainer scores at, and not in generation_kwargs")
     if left_out := [name for name in settings if name in OF_GENERATION]:
         cures.append(f"leave {listed(left_out)} out of generation_kwargs")
-    seen = "" if reported else ", and without the sampler's log-probs no metric here shows it"
+    seen = (
+        "" if reported else ", and without the sampler's log-probs the monitor's series of surprise alone can show it"
+    )
     return (
         f"{said}: the sampler draws from another distribution than the trainer scores, which is the model's at the "
         f"temperature alone. Every ratio is biased by that, and no correction mends it{seen}: {'; '.join(cures)}"

@@ -27,6 +27,7 @@ from offcorr.training.monitor import Monitor
 from offcorr.training.named_loss import PREFIX
 from offcorr.training.origins import origin_lag
 from offcorr.training.schedules import Annealed
+from offcorr.training.self_test import warning
 from offcorr.training.step import MONITORED, Step
 from offcorr.trl.config import monitor_options, weights_kl
 from offcorr.trl.resume import asked_for, cut_generation, differences, save_asked
@@ -291,17 +292,22 @@ def dropout_of(model: nn.Module) -> float:
     return max(found, default=0.0)
 
 
-def _warn_of_dropout(trainer: Any, batch: offcorr.Batch) -> None:
-    """Warn of dropout where there are ratios.  A new adapter is 0, so that a first batch may not show its noise yet."""
+def _dropout(trainer: Any, batch: offcorr.Batch) -> float:
+    """The dropout that is on, with a warning where there are ratios.
+
+    A new adapter is 0, so that a first batch may not show its noise yet.
+    """
     dropout = dropout_of(trainer.accelerator.unwrap_model(trainer.model))
     if dropout > 0 and (batch.old_logp is not None or batch.rollout_logp is not None):
         warn_on_main(trainer, DROPOUT.format(dropout))
+    return dropout
 
 
 def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     """Log the line, warn, and return the reason not to begin the training, if there is one."""
-    _warn_of_dropout(trainer, batch)
-    step = trainer.correction_step
+    dropout, step = _dropout(trainer, batch), trainer.correction_step
+    if step.monitor is not None:
+        step.monitor.dropout = dropout
     tests = step.monitor is None or step.monitor.self_test != "off"
     # At the first step there are no older weights that a sampler without versions could have used.
     current = True if batch.rollout_version is None and trainer.state.global_step == 0 else None
@@ -327,8 +333,8 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
         for name in _above_zero(batch):
             warn_once(ABOVE_ZERO.format(name))  # on a CPU the batch has said so
     elif not refusal:
-        mend = found.mend if step.monitor is None else step.monitor.mend(found)
-        warnings.warn(f"in the first batch {found.sentence}: {mend}", stacklevel=outside())
+        said = warning(found, {}, dropout) if step.monitor is None else step.monitor.warning(found)
+        warnings.warn(said, stacklevel=outside())
     return refusal
 
 

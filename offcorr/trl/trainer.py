@@ -65,6 +65,16 @@ ENGINE_MISSING = (
 )
 
 
+OF_SEQUENCE = ("sequence", "geometric")
+"""The spans in which every token's ratio is that of the whole sequence."""
+
+FEWER_TOKENS = (
+    "top_entropy_quantile={:g}: with {!r} the tokens of high entropy alone have a gradient. TRL's loss at the level of "
+    "the sequence leaves out the terms of the others, but not their gradient, as every term holds the ratio of the "
+    "whole sequence; so this is another update than TRL's"
+)
+
+
 class Forward(NamedTuple):
     """The result of TRL's forward, in any version."""
 
@@ -526,6 +536,15 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "aggregate='sum' divides by nothing, and TRL's other terms (beta, the entropy bonus, the auxiliary "
                 "loss) are means: take another aggregation, or set them to 0"
             )
+
+        quantile, ratio = self.top_entropy_quantile, correction.ratio
+        if (
+            quantile < 1.0
+            and ratio is not None
+            and ratio.span in OF_SEQUENCE
+            and not getattr(correction.gate, "detached", False)
+        ):
+            warn_on_main(self, FEWER_TOKENS.format(quantile, correction.method))
 
     def _check_ess_lr(self) -> None:
         """The effective sample size compares with the sampler's log-probs, or those that TRL takes before an update."""

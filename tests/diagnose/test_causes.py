@@ -81,6 +81,39 @@ def test_of_few_sequences_another_prompt_and_other_weights_look_alike(cause, see
     assert report.verdict != cause and report.confidence <= 0.65
 
 
+def versioned_dropout(age, size=0.2):
+    """old_logp of a sampler that scores without dropout, and logp of the trainer, with dropout on."""
+    rng = np.random.default_rng(0)
+    return [
+        dataclasses.replace(
+            one,
+            logp=one.old_logp + size * rng.standard_normal(len(one.old_logp)),
+            rollout_version=5 - age,
+            trainer_version=5,
+        )
+        for one in world("clean").records()
+    ]
+
+
+def test_a_logp_that_differs_where_no_update_was_made_is_dropout():
+    report = diagnose(versioned_dropout(0))
+    assert (report.verdict, report.confidence, len(report.causes)) == ("dropout", 0.65, 1)
+    assert "where, by the logged versions, no update was made" in report.causes[0].evidence
+    assert any("computed in another way than logp" in one for one in report.cannot_tell)
+    some = diagnose([*versioned_dropout(0)[:8], *versioned_dropout(3)[8:]])
+    assert [one.cause for one in some.causes] == ["dropout"]
+    for others in (versioned_dropout(3), versioned_dropout(0, size=0.01)):
+        assert diagnose(others).verdict == "policy_updates"
+    plain = [dataclasses.replace(one, rollout_version=None, trainer_version=None) for one in versioned_dropout(0)]
+    assert diagnose(plain).verdict == "policy_updates"
+
+
+def test_a_few_of_the_updates_make_no_dropout():
+    """Of all sequences the updates have moved logp far more than of those without an update."""
+    few = [*versioned_dropout(0, size=0.03)[:8], *versioned_dropout(3, size=0.3)[8:]]
+    assert diagnose(few).verdict == "policy_updates"
+
+
 def test_without_entropy_a_ban_is_no_sure_top_k():
     """One of the two names in a third of the dumps, since a few largest d alone tell them apart."""
     banned = [dataclasses.replace(one, entropy=None) for one in world("logit_mask", seed=4).records()]

@@ -510,6 +510,15 @@ def test_a_correction_that_drops_everything_is_said_once(make_trainer, eps, said
     assert len([w for w in caught if "dropped every token that has an advantage" in str(w.message)]) == said
 
 
+@pytest.mark.parametrize(("loss_type", "said"), [("gspo", True), ("ctpo", False), ("dapo", False), ("minpro", False)])
+def test_high_entropy_tokens_of_a_ratio_of_the_sequence_are_said(make_trainer, loss_type, said):
+    """Their gradient is another than TRL's, where every token has that of the terms that are left."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(loss_type=loss_type, top_entropy_quantile=0.2)
+    assert any("this is another update than TRL's" in str(one.message) for one in caught) == said
+
+
 @pytest.mark.parametrize("value", [1.0, math.nan])
 def test_rewards_that_teach_nothing_are_said_once(make_trainer, series, value):
     def constant(completion_ids, **_):

@@ -42,7 +42,7 @@ def test_the_lag_of_several_iterations(make_trainer, series):
 
 
 DISTORTED = {
-    "TRL's own, top_p": ({"top_p": 0.9}, None, r"top_p=0\.9: .*no metric here shows it: set top_p=1\.0"),
+    "TRL's own, top_p": ({"top_p": 0.9}, None, r"top_p=0\.9: .*surprise alone can show it: set top_p=1\.0"),
     "TRL's own loss": ({"top_k": 5, "loss_type": "dapo"}, None, "top_k=5: "),
     "TRL's own, two": ({"min_p": 0.1, "repetition_penalty": 1.2}, None, r"min_p=0\.1, repetition_penalty=1\.2: "),
     "generation_kwargs": ({"generation_kwargs": {"top_p": 0.8}}, None, r"top_p=0\.8: "),

@@ -27,6 +27,7 @@ class Found(NamedTuple):
         share: of the mean |d|, what the cause explains; None: the part that is missing in ``left``.
         surest: the confidence at most, where another cause can leave the same.
         at_most: the share is that of a fit, which takes some of what other causes leave.
+        of_d: False: the cause leaves a difference of ``logp`` and ``old_logp``, which the share compares with d.
     """
 
     statistic: float
@@ -38,6 +39,7 @@ class Found(NamedTuple):
     share: float | None = None
     surest: float = 1.0
     at_most: bool = False
+    of_d: bool = True
 
 
 def _never(evidence: Evidence) -> bool:
@@ -110,6 +112,7 @@ class Finding:
         statistic, se, threshold: of the test that found it.
         share: of the mean |d|, what this cause explains.
         at_most: the share is an upper bound: the cause was put down for all that others leave, or fits some of it.
+        of_d: False: it is of no d, but of ``logp`` and ``old_logp``.
         title, evidence, advice: in words.
     """
 
@@ -123,6 +126,7 @@ class Finding:
     evidence: str
     advice: str
     at_most: bool = False
+    of_d: bool = True
 
     def as_dict(self) -> Mapping[str, Any]:
         """For JSON."""

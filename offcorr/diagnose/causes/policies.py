@@ -9,7 +9,7 @@ from offcorr.diagnose.causes.over_steps import growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import away, power
 from offcorr.diagnose.causes.values import GROSS
-from offcorr.diagnose.evidence import SAME, Evidence, mean_by_sequence
+from offcorr.diagnose.evidence import SAME, Estimate, Evidence, mean_by_sequence
 
 WEIGHTS = 0.03
 """Mean |d| / (1 - p) above which weights differ by more than rounding; bf16 and int8 have .003 to .02."""
@@ -31,6 +31,9 @@ UNSURE = 0.65
 
 ONE_SIGN = 0.03
 """Share of the d below 0 that those above 0 make up at least where both sides round."""
+
+NOISE = 0.02
+"""Mean |logp - old_logp| (nats) of the same weights, above what low precision leaves."""
 
 REPEATED = 6
 """Tokens after contexts that were scored more than once, which a test for dropout needs."""
@@ -132,6 +135,17 @@ def _by_batch(evidence: Evidence) -> bool:
     return len(paired) > 0 and float(paired.mean()) > 0.2
 
 
+def moved_by_nothing(evidence: Evidence) -> Estimate | None:
+    """Mean |logp - old_logp| of the sequences whose versions say that no update lies between; None: too few of them."""
+    return evidence.moved_of(np.array([age(record) == 0 for record in evidence.records], bool))
+
+
+def _noisy(evidence: Evidence) -> Estimate | None:
+    """The same, where it is more than low precision leaves, and much of what all sequences have."""
+    noise = moved_by_nothing(evidence)
+    return None if noise is None or noise.value < max(NOISE, evidence.moved / 2) else noise
+
+
 class Dropout(Cause):
     """The trainer scores one token after one context differently each time."""
 
@@ -145,11 +159,30 @@ class Dropout(Cause):
             "something that depends on the batch, such as padding without an attention mask: some samples got exactly "
             "the same log-prob, as under dropout none do",
             "score one sequence twice, in two batches",
-            settled=lambda evidence: not _by_batch(evidence),
+            settled=lambda evidence: not _by_batch(evidence) or _noisy(evidence) is not None,
+        ),
+        Alternative(
+            "an old_logp that is computed in another way than logp, such as in another precision, or with other "
+            "padding",
+            "compute both for one sequence, with dropout off",
+            settled=lambda evidence: _noisy(evidence) is None,
         ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
+        if noise := _noisy(evidence):
+            return Found(
+                noise.value,
+                noise.error,
+                NOISE,
+                2 * float(np.log(noise.value / NOISE)),
+                f"the trainer's log-probs (logp) differ from old_logp by {noise.value:.2g} nats on average where, by "
+                "the logged versions, no update was made between them",
+                evidence,
+                noise.value / (noise.value + evidence.gap),
+                surest=ALSO_OLDER,
+                of_d=False,
+            )
         trainer, sampler, _ = evidence.same_context
         if len(trainer) < REPEATED or evidence.gap < SAME:
             return None
@@ -531,7 +564,7 @@ class PolicyUpdates(Cause):
 
     def found(self, evidence: Evidence) -> Found | None:
         moved = evidence.moved
-        if moved < 10 * SAME or moved < 0.2 * evidence.gap:
+        if moved < 10 * SAME or moved < 0.2 * evidence.gap or _noisy(evidence):
             return None
         spread = evidence.same_context.trainer
         if len(spread) >= REPEATED and spread.mean() > max(0.02, 0.1 * moved):  # each forward pass differs
@@ -543,8 +576,8 @@ class PolicyUpdates(Cause):
             10 * SAME,
             1.0 + float(np.log(moved / (10 * SAME))) / 2,
             f"the trainer's current log-probs (logp) differ from those of the weights that it takes for the sampler's "
-            f"(old_logp) by {moved:.2g} nats on average, and the latter from the sampler's own (rollout_logp) by "
-            f"{evidence.gap:.2g}",
+            f"(old_logp) by {moved:.2g} nats on average",
             evidence,
             share,
+            of_d=False,
         )
