@@ -973,6 +973,27 @@ MUTATIONS = [
         "tests/training/test_step.py::test_a_window_of_other_micro_batches_is_said",
     ),
     Mutation(
+        "the first batch: a run with dropout is refused for a truncation",
+        "offcorr/training/self_test.py",
+        "or (dropout and found.kind in NOISY):",
+        "or False:",
+        "tests/training/test_monitor.py::test_what_the_trainers_dropout_can_look_like_is_no_refusal",
+    ),
+    Mutation(
+        "an alarm of surprise without log-probs of the engine names no setting",
+        "offcorr/training/named_cause.py",
+        "return _configured(unknown, sampling) if sampling and",
+        "return _configured(unknown, sampling) if False and",
+        "tests/training/test_monitor_causes.py::test_an_alarm_of_surprise_without_the_engines_log_probs_names_the_settings",
+    ),
+    Mutation(
+        "diagnose: a logp that differs without an update is called updates",
+        "offcorr/diagnose/causes/policies.py",
+        "or moved < 0.2 * evidence.gap or _noisy(evidence):",
+        "or moved < 0.2 * evidence.gap:",
+        "tests/diagnose/test_causes.py::test_a_logp_that_differs_where_no_update_was_made_is_dropout",
+    ),
+    Mutation(
         "check: derivatives are compared on the corner of a bound",
         "offcorr/testing.py",
         "return (logp.detach() + signs * moves).requires_grad_()",

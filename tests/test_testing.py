@@ -510,3 +510,20 @@ class OneBoundTwice(gates.Gate):
 def test_a_field_that_reaches_no_function_is_found():
     with pytest.raises(AssertionError, match="OneBoundTwice: the field eps_high changes nothing: with eps_high=1.3"):
         testing.check(offcorr.Correction(gate=OneBoundTwice()))
+
+
+@dataclass(frozen=True)
+class EngineWeight(AtAQuantile):
+    """A controller that counts the engine, and does not say so."""
+
+    becomes = "weight"
+
+    def resolve(self, statistics):
+        return weights.Truncate(2.0)
+
+
+def test_a_controller_that_counts_one_pair_is_told_how_to_say_so():
+    with pytest.raises(ValueError, match='both count the staleness ratio.* mismatch = "engine" of EngineWeight'):
+        offcorr.Correction(weight=EngineWeight())
+    saying = type("Saying", (EngineWeight,), {"mismatch": "engine", "__module__": __name__})
+    assert offcorr.Correction(weight=saying()).weight

@@ -16,6 +16,7 @@ from offcorr.diagnose import Record
 from offcorr.training import LIMITS, Cusum, MismatchError, Monitor, Step
 from offcorr.training.alarms import ACTIONS
 from offcorr.training.monitor import PREFIX
+from offcorr.training.self_test import NOISY
 from offcorr.training.series import LAG, SMALLEST_K3
 from tests.training.test_semantics import FAULTS, sampled
 
@@ -494,6 +495,19 @@ FATAL = {name: settings for name, (kind, settings) in FAULTS.items() if kind != 
 def test_the_first_batch_is_refused(fault):
     with pytest.raises(MismatchError, match=r'not begun: in the first batch the engine.*self_test="warn"'):
         Monitor().observe(first_batch(**FATAL[fault]))
+
+
+@pytest.mark.parametrize("fault", FATAL)
+def test_what_the_trainers_dropout_can_look_like_is_no_refusal(fault):
+    """Its noise makes the trainer's log-probs smaller, as a truncation or another temperature of the sampler does."""
+    monitor = Monitor()
+    monitor.dropout = 0.1
+    if FAULTS[fault][0] in NOISY:
+        with pytest.warns(UserWarning, match=r"the trainer's dropout is on \(up to 0.1\), which alone can make that"):
+            monitor.observe(first_batch(**FATAL[fault]))
+    else:
+        with pytest.raises(MismatchError, match="not begun"):
+            monitor.observe(first_batch(**FATAL[fault]))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -10,7 +10,9 @@ import torch
 
 import offcorr
 from offcorr.training import Monitor, Step
+from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.monitor import PREFIX
+from offcorr.training.named_cause import named_cause
 from tests.training.test_monitor import FAULTY, batch_of, quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore:step")
@@ -362,3 +364,12 @@ def test_the_runs_own_lag_hides_no_cause_on_top_of_it(verdict, ages, gaps, first
         monitor.end(step, k3 | {"offcorr/staleness/lag": first_lag if step == 1 else 16.0})
     assert monitor.alarms[0].cause == cause
     assert ("this run's own lag of 16" in monitor.alarms[0].advice) == (cause == "stale_weights")
+
+
+def test_an_alarm_of_surprise_without_the_engines_log_probs_names_the_settings():
+    nothing = NothingToCompare("the last sequences have no log-probs of the engine")
+    surprise = SimpleNamespace(name="surprise", overdue=False)
+    named = named_cause(surprise, nothing, {"top_p": 0.6})
+    assert named.cause == "top_p" and named.evidence[-1] == "the configuration sets top_p=0.6"
+    assert named_cause(surprise, nothing, {}).cause == "unknown"
+    assert named_cause(SimpleNamespace(name="staleness", overdue=False), nothing, {"top_p": 0.6}).cause == "unknown"

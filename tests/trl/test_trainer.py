@@ -923,3 +923,4 @@ def test_dropout_is_warned_of_at_the_first_batch(make_trainer, model_folder, lor
         warnings.simplefilter("always")
         trainer.train()
     assert sum("dropout is on (up to 0.3)" in str(one.message) for one in caught) == (dropout > 0)
+    assert trainer.correction_step.monitor.dropout == dropout
