@@ -537,10 +537,8 @@ WEIGHT = {
 
 CAPTION = (
     "Below the accuracies: means over the run. ESS: effective sample size, 1 where all count alike (a correction may "
-    "lower it on purpose). Tokens: those with an advantage; damped, amplified: by more than 1 %. docs/metrics.md and "
-    "`offcorr metrics KEY` explain each by its key, in the order of the rows: lag, abs_mean, ess_seq of staleness and "
-    "engine, TRL's frac_reward_zero_std, multiplier_vs_ratio, dropped, damped, amplified, ess_before, ess_after, "
-    "weight_mean, truncated, lr_scale."
+    "lower it on purpose). Tokens: those with an advantage; damped, amplified: by more than 1 %. `offcorr metrics KEY`: "
+    "the last column."
 )
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 
@@ -555,10 +553,10 @@ def summarise(logs: list[dict[str, float]], title: str) -> None:
     effect = EFFECT | (WEIGHT if weighted else {}) | {"lr_scale": "factor on the learning rate"}
     for part in (MISMATCH, effect):
         for name, value in means(logs, tuple(part)).items():
-            table.add_row(part[name], shortened(value))
+            table.add_row(part[name], shortened(value), name.rpartition("/")[2])
         table.add_section()
     if not means(logs, tuple(EFFECT)):
-        table.add_row("correction", NO_CORRECTION if series(logs, "loss")[0] else NOT_LOGGED)
+        table.caption = f"Correction: {NO_CORRECTION if series(logs, 'loss')[0] else NOT_LOGGED}. {CAPTION}"
     Console().print(table)
 
 

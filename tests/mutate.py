@@ -709,8 +709,8 @@ MUTATIONS = [
     Mutation(
         "the kept units of this rank alone",
         "offcorr/training/step.py",
-        "self.total(torch.stack([correction.kept_units(batch, self.statistics) for batch in batches]).sum(0))",
-        "torch.stack([correction.kept_units(batch, self.statistics) for batch in batches]).sum(0)",
+        "self.total(torch.stack(units).sum(0))",
+        "torch.stack(units).sum(0)",
         "tests/training/test_step.py::test_what_another_rank_keeps_counts_too",
     ),
     Mutation(
@@ -2392,8 +2392,8 @@ MUTATIONS = [
     Mutation(
         "diagnose --checkpoint: two causes explain the whole gap each",
         "offcorr/diagnose/informed.py",
-        "and one.share > room}",
-        "and one.share > 9}",
+        "for one in of_gap if one.share > room}",
+        "for one in of_gap if one.share > 9}",
         "tests/diagnose/test_rescore.py no_room",
     ),
     Mutation(

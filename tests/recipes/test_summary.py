@@ -133,7 +133,7 @@ def test_no_evaluation_is_none_at_the_start_either(tmp_path):
 
 def test_the_summary_of_trls_own_loss_says_so():
     said = shown(history(corrects=False))
-    assert "correction none: a loss of TRL's own" in said and "tokens dropped" not in said
+    assert "Correction: none: a loss of TRL's own" in said and "tokens dropped" not in said
 
 
 @pytest.mark.parametrize(
