@@ -19,13 +19,39 @@ GENERATION = ("steps_per_generation", "num_iterations", "gradient_accumulation_s
 """The options that decide at which optimizer steps a generation ends; the asynchronous trainer has no generations."""
 
 
+OF_TRLS_LOSS = (
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "importance_sampling_level",
+    "off_policy_mask_threshold",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "vespo_k_neg",
+    "vespo_k_pos",
+    "vespo_lambda_neg",
+    "vespo_lambda_pos",
+)
+"""The options of TRL's own losses, which a correction does not read."""
+
+OF_TRAINING = (
+    "entropy_coef",
+    "num_generations",
+    "scale_rewards",
+    "max_completion_length",
+    "mask_truncated_completions",
+    "top_entropy_quantile",
+    "use_bias_correction_kl",
+)
+"""Options of TRL that change the update under every loss."""
+
 KEPT = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2")
 """Options that a resumed run takes from the checkpoint, whose optimizer and schedule hold them."""
 
 
 def asked_for(trainer: Any) -> dict[str, str]:
-    """A trainer's loss, schedules, learning rate, anchor, sampler, temperature, weight of the KL term and length of a
-    generation in words, by option; to be called before it trains.
+    """What a trainer was asked for in words, by option: loss, schedules, learning rate, anchor, sampler and what else
+    changes its updates; to be called before it trains.
 
     ``loss`` is the correction at the start of its schedules; a sampler that has no repr of its own is named by its
     class or function.
@@ -34,6 +60,7 @@ def asked_for(trainer: Any) -> dict[str, str]:
     anchor, options = getattr(args, "anchor", None), getattr(args, "anchor_kwargs", None)
     loss = trainer.correction
     trls = repr(getattr(args, "loss_type", None))
+    names = (*KEPT, *GENERATION, *OF_TRAINING, *(OF_TRLS_LOSS if loss is None else ()))
     return {
         "loss": trls if loss is None else repr(loss),
         SHORT.format("loss"): trls if loss is None else in_short(loss),
@@ -44,7 +71,7 @@ def asked_for(trainer: Any) -> dict[str, str]:
         "beta": repr(getattr(args, "beta", None)),
         "schedules": _schedules(args),
         "lr_scheduler_type": _learning_rate(args),
-        **{name: repr(getattr(args, name)) for name in (*KEPT, *GENERATION) if hasattr(args, name)},
+        **{name: repr(getattr(args, name)) for name in names if hasattr(args, name)},
     }
 
 

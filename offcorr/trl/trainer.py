@@ -123,6 +123,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._corrects = annealed is not None
         if not rest:  # else rollout_func may be among them
             self._check_sources(args, kwargs.get("rollout_func"))
+        self._computed_loss = False
+        """This class has computed a loss, which a subclass could do without."""
         self._kept_forwards: list[tuple] | None = None
         self._sampled: dict[str, list] = {}
         self._reports_logp = False
@@ -188,8 +190,25 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     # The loss
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's, of one micro-batch.
+
+        Raises:
+            RuntimeError: a subclass computes the loss without this class's; raised before the first update, but under
+                DeepSpeed, whose backward pass may make it.
+        """
+        loss = super().training_step(*args, **kwargs)
+        if not self._computed_loss and not getattr(self, "use_liger_kernel", False):  # TRL's loss in liger's kernel
+            asked = f"loss {self.correction.method!r}" if self._corrects else "the metrics, the monitor and the dump"
+            raise RuntimeError(
+                f"{type(self).__name__} computes the loss without calling super()._compute_loss(model, inputs): "
+                f"{asked} would never run. Call it there, or derive the class from trl.GRPOTrainer"
+            )
+        return loss
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch, divided for gradient accumulation as TRL divides it."""
+        self._computed_loss = True
         step, train = self.correction_step, self._mode == "train"
         if train and self.convex_kl is not None:
             inputs = self.convex_kl.shared(inputs)

@@ -93,6 +93,21 @@ def test_another_option_of_the_loss_is_named_without_the_others(make_trainer, un
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (dict(epsilon_high=0.28), "epsilon_high was None, and is 0.28"),
+        (dict(importance_sampling_level="sequence"), "importance_sampling_level was 'token', and is 'sequence'"),
+        (dict(entropy_coef=0.05), "entropy_coef was 0.0, and is 0.05"),
+    ],
+)
+def test_another_option_of_trls_own_loss_is_named_at_resume(make_trainer, tmp_path, changed, said):
+    settings = dict(loss_type="dapo", output_dir=str(tmp_path / "trl"), save_strategy="steps", save_steps=2)
+    make_trainer(**settings, max_steps=2).train()
+    with pytest.warns(UserWarning, match=f"is not the one that saved it: {said}$"):
+        make_trainer(**settings, **changed, max_steps=2).train(resume_from_checkpoint=True)
+
+
 def test_a_checkpoint_within_a_generation_is_named_at_resume(make_trainer, tmp_path):
     settings = SETTINGS | {"save_steps": 3, "max_steps": 4}
     make_trainer(output_dir=str(tmp_path / "whole"), **settings).train()

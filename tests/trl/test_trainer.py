@@ -510,6 +510,29 @@ def test_a_correction_that_drops_everything_is_said_once(make_trainer, eps, said
     assert len([w for w in caught if "dropped every token that has an advantage" in str(w.message)]) == said
 
 
+@pytest.mark.parametrize(("loss_type", "asked"), [("minpro", "loss 'minpro'"), ("dapo", "the metrics, the monitor")])
+def test_a_subclass_that_computes_the_loss_without_this_class_is_refused(make_trainer, loss_type, asked):
+    class Own(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return self._get_per_token_logps_and_entropies(
+                model,
+                *(torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")),
+                inputs["completion_ids"].shape[1],
+            )[0].mean()
+
+    class Added(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs) * 2
+
+    with pytest.raises(
+        RuntimeError, match=f"Own computes the loss without .*: {asked}.* would never run. Call it there"
+    ):
+        trainer = make_trainer(Own, loss_type=loss_type)
+        trainer.train()
+    assert trainer.state.global_step == 0
+    make_trainer(Added, loss_type=loss_type, max_steps=1).train()
+
+
 @pytest.mark.parametrize(("loss_type", "said"), [("gspo", True), ("ctpo", False), ("dapo", False), ("minpro", False)])
 def test_high_entropy_tokens_of_a_ratio_of_the_sequence_are_said(make_trainer, loss_type, said):
     """Their gradient is another than TRL's, where every token has that of the terms that are left."""
