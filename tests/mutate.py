@@ -994,6 +994,20 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py::test_a_logp_that_differs_where_no_update_was_made_is_dropout",
     ),
     Mutation(
+        "diagnose: a temperature is read of all tokens, also of those without entropy",
+        "offcorr/diagnose/causes/sampling.py",
+        "if known is not None and known is not evidence and len(known) >= TEMPERED:",
+        "if False:",
+        "tests/diagnose/test_causes.py::test_a_temperature_is_read_of_the_sequences_with_entropy",
+    ),
+    Mutation(
+        "a subclass that never computes the loss trains in silence",
+        "offcorr/trl/trainer.py",
+        "if not self._computed_loss and not",
+        "if False and not",
+        "tests/trl/test_trainer.py::test_a_subclass_that_computes_the_loss_without_this_class_is_refused",
+    ),
+    Mutation(
         "check: derivatives are compared on the corner of a bound",
         "offcorr/testing.py",
         "return (logp.detach() + signs * moves).requires_grad_()",

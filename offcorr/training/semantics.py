@@ -86,8 +86,8 @@ MENDS: dict[Kind, str] = {
     "offcorr.linear_logprob(..., support=)"
     f"{OR_DROPOUT}",
     "unnormalised": f"divide the logits by the temperature before log_softmax, not the log-probs after it: {PROCESSED}",
-    "unlogged": "set the sampler's temperature= for the trainer, too, sample with top_p=1.0, top_k=0, min_p=0.0, and "
-    + PROCESSED,
+    "unlogged": "set the sampler's temperature= for the trainer, too, sample with top_p=1.0, top_k=0, min_p=0.0, and, "
+    f"where it does not yet, {PROCESSED}",
     "shifted": "the log-prob at index t must be that of the token at index t: move one of the two by one token",
     "placeholders": "pass the engine's log-prob of every sampled token, and NaN or None where it has none; greedy "
     "sampling (top_k=1), whose processed log-probs are all 0, is no distribution to correct for",

@@ -81,6 +81,21 @@ def test_of_few_sequences_another_prompt_and_other_weights_look_alike(cause, see
     assert report.verdict != cause and report.confidence <= 0.65
 
 
+@pytest.mark.parametrize("versions", [(None, None), (0, 2)])
+def test_a_temperature_is_read_of_the_sequences_with_entropy(versions):
+    """Of each generation the trainers have the entropy of the first optimizer step alone."""
+    records = [
+        dataclasses.replace(one, rollout_version=versions[0], trainer_version=versions[1])
+        for one in world("temperature").records()
+    ]
+    some = [one if at < 8 else dataclasses.replace(one, entropy=None) for at, one in enumerate(records)]
+    report = diagnose(some)
+    assert [one.cause for one in report.causes] == ["temperature"] and report.confidence == 0.8
+    none = diagnose([dataclasses.replace(one, entropy=None, logp=one.old_logp - 0.01) for one in records])
+    assert all(one.confidence <= 0.65 for one in none.causes if one.cause != "policy_updates")
+    assert any("temperature" in one and "entropy" in one for one in none.cannot_tell)
+
+
 def versioned_dropout(age, size=0.2):
     """old_logp of a sampler that scores without dropout, and logp of the trainer, with dropout on."""
     rng = np.random.default_rng(0)

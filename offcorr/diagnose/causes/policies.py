@@ -328,7 +328,12 @@ OTHER_TEMPERATURE = Alternative(
     "a temperature that one side applies and the other does not",
     "give --model",
     fields=("entropy",),
-    settled=lambda evidence: evidence.with_entropy is not None or _shown_to_be_older(evidence),
+    # Where the updates since have moved logp from old_logp, that difference has the age, or some of it.
+    settled=lambda evidence: (
+        evidence.with_entropy is not None
+        or growth(evidence) is not None
+        or (older(evidence) and evidence.moved < 10 * SAME)
+    ),
 )
 
 COARSE_PRECISION = Alternative(

@@ -194,11 +194,18 @@ ALSO_UPDATES = 0.65
 """Confidence in a temperature at most, where updates that sharpened the policy can leave the same."""
 
 
+TEMPERED = 256
+"""Tokens with entropy from which on a temperature is read of these alone."""
+
+
 def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     """A power between the two log-probs that is not 1.
 
     The sum of d is the log-likelihood ratio of the sampled tokens under both log-probs, the trainer's first.
     """
+    known = evidence.with_entropy
+    if known is not None and known is not evidence and len(known) >= TEMPERED:
+        return _tempered(known, sampled_by_trainer)  # those without entropy tell less, and look like something else
     if evidence.gap < max(0.002, evidence.floor) or len(evidence) < 64 or evidence.selected:
         return None
     if (evidence.d.sum() > 0) != sampled_by_trainer:
