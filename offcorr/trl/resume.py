@@ -50,8 +50,8 @@ KEPT = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2")
 
 
 def asked_for(trainer: Any) -> dict[str, str]:
-    """What a trainer was asked for in words, by option: loss, schedules, learning rate, anchor, sampler and what else
-    changes its updates; to be called before it trains.
+    """A trainer's options in words, by name: loss, schedules, learning rate, anchor, sampler and others that change its
+    updates; to be called before it trains.
 
     ``loss`` is the correction at the start of its schedules; a sampler that has no repr of its own is named by its
     class or function.
