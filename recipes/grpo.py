@@ -537,8 +537,8 @@ WEIGHT = {
 
 CAPTION = (
     "Below the accuracies: means over the run. ESS: effective sample size, 1 where all count alike (a correction may "
-    "lower it on purpose). Tokens: those with an advantage; damped, amplified: by more than 1 %. `offcorr metrics "
-    "KEY`, KEY in the last column."
+    "lower it on purpose). Tokens: those with an advantage; damped, amplified: by more than 1 %. More: "
+    "`offcorr metrics KEY`, the last column."
 )
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 
