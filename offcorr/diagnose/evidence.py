@@ -66,11 +66,13 @@ class SameContext(NamedTuple):
 
     Args:
         trainer, sampler: the distance of each log-prob from the mean of its context.
+        now: that of the trainer's current ones (``logp``), for the tokens that have it.
         paired: of each token with p below .95, whether the trainer gave another sample exactly the same.
     """
 
     trainer: Floats
     sampler: Floats
+    now: Floats
     paired: Booleans
 
 
@@ -346,7 +348,9 @@ class Evidence:
         paired = np.zeros(len(order), bool)
         paired[order[:-1]] |= equal
         paired[order[1:]] |= equal
-        return SameContext(spread(trainer), spread(sampler), paired[doubt > 0.06])
+        now = _first([np.full(len(one.old_logp), np.nan) if one.logp is None else one.logp for one in self.records])
+        current = spread(now[rows, columns])
+        return SameContext(spread(trainer), spread(sampler), current[np.isfinite(current)], paired[doubt > 0.06])
 
 
 def _first(columns: Sequence[Any]) -> Any:

@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES
-from offcorr.diagnose.causes.policies import VERSIONS, differs_by_itself, repeatable
+from offcorr.diagnose.causes.policies import (
+    VERSIONS,
+    differs_by_itself,
+    differs_by_itself_now,
+    repeatable,
+    updated,
+)
 from offcorr.diagnose.causes.values import zeros_of_truncation
 from offcorr.diagnose.evidence import Evidence
 
@@ -98,7 +104,13 @@ trainer_version, or give --model'
             "sampler, which does not: a little dropout, such as of the attention weights, or a forward pass that "
             "depends on its batch. To find out, score one sequence twice in eval mode, in two batches"
         )
-    if "dropout" not in named and not repeatable(evidence):
+    if "dropout" not in named and updated(evidence) and differs_by_itself_now(evidence):
+        said.append(
+            "how much of the distance of logp from old_logp is the trainer's dropout: its current log-probs (logp) of "
+            "one token after the same context differ from sample to sample. To find out, score one sequence twice as "
+            "the training does"
+        )
+    elif "dropout" not in named and not repeatable(evidence):
         said.append(f"whether the trainer's dropout is on. To find out, {_repeated_contexts(evidence)}")
     for cause in CAUSES.values():
         for other in cause.not_told_from if cause.id in named else ():

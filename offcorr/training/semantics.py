@@ -85,7 +85,8 @@ MENDS: dict[Kind, str] = {
     "your own the trainer's log-probs can be renormalised instead, over the tokens that the engine kept, with "
     "offcorr.linear_logprob(..., support=)"
     f"{OR_DROPOUT}",
-    "unnormalised": f"divide the logits by the temperature before log_softmax, not the log-probs after it: {PROCESSED}",
+    "unnormalised": "divide the logits by the temperature before log_softmax, not the log-probs after it: "
+    f"{PROCESSED}. Log-probs in another base than e look like this, too: they have to be in nats",
     "unlogged": "set the sampler's temperature= for the trainer, too, sample with top_p=1.0, top_k=0, min_p=0.0, and, "
     f"where it does not yet, {PROCESSED}",
     "shifted": "the log-prob at index t must be that of the token at index t: move one of the two by one token",
@@ -96,10 +97,10 @@ MENDS: dict[Kind, str] = {
     "old_logp": "return as old_logp the log-probs of the sampled tokens under the weights that sampled, scored as the "
     "trainer scores them, or leave the key out",
     "differs": "score the same tokens with the same weights on both sides: look for a weight sync that missed "
-    "parameters, another chat template, placeholders among the log-probs, and for sampling options that change the "
-    "distribution (repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, top_p=1.0, top_k=0, min_p=0.0 are "
-    f"off{OR_DROPOUT}). Or the engine is quantised or computes in a "
-    "lower precision: then this is its true mismatch, which an engine weight corrects (tis, icepop)",
+    "parameters, another chat template, rows in another order, placeholders among the log-probs, and for sampling "
+    "options that change the distribution (repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, top_p=1.0, "
+    f"top_k=0, min_p=0.0 are off{OR_DROPOUT}). Or the engine is quantised or computes in a lower precision: then this "
+    "is its true mismatch, which an engine weight corrects (tis, icepop)",
 }
 """For each kind what to change, with TRL's and vLLM's option names."""
 
@@ -280,8 +281,11 @@ def logprob_semantics(
 
     power, explained, of_engine = _power(t, d, h)
     evidence = d.sum().item()
+    surprising = surprise if surprise is not None and abs(surprise.value) > SIGNIFICANT * surprise.error else None
     # Without entropy, noise in logp looks like a temperature of the engine above the trainer's.
     needed = 0.6 if h is not None else 0.25 if power.value > 1 or evidence > SIGNIFICANT else 0.5
+    # A very certain policy's entropy stands badly for its contexts; here the tokens themselves bear the engine out.
+    needed = 0.25 if same_weights and surprising is not None and evidence < -SIGNIFICANT else needed
     plausible = COLDEST < temperature / max(power.value, 1e-6) < HOTTEST and of_engine > 0.5
     if gap > 0.001 and explained > needed and plausible and below < 20 * above:
         if abs(power.value - 1) > max(0.01, SIGNIFICANT * power.error):
@@ -301,12 +305,13 @@ def logprob_semantics(
     near = "agree with" if gap <= HEALTHY else "are near"
     if gap > NOTABLE and not same_weights:
         return result("agrees", "the engine's log-probs differ from the trainer's as those of other weights do")
-    if same_weights and surprise is not None and abs(surprise.value) > SIGNIFICANT * surprise.error:
-        sharper = "more" if surprise.value < 0 else "less"
+    if same_weights and surprising is not None:
+        sharper = "more" if surprising.value < 0 else "less"
         return result(
             "unlogged",
             f"the engine's log-probs {near} the trainer's, but the tokens were drawn from a distribution that is "
-            f"{sharper} certain: mean of -logp - entropy {surprise.value:.2g} +- {surprise.error:.1g} in place of 0",
+            f"{sharper} certain: mean of -logp - entropy {surprising.value:.2g} +- {surprising.error:.1g} in place "
+            "of 0",
         )
     if gap > HEALTHY:
         sentence = f"the engine's log-probs differ from the trainer's by mean |d| {gap:.2g} over {len(d)} tokens"

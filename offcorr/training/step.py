@@ -35,6 +35,7 @@ ENGINE = "offcorr/engine/"
 UNSCORED = "offcorr/loss/unscored"
 NO_ADVANTAGE = "offcorr/loss/no_advantage"
 DROPPED = "offcorr/loss/dropped"
+MASKED = "offcorr/monitor/masked"
 MONITORED = "the monitor's baselines"
 
 
@@ -131,7 +132,8 @@ class Step:
         self.none_advantaged = False
         """None of the tokens whose metrics were read last had an advantage."""
         self.all_dropped = False
-        """The correction dropped every token with an advantage, of those whose metrics were read last."""
+        """The correction dropped every token with an advantage, of those whose metrics were read last, and not the
+        monitor."""
         self.none_trained = False
         """The batches whose metrics were read last, with ``entropy``, had no valid token."""
         self._begun = False
@@ -649,7 +651,7 @@ class Step:
         self.none_scored = computed.get(UNSCORED, 0.0) > 0 and FIELD + "k2" not in computed
         self.none_trained = "entropy" in measured.data and "entropy" not in computed
         self.none_advantaged = computed.get(NO_ADVANTAGE) == 1.0 and not computed.get(NONFINITE)
-        self.all_dropped = computed.get(DROPPED) == 1.0
+        self.all_dropped = computed.get(DROPPED) == 1.0 and not computed.get(MASKED)
         if self.monitor is not None and train:
             self.monitor.say_masked(computed)
             self.monitor.end(self._version, self._judged(computed))

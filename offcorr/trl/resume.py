@@ -31,19 +31,32 @@ OF_TRLS_LOSS = (
     "vespo_k_pos",
     "vespo_lambda_neg",
     "vespo_lambda_pos",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
 )
 """The options of TRL's own losses, which a correction does not read."""
 
 OF_TRAINING = (
-    "entropy_coef",
-    "num_generations",
+    "reward_weights",
+    "multi_objective_aggregation",
     "scale_rewards",
+    "per_device_train_batch_size",
+    "num_generations",
     "max_completion_length",
     "mask_truncated_completions",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "generation_kwargs",
+    "entropy_coef",
     "top_entropy_quantile",
     "use_bias_correction_kl",
+    "max_grad_norm",
 )
-"""Options of TRL that change the update under every loss."""
+"""Options of TRL that change the samples or the update under every loss."""
 
 KEPT = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2")
 """Options that a resumed run takes from the checkpoint, whose optimizer and schedule hold them."""
@@ -69,6 +82,8 @@ def asked_for(trainer: Any) -> dict[str, str]:
         "rollout_func": "None" if sampler is None else _named(sampler),
         "temperature": repr(getattr(args, "temperature", None)),
         "beta": repr(getattr(args, "beta", None)),
+        "reward_funcs": repr(getattr(trainer, "reward_func_names", None)),
+        "number of processes": repr(trainer.accelerator.num_processes),
         "schedules": _schedules(args),
         "lr_scheduler_type": _learning_rate(args),
         **{name: repr(getattr(args, name)) for name in names if hasattr(args, name)},

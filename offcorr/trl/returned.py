@@ -28,8 +28,12 @@ NAMES_ELSEWHERE = {
     "rollout_log_probs": "logprobs",
     "sampling_per_token_logps": "logprobs",
     "old_per_token_logps": "old_logp",
+    "completion_mask": "env_mask",
+    "response_mask": "env_mask",
+    "loss_mask": "env_mask",
+    "tool_mask": "env_mask",
 }
-"""Names of the same log-probs in ``Batch``, in TRL's batches and in other frameworks: the key to return instead."""
+"""Names of the same column in ``Batch``, in TRL's batches and in other frameworks: the key to return instead."""
 
 PER_TOKEN = ("logprobs", "env_mask", "old_logp")
 
@@ -154,7 +158,8 @@ def _check_ids(output: Mapping[str, Any], prompts: int, vocabulary: int) -> list
         for i, row in enumerate(rows):
             if not _length(row):
                 found = "empty" if _length(row) == 0 else repr(row)
-                raise ValueError(f"rollout_func: {name}[{i}] is {found}, expected at least one token id")
+                wanted = "a list of token ids, not text" if isinstance(row, str) else "at least one token id"
+                raise ValueError(f"rollout_func: {name}[{i}] is {found}, expected {wanted}")
             ids = _plain(row)
             if (t := _first(ids, lambda value: not _is_token(value, vocabulary))) is not None:
                 raise ValueError(

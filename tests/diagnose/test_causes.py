@@ -119,8 +119,27 @@ def test_a_logp_that_differs_where_no_update_was_made_is_dropout():
     assert [one.cause for one in some.causes] == ["dropout"]
     for others in (versioned_dropout(3), versioned_dropout(0, size=0.01)):
         assert diagnose(others).verdict == "policy_updates"
-    plain = [dataclasses.replace(one, rollout_version=None, trainer_version=None) for one in versioned_dropout(0)]
-    assert diagnose(plain).verdict == "policy_updates"
+
+
+def unversioned(records):
+    return [dataclasses.replace(one, rollout_version=None, trainer_version=None) for one in records]
+
+
+def test_without_versions_a_logp_that_does_not_repeat_itself_may_be_dropout():
+    """Samples of one prompt begin alike: after updates alone their log-probs there are the same."""
+    noisy = diagnose(unversioned(versioned_dropout(0)))
+    assert (noisy.verdict, noisy.confidence) == ("policy_updates", 0.65)
+    assert any("the trainer's dropout, which makes logp another" in one for one in noisy.cannot_tell)
+    moved = [dataclasses.replace(one, logp=1.2 * one.old_logp) for one in world("clean").records()]
+    sure = diagnose(unversioned(moved))
+    assert sure.verdict == "policy_updates" and sure.confidence > 0.9
+    assert not any("dropout" in one for one in sure.cannot_tell)
+
+
+def test_beside_updates_a_logp_that_does_not_repeat_itself_is_asked_about():
+    report = diagnose(versioned_dropout(3))
+    assert report.verdict == "policy_updates" and report.confidence > 0.9
+    assert any("is the trainer's dropout" in one for one in report.cannot_tell)
 
 
 def test_a_few_of_the_updates_make_no_dropout():

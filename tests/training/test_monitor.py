@@ -352,7 +352,8 @@ def test_a_mask_over_every_sequence_is_said_once():
             step.loss(step.place(batch_of(0.5, seed=version)))
             step.end(version)
             logged = step.metrics()
-    assert logged[PREFIX + "masked"] == 1.0
+    assert logged[PREFIX + "masked"] == logged["offcorr/loss/dropped"] == 1.0
+    assert not step.all_dropped  # the monitor did it, and says so
     (said,) = [str(one.message) for one in caught if "masks every sequence" in str(one.message)]
     assert "the run goes on without learning" in said
     assert "'stop' among the actions of this alarm's own severity ends it" in said

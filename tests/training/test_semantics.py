@@ -155,6 +155,24 @@ def test_the_temperature_is_estimated(temperature, peaked):
         assert raw.temperature.value == pytest.approx(1.0, abs=0.02)
 
 
+def test_a_temperature_that_entropy_does_not_describe_is_named_all_the_same():
+    """Contexts of one entropy and two shapes, a choice of two and a likely token before a flat tail."""
+    for seed in range(8):
+        draw = torch.Generator().manual_seed(seed)
+        far, tail = torch.rand(2, 960, generator=draw, dtype=torch.float64)
+        logits = 0.1 * torch.randn(960, 50, generator=draw, dtype=torch.float64)
+        logits[:384, 0] += 5 + 2 * tail[:384]
+        logits[384:] -= 12
+        logits[384:, 0], logits[384:, 1] = 0, -0.5 - 3 * far[384:]
+        trainer, engine = logits.log_softmax(-1), (logits / 0.7).log_softmax(-1)
+        tokens = torch.multinomial(engine.exp(), 1, generator=draw)
+        logp, rollout_logp = (table.gather(-1, tokens).view(8, 120) for table in (trainer, engine))
+        entropy = -(trainer.exp() * trainer).sum(-1).view(8, 120)
+        named = logprob_semantics(logp, rollout_logp, torch.ones(8, 120).bool(), entropy=entropy)
+        assert named.kind == "temperature" and named.temperature.value == pytest.approx(0.7, abs=0.05)
+        assert named.sentence.count("it sampled at its own") == 1
+
+
 def test_the_kept_mass_is_estimated():
     """With many symbols the mass that top-p keeps is top_p and a little; of log-probs with noise, too."""
     for noise in (0.0, 0.05):

@@ -99,6 +99,13 @@ def test_another_option_of_the_loss_is_named_without_the_others(make_trainer, un
         (dict(epsilon_high=0.28), "epsilon_high was None, and is 0.28"),
         (dict(importance_sampling_level="sequence"), "importance_sampling_level was 'token', and is 'sequence'"),
         (dict(entropy_coef=0.05), "entropy_coef was 0.0, and is 0.05"),
+        (dict(reward_weights=[2.0]), r"reward_weights was None, and is \[2.0\]"),
+        (dict(max_grad_norm=0.5), "max_grad_norm was 1.0, and is 0.5"),
+        (
+            dict(reward_funcs=lambda completion_ids, **_: [0.5 * len(ids) for ids in completion_ids]),
+            "reward_funcs was .*",
+        ),
+        (dict(per_device_train_batch_size=8), "per_device_train_batch_size was 4, and is 8"),
     ],
 )
 def test_another_option_of_trls_own_loss_is_named_at_resume(make_trainer, tmp_path, changed, said):

@@ -118,6 +118,7 @@ REFUSED = {
     "negative token": (put("completion_ids", -1, 3, 1), r"completion_ids\[3\]\[1\] is -1, expected a token id"),
     "token in text": (put("completion_ids", "a", 3, 1), r"completion_ids\[3\]\[1\] is 'a', expected a token id"),
     "foreign prompt": (put("prompt_ids", 99, 3, 1), r"prompt_ids\[3\]\[1\] is 99, expected a token id"),
+    "text": (put("completion_ids", "1+2=3", 6), r"\[6\] is '1\+2=3', expected a list of token ids, not text"),
     "nothing said": (put("completion_ids", [], 6), r"completion_ids\[6\] is empty, expected at least one token id"),
     "no completions": (put("completion_ids", None), "completion_ids is None, expected a list of token ids for each"),
     "prompts": (one_row_less("prompt_ids"), "returned prompt_ids for 7 completions, expected 8, one for each of the p"),
@@ -325,6 +326,7 @@ def test_a_rollout_func_is_no_class(make_trainer):
     [
         ("old_logps", "did you mean 'old_logp'"),
         ("mask", "did you mean 'env_mask'"),
+        ("completion_mask", "did you mean 'env_mask'"),
         ("rollout_logp", "did you mean 'logprobs'"),
         ("image", None),
         ("answer", None),

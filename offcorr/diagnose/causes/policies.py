@@ -105,7 +105,8 @@ def no_lag_in_d(evidence: Evidence) -> bool:
 
 
 ALSO_OLDER, OLDER = 0.65, 0.5
-"""The most that a cause is sure whose traces older weights may leave, where they may be older, and where they are."""
+"""The most that a cause is sure whose traces updates may leave, or older weights, where they may be older, and where
+they are."""
 
 
 ENOUGH = 16
@@ -146,6 +147,22 @@ def _noisy(evidence: Evidence) -> Estimate | None:
     return None if noise is None or noise.value < max(NOISE, evidence.moved / 2) else noise
 
 
+def repeats_itself_now(evidence: Evidence) -> bool:
+    """Whether the current log-probs (logp) of one token after one context are alike, as under no dropout."""
+    spread = evidence.same_context.now
+    return len(spread) >= REPEATED and float(spread.mean()) <= max(NOISE, 0.1 * evidence.moved)
+
+
+def differs_by_itself_now(evidence: Evidence) -> bool:
+    """Whether those of enough tokens are not, as under dropout, or where the updates lie between the samples."""
+    return len(evidence.same_context.now) >= REPEATED and not repeats_itself_now(evidence)
+
+
+def updated(evidence: Evidence) -> bool:
+    """Whether logged versions say of a sequence that the trainer was updated since it was sampled."""
+    return any((age(record) or 0) > 0 for record in evidence.records)
+
+
 class Dropout(Cause):
     """The trainer scores one token after one context differently each time."""
 
@@ -183,7 +200,7 @@ class Dropout(Cause):
                 surest=ALSO_OLDER,
                 of_d=False,
             )
-        trainer, sampler, _ = evidence.same_context
+        trainer, sampler = evidence.same_context.trainer, evidence.same_context.sampler
         if len(trainer) < REPEATED or evidence.gap < SAME:
             return None
         spread, other = float(trainer.mean()), float(sampler.mean())
@@ -566,6 +583,14 @@ class PolicyUpdates(Cause):
         "updates per batch (num_iterations, steps_per_generation), a smaller lag or a smaller learning rate make the "
         "difference smaller"
     )
+    not_told_from = (
+        Alternative(
+            "the trainer's dropout, which makes logp another than old_logp without any update",
+            "score one sequence twice as the training does",
+            fields=VERSIONS,
+            settled=lambda evidence: updated(evidence) or repeats_itself_now(evidence),
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         moved = evidence.moved
@@ -584,5 +609,6 @@ class PolicyUpdates(Cause):
             f"(old_logp) by {moved:.2g} nats on average",
             evidence,
             share,
+            surest=1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_OLDER,
             of_d=False,
         )

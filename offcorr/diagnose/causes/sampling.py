@@ -466,8 +466,8 @@ def _kept_among_others(evidence: Evidence, lost: Estimate) -> Kept | None:
 
 
 ADVICE = (
-    "sample without truncation (top_p=1.0, top_k=0, min_p=0.0), or renormalise the trainer's log-probs over the tokens "
-    "that the engine kept, with offcorr.linear_logprob(..., support=)"
+    "sample without truncation (top_p=1.0, top_k=0, min_p=0.0), or, only in a loop of your own, renormalise the "
+    "trainer's log-probs over the tokens that the engine kept, with offcorr.linear_logprob(..., support=)"
 )
 
 
@@ -654,8 +654,8 @@ class LogitMask(Cause):
     stage = "sampling"
     title = "the sampler forbids some tokens that the trainer does not"
     advice = (
-        "apply the same mask in the trainer (offcorr.linear_logprob(..., support=)), or sample without structured "
-        "decoding, logit_bias, bad_words, min_tokens and ignore_eos"
+        "sample without structured decoding, logit_bias, bad_words, min_tokens and ignore_eos, or, only in a loop of "
+        "your own, apply the same mask in the trainer (offcorr.linear_logprob(..., support=))"
     )
     not_told_from = (OTHER_TRUNCATION, LIKELIEST)
 
