@@ -242,8 +242,8 @@ def _check_nonfinite(tokens: float, valid: float) -> None:
     if 0 < tokens == valid:
         raise ValueError(
             f"not one of {tokens:.0f} valid tokens gave a finite number to train on: logp, old_logp, advantages, "
-            "weight or rewards is NaN or infinite on all of them, or a stage makes them so, expected finite numbers; "
-            "strict=True says which, at the call"
+            "weight or rewards is NaN or infinite on all of them, or a stage makes them so (as exp of raw_log_ratio, "
+            "which is not clamped), expected finite numbers; strict=True says which, at the call"
         )
     if tokens:
         warnings.warn(

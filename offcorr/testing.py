@@ -30,6 +30,7 @@ from offcorr.stage_checks import (
     check_finite,
     check_gradient_passes,
     check_slope,
+    expectation,
     failure,
     others,
     subject,
@@ -60,7 +61,7 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
     Args:
         method: what ``offcorr.resolve`` takes (a name, a spec, FILE.py:NAME), a registered function or class, any
             callable from options to a Correction, or a Correction.
-        on_policy: whether its on-policy gradient is REINFORCE's; None: as it was registered, else True.
+        on_policy: whether its on-policy gradient is REINFORCE's; None: as the method was registered, else True.
 
     Raises:
         AssertionError: names the method (for a custom correction the class of the stage without which the check
@@ -88,7 +89,7 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
             except AssertionError as error:
                 raise AssertionError(failure(run, loss_fn, error)) from error
             except TypeError as error:
-                raise TypeError(f"{error}; this is in the check {run.__name__}: {run.__doc__}") from error
+                raise TypeError(f"{error}; this is in the check {run.__name__}: {expectation(run)}") from error
             passed.append(name)
     return passed
 
@@ -138,7 +139,9 @@ def finite_on_ordinary_batches(loss_fn: Correction) -> None:
 
 
 def on_policy_gradient(loss_fn: Correction) -> None:
-    """Where the three policies agree, the gradient is REINFORCE's under the same aggregation."""
+    """Where the three policies agree, the gradient is REINFORCE's under the same aggregation (a method with another one
+    by design says on_policy=False, in register or in check).
+    """
     batch = example()
     batch = dataclasses.replace(batch, old_logp=batch.logp, rollout_logp=batch.logp)
     reinforce = get("reinforce", aggregate=loss_fn.aggregate, max_length=loss_fn.max_length)
@@ -159,7 +162,9 @@ def blind_under_the_mask(loss_fn: Correction) -> None:
 
 
 def splitting(loss_fn: Correction) -> None:
-    """Micro-batches with the global denominator (and statistics) add up to the whole batch."""
+    """Micro-batches with the global denominator (and statistics) add up to the whole batch (what a batch shares is a
+    controller's, and its merge adds sums and counts, no means).
+    """
     if not loss_fn.count_rejected:
         return
     batch = example()
@@ -362,7 +367,7 @@ CHECKS: dict[str, Callable[[Correction], None]] = {
 def _resolve(method: Any) -> tuple[Correction, bool]:
     """The correction, with a constant length where it needs one, and whether it is REINFORCE's on-policy."""
     if isinstance(method, Correction):
-        return method.with_max_length(32), True
+        return method.with_max_length(32), _declared(method.method)
     if isinstance(method, str):
         found = find(method)
         return illustration(method).with_max_length(32), found.on_policy if isinstance(found, Method) else True
@@ -374,6 +379,15 @@ def _resolve(method: Any) -> tuple[Correction, bool]:
     if not isinstance(built, Correction):
         raise TypeError(f"{method!r} built a {type(built).__name__}, expected an offcorr.Correction")
     return built.with_max_length(32), known.on_policy if known else True
+
+
+def _declared(name: str) -> bool:
+    """Whether a finished correction's method was registered as REINFORCE on-policy; True for one without a name."""
+    try:
+        found = find(name)
+    except ValueError:
+        return True
+    return found.on_policy if isinstance(found, Method) else True
 
 
 def _options_matter(method: Any) -> None:

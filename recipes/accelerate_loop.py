@@ -225,7 +225,8 @@ def main() -> None:
 
     if accelerator.is_main_process:
         sampler.save(version, Path(args.output_dir) / "model")
-        summarise(log.history.logs, title=f"{args.loss} at lag {args.lag}, {args.precision} sampler")
+        title = f"{args.loss} at lag {args.lag}, {args.precision} sampler"
+        summarise(log.history.logs, title=title, file=log.history.summary)
         print(f"history: {log.history.file}\npicture: {plot(log.history.logs, log.history.file.with_suffix('.png'))}")
     accelerator.wait_for_everyone()
     accelerator.end_training()

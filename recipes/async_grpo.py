@@ -110,7 +110,8 @@ def main() -> None:
     trainer.train()
 
     if trainer.accelerator.is_main_process:
-        summarise(history.logs, title=f"{args.loss_type}, asynchronous, staleness up to {args.max_staleness}")
+        title = f"{args.loss_type}, asynchronous, staleness up to {args.max_staleness}"
+        summarise(history.logs, title=title, file=history.summary)
         print(f"history: {history.file}\npicture: {plot(history.logs, history.file.with_suffix('.png'))}")
     trainer.accelerator.wait_for_everyone()  # why: see recipes/grpo.py
     trainer.accelerator.end_training()

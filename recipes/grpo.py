@@ -361,7 +361,8 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         trainer.evaluate()
 
     if trainer.accelerator.is_main_process:
-        summarise(history.logs, title=f"{args.loss_type} {sampled_by(args)}")
+        options = f" {args.loss_kwargs}" if args.loss_kwargs else ""
+        summarise(history.logs, title=f"{args.loss_type}{options} {sampled_by(args)}", file=history.summary)
         print(f"history: {history.file}")
         if args.picture:
             print(f"picture: {plot(history.logs, history.file.with_suffix('.png'))}")
@@ -464,10 +465,12 @@ class Bar(ProgressCallback):
 
 
 class History(TrainerCallback):
-    """Writes everything logged to one JSON file, which is complete at any moment; knows this run's last checkpoint."""
+    """Writes everything logged to one JSON file, which is complete at any moment, and the run's flags to ``summary``;
+    knows this run's last checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "history.json"
+        self.summary = folder / "summary.txt"
         self.logs: list[dict[str, float]] = []
         self.checkpoint: Path | None = None
 
@@ -482,8 +485,10 @@ class History(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        self.logs = [dict(entry) for entry in state.log_history]
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        if not self.logs:
+            self.summary.write_text(f"flags: {shlex.join(sys.argv[1:]) or 'none'}\n")
+        self.logs = [dict(entry) for entry in state.log_history]
         half_written = self.file.with_suffix(".tmp")
         half_written.write_text(json.dumps(self.logs))
         half_written.replace(self.file)
@@ -530,23 +535,26 @@ EFFECT = {
 """What a correction did to the tokens that have an advantage; a loss of TRL's own has none of these."""
 
 WEIGHT = {
-    "offcorr/loss/weight_mean": "mean weight",
-    "offcorr/loss/truncated": "tokens whose weight is not the ratio",
+    "offcorr/loss/weight_mean": "all tokens: mean weight",
+    "offcorr/loss/truncated": "all tokens: share whose weight is not the ratio",
 }
-"""What a weight did, such as one for the engine; without one its mean is 1 in every step, and is not shown."""
+"""What a weight did, such as one for the engine, to tokens with and without advantage; without one its mean is 1 in
+every step, and is not shown."""
 
 CAPTION = (
     "Below the accuracies: means over the run. ESS: effective sample size, 1 where all count alike (a correction may "
-    "lower it on purpose). Tokens: those with an advantage; damped, amplified: by more than 1 %. More: "
-    "`offcorr metrics KEY`, the last column."
+    "lower it on purpose). Multiplier, tokens and their ESS: of those with an advantage; damped, amplified: by more "
+    "than 1 %."
 )
+KEYS = "More: `offcorr metrics KEY`, KEY in the last column."
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 
 NOT_LOGGED = "not measured: no update was logged, since max_steps is below logging_steps"
 
 
-def summarise(logs: list[dict[str, float]], title: str) -> None:
-    table = Table(title=title, caption=CAPTION, show_header=False)
+def summarise(logs: list[dict[str, float]], title: str, file: Path | None = None) -> None:
+    """Prints the table of a run, and adds it to the file, if one is given."""
+    table = Table(title=title, caption=f"{CAPTION} {KEYS}", show_header=False)
     for moment, value in accuracy(logs).items():
         table.add_row(f"held-out sampled accuracy, {moment}", f"{value:.3f}", end_section=moment == "end")
     weighted = any(value != 1 for value in series(logs, "offcorr/loss/weight_mean")[1])
@@ -556,8 +564,12 @@ def summarise(logs: list[dict[str, float]], title: str) -> None:
             table.add_row(part[name], shortened(value), name.rpartition("/")[2])
         table.add_section()
     if not means(logs, tuple(EFFECT)):
-        table.caption = f"Correction: {NO_CORRECTION if series(logs, 'loss')[0] else NOT_LOGGED}. {CAPTION}"
+        table.caption = f"Correction: {NO_CORRECTION if series(logs, 'loss')[0] else NOT_LOGGED}. {table.caption}"
     Console().print(table)
+    if file is not None:
+        with file.open("a") as opened:
+            Console(file=opened, width=100).print(table)
+        print(f"flags and this table: {file}")
 
 
 def shortened(value: float) -> str:

@@ -87,7 +87,9 @@ def test_the_contract_holds_for_every_aggregation(aggregate):
 
 def test_check_names_what_is_wrong():
     halved = offcorr.Correction(ratio=ratios.Token(), gate=gates.DetachedClip(cap=0.5))
-    with pytest.raises(AssertionError, match="^DetachedClip: on_policy_gradient: on-policy coefficient"):
+    with pytest.raises(
+        AssertionError, match=r"^DetachedClip: on_policy_gradient: on-policy .*says on_policy=False, in reg"
+    ):
         testing.check(halved)
 
 
@@ -128,6 +130,7 @@ def test_check_takes_what_resolve_takes(tmp_path):
             assert testing.check(spec) == list(testing.CHECKS), spec
         assert "on_policy_gradient" not in testing.check(f"{file}:without_default"), "as it was registered"
         assert "on_policy_gradient" not in testing.check("asymre?delta_v=-0.2")
+        assert "on_policy_gradient" not in testing.check(offcorr.get("opmd")), "a finished correction, too"
     finally:
         offcorr.unregister("of_this_test")
     with pytest.raises(ValueError, match="defines no 'caped', did you mean 'capped'"):

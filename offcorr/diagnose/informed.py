@@ -52,6 +52,12 @@ FAR_OFF = 0.1
 FIRSTS = 6
 """Completions whose first tokens tell."""
 
+TELLING = math.log(0.95)
+"""Log-prob below which a token shows whether two log-probs are the same: about a nearly certain one any two agree."""
+
+SEVERAL, FEW = 3, 0.25
+"""Such tokens that a sequence needs to show that it agrees; share of the others that may agree by chance."""
+
 REFUTED = 0.5
 """The most that a cause from the logs is sure where its own hypotheses were tried and do not explain the gap."""
 
@@ -274,15 +280,22 @@ def _of_the_trainer(report: Report, rescored: Rescored) -> Finding | None:
         return None
     if report.verdict != "unknown" and (cause is None or cause.stage != "policies"):
         return None
-    same = evidence.size < EXACTLY * evidence.gap
-    whole = np.bincount(evidence.sequence, ~same, len(evidence.records)) == 0
-    first = same[evidence.position == 0]
-    agree = max(float(whole.mean()), float(first.mean()) if len(first) else 0.0)
+    telling = evidence.trainer < TELLING
+    same = (evidence.size < EXACTLY * evidence.gap)[telling]
+    sequence, begins = evidence.sequence[telling], evidence.position[telling] == 0
+    differing = np.bincount(sequence, ~same, len(evidence.records))
+    whole = differing[np.bincount(sequence, minlength=len(evidence.records)) >= SEVERAL] == 0
+    firsts, others = same[begins], same[~begins]
+    share = float(whole.mean()) if len(whole) else 0.0
+    agree = max(share, float(firsts.mean()) if len(firsts) else 0.0)
     known = "scored again, the sampler's log-probs are the model's own, and the trainer's differ by "
     known += f"{rescored.logged:.2g} nats on average; "
-    if 0 < whole.mean() < 1 or (len(first) >= FIRSTS and first.all()):
-        where = "at the first token of every completion" if agree == 1 else f"in {whole.mean():.0%} of the sequences"
-        return _finding("position", 0.9, agree, 0.0, 1.0, f"{known}they agree exactly {where}, and nowhere else")
+    if 0 < share < 1:
+        said = f"{known}they agree exactly in {share:.0%} of the sequences"
+        return _finding("position", 0.9, agree, 0.0, 1.0, said)
+    if len(firsts) >= FIRSTS and firsts.all() and len(others) and others.mean() < FEW:
+        said = f"{known}they agree exactly at the first token of every completion, and hardly at any other"
+        return _finding("position", 0.9, agree, 0.0, 1.0, said)
     if same_version(evidence) and Profile.of(evidence).mean > FAR and not _repeats_itself(evidence):
         said = f"{known}both sides had the same weights, as the logged versions say, and no sequence agrees"
         return _finding("dropout", NOISY, agree, 0.0, 1.0, said)

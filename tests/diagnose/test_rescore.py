@@ -265,6 +265,22 @@ def test_what_the_trainer_does_is_named_where_the_sampler_does_what_the_model_do
     assert informed(report, found).verdict == "position"
 
 
+@pytest.mark.parametrize("certain, verdict", [(False, "position"), (True, "unknown")])
+def test_first_tokens_that_agree_tell_unless_they_are_certain(model, certain, verdict):
+    """A trainer that is the model at the first token of each completion alone; about a certain one any trainer is."""
+    records = []
+    for row, one in enumerate(dump(model, sequences=8)):
+        noise = 0.5 * np.random.default_rng(row).standard_normal(len(one))
+        noise[0] = 0.0
+        mine, theirs = one.old_logp + noise, one.rollout_logp.copy()
+        if certain:
+            mine[0] = theirs[0] = -1e-4
+        records.append(dataclasses.replace(one, old_logp=mine, rollout_logp=theirs))
+    report = dataclasses.replace(diagnose(records), verdict="unknown", confidence=0.5, causes=())
+    found = dataclasses.replace(rescore(records, model, temperature=1.0), gap=0.0)
+    assert informed(report, found).verdict == verdict
+
+
 @pytest.mark.parametrize(
     "by, words", [(-1, "the log-probs of the next token"), (1, "the log-probs of the previous token")]
 )

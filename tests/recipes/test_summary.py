@@ -393,7 +393,24 @@ def test_a_history_that_will_be_replaced_is_said_first(tmp_path, capsys):
     first.file.write_text("[]")
     grpo.History(tmp_path).say_replaced()
     said = f"{first.file} is of an earlier run, and is replaced; another --output_dir keeps both\n"
-    assert capsys.readouterr().out == said and first.file.read_text() == "[]"
+    assert capsys.readouterr().out == said and first.file.read_text() == "[]" and not first.summary.exists()
+
+
+def test_the_folder_of_a_run_says_what_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--loss_type", "minpro", "--loss_kwargs", '{"eps_high": 1.0}'])
+    written = grpo.History(tmp_path)
+    for step in (1, 2):
+        entries = [{"step": i, "loss": 0.1} for i in range(step)]
+        written.on_log(None, SimpleNamespace(is_world_process_zero=True, log_history=entries), None)
+    with redirect_stdout(io.StringIO()) as said:
+        grpo.summarise(history(), "a run", file=written.summary)
+    flags, table = written.summary.read_text().split("\n", 1)
+    assert flags == """flags: --loss_type minpro --loss_kwargs '{"eps_high": 1.0}'"""
+    assert "held-out sampled accuracy, peak" in table and "held-out sampled accuracy, peak" in said.getvalue()
+
+
+def test_the_key_column_is_named_where_there_is_one():
+    assert "KEY in the last column" in shown(history()) and "last column" not in grpo.CAPTION  # of the demo's, too
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "async_grpo", "accelerate_loop"])
