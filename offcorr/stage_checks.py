@@ -179,12 +179,7 @@ def failure(run: Callable[[Correction], None], loss_fn: Correction, error: Asser
     place = culprit(run, loss_fn)
     stage = type(loss_fn.stages[place]).__name__ if place else ""
     without = f" Without {place} {stage} the check passes." if stage else ""
-    return f"{subject(loss_fn, stage)}: {run.__name__}: {error}. Expected: {expectation(run)}{without}"
-
-
-def expectation(run: Callable[[Correction], None]) -> str:
-    """What a check expects, on one line."""
-    return " ".join((run.__doc__ or "").split())
+    return f"{subject(loss_fn, stage)}: {run.__name__}: {error}. Expected: {run.__doc__}{without}"
 
 
 def subject(loss_fn: Correction, stage: str = "") -> str:

@@ -30,7 +30,6 @@ from offcorr.stage_checks import (
     check_finite,
     check_gradient_passes,
     check_slope,
-    expectation,
     failure,
     others,
     subject,
@@ -89,7 +88,7 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
             except AssertionError as error:
                 raise AssertionError(failure(run, loss_fn, error)) from error
             except TypeError as error:
-                raise TypeError(f"{error}; this is in the check {run.__name__}: {expectation(run)}") from error
+                raise TypeError(f"{error}; this is in the check {run.__name__}: {run.__doc__}") from error
             passed.append(name)
     return passed
 
@@ -139,9 +138,7 @@ def finite_on_ordinary_batches(loss_fn: Correction) -> None:
 
 
 def on_policy_gradient(loss_fn: Correction) -> None:
-    """Where the three policies agree, the gradient is REINFORCE's under the same aggregation (a method with another one
-    by design says on_policy=False, in register or in check).
-    """
+    """Where the policies agree, the gradient is REINFORCE's under the same aggregation, or on_policy=False says no."""
     batch = example()
     batch = dataclasses.replace(batch, old_logp=batch.logp, rollout_logp=batch.logp)
     reinforce = get("reinforce", aggregate=loss_fn.aggregate, max_length=loss_fn.max_length)
@@ -162,9 +159,7 @@ def blind_under_the_mask(loss_fn: Correction) -> None:
 
 
 def splitting(loss_fn: Correction) -> None:
-    """Micro-batches with the global denominator (and statistics) add up to the whole batch (what a batch shares is a
-    controller's, and its merge adds sums and counts, no means).
-    """
+    """Micro-batches with the global denominator (and a controller's statistics) add up to the whole batch."""
     if not loss_fn.count_rejected:
         return
     batch = example()

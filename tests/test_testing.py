@@ -88,7 +88,7 @@ def test_the_contract_holds_for_every_aggregation(aggregate):
 def test_check_names_what_is_wrong():
     halved = offcorr.Correction(ratio=ratios.Token(), gate=gates.DetachedClip(cap=0.5))
     with pytest.raises(
-        AssertionError, match=r"^DetachedClip: on_policy_gradient: on-policy .*says on_policy=False, in reg"
+        AssertionError, match=r"^DetachedClip: on_policy_gradient: on-policy .*or on_policy=False says no"
     ):
         testing.check(halved)
 
