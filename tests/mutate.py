@@ -2452,6 +2452,55 @@ MUTATIONS = [
         "with unchanged(what, {}):",
         "tests/stages/test_calls.py changes",
     ),
+    Mutation(
+        "diagnose: without versions updates are no dropout for sure",
+        "offcorr/diagnose/causes/policies.py",
+        "surest=1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_OLDER,",
+        "surest=1.0,",
+        "tests/diagnose/test_causes.py without_versions_a_logp",
+    ),
+    Mutation(
+        "diagnose: dropout beside updates is not asked about",
+        "offcorr/diagnose/questions.py",
+        'if "dropout" not in named and updated(evidence) and differs_by_itself_now(evidence):',
+        "if False:",
+        "tests/diagnose/test_causes.py beside_updates",
+    ),
+    Mutation(
+        "diagnose --model: certain first tokens tell of positions",
+        "offcorr/diagnose/informed.py",
+        "telling = evidence.trainer < TELLING",
+        "telling = evidence.trainer < 1.0",
+        "tests/diagnose/test_rescore.py first_tokens_that_agree",
+    ),
+    Mutation(
+        "first batch: a temperature that entropy describes badly is no temperature",
+        "offcorr/training/semantics.py",
+        "needed = 0.25 if same_weights and surprising is not None and evidence < -SIGNIFICANT else needed",
+        "needed = needed",
+        "tests/training/test_semantics.py entropy_does_not_describe",
+    ),
+    Mutation(
+        "the loss is blamed for what the monitor masks",
+        "offcorr/training/step.py",
+        "computed.get(DROPPED) == 1.0 and not computed.get(MASKED)",
+        "computed.get(DROPPED) == 1.0",
+        "tests/training/test_monitor.py mask_over_every",
+    ),
+    Mutation(
+        "resume: other reward functions pass without a word",
+        "offcorr/trl/resume.py",
+        'repr(getattr(trainer, "reward_func_names", None))',
+        '""',
+        "tests/trl/test_resume.py trls_own_loss",
+    ),
+    Mutation(
+        "check: a finished correction forgets on_policy=False",
+        "offcorr/testing.py",
+        "return method.with_max_length(32), _declared(method.method)",
+        "return method.with_max_length(32), True",
+        "tests/test_testing.py takes_what_resolve",
+    ),
 ]
 
 
