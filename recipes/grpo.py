@@ -536,7 +536,7 @@ EFFECT = {
 
 WEIGHT = {
     "offcorr/loss/weight_mean": "all tokens: mean weight",
-    "offcorr/loss/truncated": "all tokens: share whose weight is not the ratio",
+    "offcorr/loss/truncated": "all tokens: weight is not the ratio",
 }
 """What a weight did, such as one for the engine, to tokens with and without advantage; without one its mean is 1 in
 every step, and is not shown."""
