@@ -524,6 +524,9 @@ MISMATCH = {
 }
 """ESS: effective sample size.  A prompt whose samples all got one reward has no advantage."""
 
+TRLS = ("frac_reward_zero_std",)
+"""Keys among these that TRL logs, so that `offcorr metrics` does not explain them."""
+
 EFFECT = {
     "offcorr/loss/multiplier_vs_ratio": "mean multiplier, plain ratio = 1",
     "offcorr/loss/dropped": "tokens dropped",
@@ -561,7 +564,7 @@ def summarise(logs: list[dict[str, float]], title: str, file: Path | None = None
     effect = EFFECT | (WEIGHT if weighted else {}) | {"lr_scale": "factor on the learning rate"}
     for part in (MISMATCH, effect):
         for name, value in means(logs, tuple(part)).items():
-            table.add_row(part[name], shortened(value), name.rpartition("/")[2])
+            table.add_row(part[name], shortened(value), "" if name in TRLS else name.rpartition("/")[2])
         table.add_section()
     if not means(logs, tuple(EFFECT)):
         table.caption = f"Correction: {NO_CORRECTION if series(logs, 'loss')[0] else NOT_LOGGED}. {table.caption}"

@@ -44,7 +44,7 @@ GUIDE: dict[str, Advice] = {
         "A value at lag 0, where nothing has moved, is noise of the trainer's own, as [dropout](mismatch.md#dropout) "
         "makes it. "
         "A rise at a constant lag means that each update moves the policy further: lower the learning rate, or "
-        "scale it by `ess_lr`. A rise with the lag is answered as there.",
+        "scale it by `ess_lr`. A rise with the lag: see `lag`.",
     ),
     "offcorr/staleness/ess_seq": Advice(
         "(sum w)^2 / (n sum w^2) over sequences, w = e^(sum of d), unclamped: the share of the sequences that is "
