@@ -67,8 +67,9 @@ class Correction:
     slope, Z the denominator.
 
     Args:
-        ratio: how far apart two policies are; None: no ratio (only with a gate that uses none).
-        gate: how the surrogate limits the update.
+        ratio: how far apart two policies are; not given: ``Token()``; None: no ratio (only with a gate that uses none).
+        gate: how the surrogate limits the update; not given: PPO's clip, ``Clip(0.2, 0.2)``.  ``Unclipped()`` has no
+            limit.
         weight: detached factors, one or a tuple of them, or None.
         reject: factors of 0 or 1, one or a tuple of them (AND), or None.
         advantages: what takes the place of the batch's advantages, for all other stages; None: nothing does.

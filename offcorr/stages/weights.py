@@ -87,7 +87,7 @@ class Bound(Weight):
         outside: "clamp", or "mask", which drops the token.
         level: the span of the ratio: token, sequence (product), geometric (its T-th root), turn (geometric over the
             turn) or prefix (running product).
-        mismatch: the pair of policies that is compared.
+        mismatch: the pair of policies that is compared, by default ``old_logp`` with the engine's ``rollout_logp``.
 
     Warns where 1, the ratio of on-policy tokens, is outside.
 

@@ -217,6 +217,8 @@ class Step:
         old_logp = f"{policy or 'none, so that every staleness ratio is 1'} ({self._named_anchor(str)})"
         if self._placed is not None and self._placed.contains_rollout:
             engine += "; the engine's gap is part of staleness: no offcorr/engine series (anchor='recomputed' has them)"
+            if self._placed.needs_forward:  # old_logp holds current weights, too
+                engine += ", and offcorr/loss compares with the ratio to old_logp, which is not that of staleness"
         elif lags is not False and self._holds_lag(batch):
             said = "offcorr/engine holds the lag as well" if lags else "if the sampler lags, offcorr/engine holds that"
             engine += f"; {said} (anchor='snapshot' keeps the two apart)"

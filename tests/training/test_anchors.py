@@ -12,6 +12,7 @@ from torch import nn
 import offcorr
 from offcorr import Batch
 from offcorr.stages.checks import warn_again
+from offcorr.training import Step
 from offcorr.training.anchors import EWMA, LogLinear, Recomputed, Rollout, Snapshots
 
 VOCABULARY, B, T = 7, 4, 5
@@ -319,3 +320,12 @@ def test_an_anchor_resumes(model, score, batch, name, tmp_path):
 def test_a_limit_of_snapshots_is_a_whole_number(limit):
     with pytest.raises(ValueError, match=f"limit is {limit!r}, expected a whole number of optimizer updates"):
         Snapshots(torch.nn.Linear(1, 1), limit=limit)
+
+
+@pytest.mark.parametrize(("anchor", "said"), [(LogLinear(), True), (Rollout(), False)])
+def test_it_is_said_where_the_plain_ratio_is_not_that_of_staleness(anchor, said):
+    batch = offcorr.testing.example().replaced(
+        old_logp=None, rollout_version=torch.zeros(7, 12).long(), trainer_version=2
+    )
+    step = Step(offcorr.get("ppo"), anchor=anchor)
+    assert ("offcorr/loss compares with the ratio to old_logp" in step.describe(step.place(batch))) == said
