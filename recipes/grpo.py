@@ -361,8 +361,7 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         trainer.evaluate()
 
     if trainer.accelerator.is_main_process:
-        options = f" {args.loss_kwargs}" if args.loss_kwargs else ""
-        summarise(history.logs, title=f"{args.loss_type}{options} {sampled_by(args)}", file=history.summary)
+        summarise(history.logs, title=f"{args.loss_type} {sampled_by(args)}", file=history.summary)
         print(f"history: {history.file}")
         if args.picture:
             print(f"picture: {plot(history.logs, history.file.with_suffix('.png'))}")

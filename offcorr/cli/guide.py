@@ -48,7 +48,8 @@ GUIDE: dict[str, Advice] = {
     ),
     "offcorr/staleness/ess_seq": Advice(
         "(sum w)^2 / (n sum w^2) over sequences, w = e^(sum of d), unclamped: the share of the sequences that is "
-        "left when they are weighted by their ratios.",
+        "left when they are weighted by their ratios. The n are all since the last log: with `logging_steps` above 1 "
+        "several updates are pooled, and the number is mostly lower than the mean of theirs.",
         "verl's guide calls .5 good and warns below .3 "
         "([rollout_corr.md](https://github.com/volcengine/verl/blob/main/docs/algo/rollout_corr.md), of its own "
         "weights). Ours: MinPRO's run is below .3 in 3 of its 40 entries, the one that collapsed in 28, among them "

@@ -423,7 +423,7 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
 
 KL_READS_IT = (
     ", but TRL's KL term does not: use_bias_correction_kl weights it by the ratio at importance_sampling_level, token "
-    "or sequence"
+    "or sequence (TRL's own GSPO has the sequence there, too: keep it for the same KL)"
 )
 
 

@@ -55,10 +55,20 @@ OF_TRAINING = (
     "top_entropy_quantile",
     "use_bias_correction_kl",
     "max_grad_norm",
+    "ess_base",
+    "convex_kl",
+    "warmup_steps",
+    "warmup_ratio",
+    "seed",
+    "data_seed",
+    "shuffle_dataset",
+    "ignore_data_skip",
+    "disable_dropout",
+    "sync_ref_model",
 )
-"""Options of TRL that change the samples or the update under every loss."""
+"""Options of TRL and of this library that change the samples or the update under every loss."""
 
-KEPT = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2")
+KEPT = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 """Options that a resumed run takes from the checkpoint, whose optimizer and schedule hold them."""
 
 

@@ -100,6 +100,7 @@ def test_another_option_of_the_loss_is_named_without_the_others(make_trainer, un
         (dict(importance_sampling_level="sequence"), "importance_sampling_level was 'token', and is 'sequence'"),
         (dict(entropy_coef=0.05), "entropy_coef was 0.0, and is 0.05"),
         (dict(reward_weights=[2.0]), r"reward_weights was None, and is \[2.0\]"),
+        (dict(seed=7), "seed was 3, and is 7"),
         (dict(max_grad_norm=0.5), "max_grad_norm was 1.0, and is 0.5"),
         (
             dict(reward_funcs=lambda completion_ids, **_: [0.5 * len(ids) for ids in completion_ids]),
