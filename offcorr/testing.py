@@ -364,8 +364,7 @@ def _resolve(method: Any) -> tuple[Correction, bool]:
     if isinstance(method, Correction):
         return method.with_max_length(32), _declared(method.method)
     if isinstance(method, str):
-        found = find(method)
-        return illustration(method).with_max_length(32), found.on_policy if isinstance(found, Method) else True
+        return illustration(method).with_max_length(32), _declared(method)
     if not callable(method):
         wanted = "a name, FILE.py:NAME, an offcorr.Correction, or a function that returns one"
         raise TypeError(f"method is {method!r}, expected {wanted}")
@@ -377,7 +376,7 @@ def _resolve(method: Any) -> tuple[Correction, bool]:
 
 
 def _declared(name: str) -> bool:
-    """Whether a finished correction's method was registered as REINFORCE on-policy; True for one without a name."""
+    """Whether the method of this name was registered as REINFORCE on-policy; True where none was registered."""
     try:
         found = find(name)
     except ValueError:

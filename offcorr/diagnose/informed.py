@@ -290,12 +290,13 @@ def _of_the_trainer(report: Report, rescored: Rescored) -> Finding | None:
     agree = max(share, float(firsts.mean()) if len(firsts) else 0.0)
     known = "scored again, the sampler's log-probs are the model's own, and the trainer's differ by "
     known += f"{rescored.logged:.2g} nats on average; "
+    where = ""
     if 0 < share < 1:
-        said = f"{known}they agree exactly in {share:.0%} of the sequences"
-        return _finding("position", 0.9, agree, 0.0, 1.0, said)
-    if len(firsts) >= FIRSTS and firsts.all() and len(others) and others.mean() < FEW:
-        said = f"{known}they agree exactly at the first token of every completion, and hardly at any other"
-        return _finding("position", 0.9, agree, 0.0, 1.0, said)
+        where = f"in {share:.0%} of the sequences"
+    elif len(firsts) >= FIRSTS and firsts.all() and len(others) and others.mean() < FEW:
+        where = "at the first token of every completion, and hardly at any other"
+    if where:
+        return _finding("position", 0.9, agree, 0.0, 1.0, f"{known}they agree exactly {where}")
     if same_version(evidence) and Profile.of(evidence).mean > FAR and not _repeats_itself(evidence):
         said = f"{known}both sides had the same weights, as the logged versions say, and no sequence agrees"
         return _finding("dropout", NOISY, agree, 0.0, 1.0, said)
