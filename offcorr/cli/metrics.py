@@ -123,7 +123,8 @@ def find(name: str) -> list[Entry]:
             "explains it"
         )
     last = {one.name.rpartition("/")[2] for one in every} - {"*"}
-    known = [one.name for one in every] if "/" in name else [*last, *ALIASES]
+    series = [prefix.split("/")[1] for prefix in SERIES]
+    known = [one.name for one in every] if "/" in name else [*last, *ALIASES, *series]
     of_it = [one.name for one in every if one.metric and re.search(rf"\b{re.escape(name)}\b", one.metric.formula, re.I)]
     found_in = f", a word in the formula of {listed(of_it)};" if 0 < len(of_it) < 8 else ""
     raise Refusal(f"unknown metric {name!r}{found_in or nearest(name, known, ';')} `offcorr metrics` lists all")

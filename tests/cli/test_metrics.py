@@ -64,6 +64,7 @@ def test_an_unknown_name(refused):
     assert "unknown metric ''" in refused("metrics", "")
     assert "takes no NAME" in refused("metrics", "--markdown", "ess_seq")
     assert "'staleness' is a series of metrics, name one: abs_mean, abs_max" in refused("metrics", "staleness")
+    assert "did you mean 'staleness'?" in refused("metrics", "stalenes")
     assert "is logged by the trainer, not by offcorr" in refused("metrics", "frac_reward_zero_std")
     for other in ("clip_ratio/high_mean", "actor/pg_clipfrac"):
         assert "the nearest to it are clipped and dropped" in refused("metrics", other)
