@@ -8,9 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from offcorr.training.field_metrics import ENGINE, STALENESS
 from offcorr.trl.rewards import function_name
 
 CALL = "def reward(completions, **kwargs)"
+
+GAPS = (ENGINE, STALENESS)
 
 
 def check_reward_funcs(reward_funcs: Any) -> None:
@@ -52,6 +55,30 @@ def check_reference(model: Any, args: Any, peft_config: Any = None) -> None:
             "from the folder or the hub name of the model, and this one was made in memory. Save it first, "
             'model.save_pretrained("FOLDER"), and pass model="FOLDER" to the trainer; or set beta=0.0'
         )
+
+
+def check_best_metric(args: Any, corrects: bool) -> None:
+    """Raise ``ValueError`` for a ``metric_for_best_model`` that no evaluation logs, which would fail at the first one.
+
+    Args:
+        args: the configuration; None: TRL's default, without one.
+        corrects: whether a correction takes the place of TRL's loss.
+
+    >>> class Config:
+    ...     metric_for_best_model = "eval_offcorr/loss/dropped"
+    >>> check_best_metric(Config(), corrects=True)
+    Traceback (most recent call last):
+    ValueError: metric_for_best_model is 'eval_offcorr/loss/dropped', ... expected another, such as 'eval_reward'
+    """
+    metric = getattr(args, "metric_for_best_model", None)
+    name = metric.removeprefix("eval_") if isinstance(metric, str) else ""
+    if name.startswith("offcorr/") and not name.startswith(GAPS):
+        why = "and an evaluation makes no update: it logs no metric of a loss, a controller or a schedule"
+    elif corrects and name.startswith("clip_ratio/"):
+        why = "which TRL's own loss logs, and a correction takes its place"
+    else:
+        return
+    raise ValueError(f"metric_for_best_model is {metric!r}, {why}: expected another, such as 'eval_reward'")
 
 
 def _check_arguments(what: str, function: Any) -> None:

@@ -33,7 +33,7 @@ from offcorr.trl.config import choose_correction
 from offcorr.trl.convex_kl import ConvexKL
 from offcorr.trl.dump import check_dump, dump_padded, make_dumps, padded_ids
 from offcorr.trl.idle import compares_staleness, idle_warning
-from offcorr.trl.inputs import check_data, check_reference, check_reward_funcs
+from offcorr.trl.inputs import check_best_metric, check_data, check_reference, check_reward_funcs
 from offcorr.trl.lm_head import counting_real_tokens, lm_head
 from offcorr.trl.patch import patched
 from offcorr.trl.prompts import check_prompts
@@ -114,6 +114,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         annealed = choose_correction(args, loss)
         check_skipping(args, annealed)
         check_dump(args)
+        check_best_metric(args, annealed is not None)
         check_reward_funcs(reward_funcs)
         check_reference(model, args, kwargs.get("peft_config", rest[5:] or None))
         if kwargs.get("environment_factory") is None:  # else the environment may own the prompts

@@ -99,6 +99,24 @@ def refused(tmp_path):
     return make
 
 
+@pytest.mark.parametrize(
+    ("loss_type", "metric", "why"),
+    [
+        ("minpro", "offcorr/loss/dropped", "an evaluation makes no update"),
+        ("dapo", "eval_offcorr/loss/dropped", "an evaluation makes no update"),
+        ("minpro", "clip_ratio/region_mean", "TRL's own loss logs"),
+    ],
+)
+def test_a_best_metric_that_no_evaluation_logs(make_trainer, loss_type, metric, why):
+    with pytest.raises(ValueError, match=f"metric_for_best_model is {metric!r}, .*{why}.* such as 'eval_reward'"):
+        make_trainer(loss_type=loss_type, metric_for_best_model=metric)
+
+
+@pytest.mark.parametrize("metric", ["eval_reward", "eval_offcorr/engine/abs_mean"])
+def test_a_best_metric_that_evaluations_may_log(make_trainer, metric):
+    assert make_trainer(loss_type="minpro", metric_for_best_model=metric).args.metric_for_best_model == metric
+
+
 def test_data_without_prompts(refused):
     asked = Dataset.from_dict({"question": ["1+1="], "answer": ["2"]})
     columns = r"train_dataset has the columns \['question', 'answer'\], expected one of the name 'prompt'$"
