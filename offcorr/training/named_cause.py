@@ -78,9 +78,9 @@ RISING = 2.0
 ROUNDING_GROWS = "d is as small as rounding makes it, but it grows from step to step, and rounding does not"
 
 SHARPENED_GROWS = (
-    "the data alone look like {cause!r}, as they do where updates sharpen the trainer's policy; k3 is {times:.2g} "
-    "times that when it left its range, after steps in which the two sides agreed, and a temperature would make one "
-    "gap from its first step on"
+    "the log-probs alone would be taken for {cause!r}, as where updates sharpen the trainer's policy; k3 is "
+    "{times:.2g} times that when it left its range, after steps in which the two sides agreed, and a temperature "
+    "would make one gap from its first step on"
 )
 
 LOST_UPDATES = (
@@ -192,8 +192,8 @@ def still(alarms: Iterable[Series], named: NamedCause) -> NamedCause:
         if series.cause in OLDER and named.cause in OLDER:
             return replace(named, cause=series.cause)
         if series.cause in OF_AGE and named.cause in SHARPENED and named.confidence <= ALSO_UPDATES:
-            said = f"the data alone look like {named.cause!r} by now, as they do where updates sharpen the trainer's"
-            return NamedCause(series.cause, series.confidence, (f"{said} policy",), ADVICE[series.name])
+            said = f"the log-probs alone would be taken for {named.cause!r} by now, as where updates sharpen the policy"
+            return NamedCause(series.cause, series.confidence, (said,), ADVICE[series.name])
     return named
 
 
@@ -210,12 +210,12 @@ def _of_same_weights(report: Report, precision: str | None) -> NamedCause:
 
 
 def _configured(named: NamedCause, sampling: Mapping[str, float]) -> NamedCause:
-    """The setting that the configuration has, in place of what the data alone look like."""
+    """The setting that the configuration has, in place of what the log-probs alone would be taken for."""
     if named.cause in sampling:
         return named
     cause = next(iter(sampling))
     settings = ", ".join(f"{name}={value:g}" for name, value in sampling.items())
-    alike = "" if named.cause == "unknown" else f", and the data alone look like {named.cause!r}"
+    alike = "" if named.cause == "unknown" else f", and the log-probs alone would be taken for {named.cause!r}"
     return NamedCause(
         cause,
         max(named.confidence, 0.5),
@@ -257,10 +257,11 @@ def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCau
         f"by the logged versions the sampler's weights are older than the trainer's, and k3 is {times:.2g} times that "
         "of the first step"
     )
+    alone = f"(the log-probs alone would be taken for {named.cause!r})"
     if named.cause == OF_OLDER_PROMPT:
-        said += f"; these explain the gap without an old prefix cache (the data alone look like {named.cause!r})"
+        said += f"; these explain the gap without an old prefix cache {alone}"
     elif named.cause != "unknown":
-        said += f"; a setting would have had its effect there, too (the data alone look like {named.cause!r})"
+        said += f"; a setting would have had its effect there, too {alone}"
     advice = ADVICE["staleness"] if series.name == "staleness" else CAUSES["stale_weights"].advice
     return NamedCause("stale_weights", named.confidence, (said,), advice)
 

@@ -112,7 +112,7 @@ def test_what_looks_like_a_temperature_and_keeps_growing_is_updates_that_do_not_
 
     alarm = run(quiet(name_cause=name_cause), gaps)[0]
     assert (alarm.step, alarm.cause) == (28, cause)
-    assert ("the data alone look like 'temperature'" in str(alarm)) == (cause == "adapter_not_synced")
+    assert ("the log-probs alone would be taken for 'temperature'" in str(alarm)) == (cause == "adapter_not_synced")
 
 
 def test_an_alarm_says_what_else_the_data_may_be():
@@ -260,7 +260,7 @@ def test_a_reported_age_is_named_before_a_setting_that_the_first_steps_do_not_sh
 
     alarm = run(quiet(name_cause=name_cause), gaps)[0]
     assert alarm.cause == cause
-    assert ("the data alone look like 'temperature'" in str(alarm)) == (cause == "stale_weights")
+    assert ("the log-probs alone would be taken for 'temperature'" in str(alarm)) == (cause == "stale_weights")
 
 
 def fading(step, lag):
@@ -298,7 +298,7 @@ def test_a_lag_that_is_known_is_named_before_an_old_prefix_cache(set_lag, report
     assert {alarm.cause for alarm in monitor.alarms} == {cause}
     said = str(monitor.alarms[0])
     assert ("this run's own lag of 16" in said and "anchor='snapshot'" in said) == (set_lag == 16)
-    assert ("the data alone look like 'stale_prefix_cache'" in said) == reported
+    assert ("the log-probs alone would be taken for 'stale_prefix_cache'" in said) == reported
 
 
 @pytest.mark.parametrize(
