@@ -183,16 +183,22 @@ def groups_apart(loss_fn: Correction) -> None:
     """Where controllers couple the samples of one prompt alone, another prompt's samples change nothing."""
     if loss_fn.couples != {"group"} or not loss_fn.count_rejected:
         return
-    batch, others = example(), example(seed=1)
+    batch = example(sequences=32)
     own: Any = batch.group_ids == 0
-    fields: dict[str, Any] = {}
-    for name in ("logp", "old_logp", "rollout_logp", "entropy", "advantages", "rewards"):
-        value, other = getattr(batch, name), getattr(others, name)
-        fields[name] = torch.where(own[:, None] if value.ndim == 2 else own, value, other)
     denominator = _denominator(loss_fn, batch)
-    changed = loss_fn(dataclasses.replace(batch, **fields), denominator=denominator)
-    wanted = loss_fn(batch, denominator=denominator)
-    check_close(changed.coefficient[own], wanted.coefficient[own], "coefficient of one group, with others beside it")
+    wanted = loss_fn(batch, denominator=denominator).coefficient[own]
+    for seed, gap in enumerate((1.0, 0.0, 0.1, 0.5, 2.0, 8.0), start=1):  # a bound may move without passing a token
+        others = example(seed=seed, sequences=32)
+        columns: dict[str, Any] = {"old_logp": others.old_logp, "entropy": others.entropy}
+        columns |= {"advantages": others.advantages, "rewards": others.rewards}
+        for name in ("logp", "rollout_logp"):
+            away = gap * (getattr(others, name) - others.old_logp)
+            columns[name] = (others.old_logp + away).clamp(max=0.0)
+        for name, other in columns.items():
+            value = getattr(batch, name)
+            columns[name] = torch.where(own[:, None] if value.ndim == 2 else own, value, other)
+        changed = loss_fn(dataclasses.replace(batch, **columns), denominator=denominator).coefficient[own]
+        check_close(changed, wanted, "coefficient of one group, with others beside it")
 
 
 def row_order(loss_fn: Correction) -> None:

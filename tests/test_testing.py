@@ -457,6 +457,27 @@ def test_a_controller_that_couples_more_than_it_says_is_found():
 
 
 @dataclass(frozen=True)
+class Deviation(OfAll):
+    """A clip at a multiple of the batch's root mean square log-ratio."""
+
+    width: float = 1.0
+
+    def statistics(self, tokens):
+        squares = tokens.log_ratio("staleness").clamped.square()
+        return Gap(torch.where(tokens.mask, squares, 0).sum(), tokens.mask.sum())
+
+    def resolve(self, statistics):
+        bound = self.width * (statistics.total / statistics.tokens.clamp(min=1)).sqrt()
+        return gates.Clip(1 - (-bound).exp(), bound.exp() - 1)
+
+
+@pytest.mark.parametrize("width", [0.25, 0.75, 1.5, 2.5, 4.0])
+def test_a_group_coupling_is_found_where_a_bound_passes_few_tokens(width):
+    with pytest.raises(AssertionError, match="groups_apart.*with others beside it"):
+        testing.check(offcorr.Correction(gate=Deviation("group", width=width)))
+
+
+@dataclass(frozen=True)
 class AtAQuantile(controllers.Controller):
     """A clip at one of the batch's own log-ratios; the others keep their gradient."""
 
