@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from offcorr.correction import Correction
-from offcorr.methods.registry import Method, find, resolve, split_spec
+from offcorr.methods.registry import Method, available, find, resolve, split_spec
+from offcorr.stages.checks import nearest
 from offcorr.training.schedules import Annealed
 
 __all__ = ["PREFIX", "TRL_LOSSES", "named_loss"]
@@ -56,12 +57,20 @@ def named_loss(
     >>> named_loss("minprop", {})
     Traceback (most recent call last):
     ValueError: loss_type: unknown method 'minprop', did you mean 'minpro'? offcorr.available() lists them; your own ...
+    >>> named_loss("DAPO", {})
+    Traceback (most recent call last):
+    ValueError: ... did you mean 'dapo'? 'dapo' is TRL's own loss; write loss_type='offcorr:dapo' for this library's
     """
     try:
         found, (_, in_name) = find(name), split_spec(name)
     except (TypeError, ValueError) as error:
-        if (of_trl := name.partition("?")[0].removeprefix(PREFIX)) in OF_ANOTHER_NAME:
+        bare = name.partition("?")[0]
+        if (of_trl := bare.removeprefix(PREFIX)) in OF_ANOTHER_NAME:
             raise ValueError(f"loss_type: {of_trl!r} is no method of this library: write {ours(of_trl)}") from error
+        meant = nearest(bare, {*TRL_LOSSES, *available()}) if str(error).startswith(f"unknown method {bare!r}") else ""
+        if of_trl := next((loss for loss in TRL_LOSSES if repr(loss) in meant), ""):
+            said = "" if of_trl in OF_ANOTHER_NAME else f"; write {ours(of_trl)}"
+            raise ValueError(f"loss_type: unknown method {bare!r}{meant} {of_trl!r} is TRL's own loss{said}") from error
         raise _of_option("loss_type", error) from error
     schedules = found.schedules if isinstance(found, Method) else {}
     own = {option: schedule for option, schedule in schedules.items() if option not in in_name}
