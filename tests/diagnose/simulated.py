@@ -174,6 +174,10 @@ def placeholders(columns, world):
     columns["rollout_logp"][world.rng.random(columns["rollout_logp"].shape) < 0.03] = -9999.0
 
 
+def as_base_10(columns, world):
+    columns["rollout_logp"] /= np.log(10)
+
+
 def ends(columns, world):
     columns["completion_ids"][::2, -1] = 1
     columns["rollout_logp"][::2, -1] = 0.0
@@ -245,6 +249,7 @@ CAUSES = {
     "shift": {"edits": [shift]},
     "mask": {"edits": [tools]},
     "sentinel": {"edits": [placeholders]},
+    "other_quantity": {"edits": [as_base_10]},
     "appended_eos": {"edits": [ends]},
     "stored_bf16": {"edits": [bf16]},
     "retokenised": {"edits": [other_tokens]},

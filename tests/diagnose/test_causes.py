@@ -18,7 +18,7 @@ from tests.diagnose.simulated import World, min_p, noise, nucleus, top_k, world
 
 IDS = """clean precision kv_cache moe_routing stale_weights adapter_not_synced policy_updates dropout temperature
 temperature_silent raw_logprobs unnormalised top_p top_p_silent top_k min_p repetition_penalty penalty_silent logit_mask
-shift mask sentinel appended_eos stored_bf16 retokenised chat_template truncated_prompt weights_swapped
+shift mask sentinel other_quantity appended_eos stored_bf16 retokenised chat_template truncated_prompt weights_swapped
 stale_prefix_cache position unknown""".split()
 
 
@@ -26,7 +26,7 @@ def test_every_cause_has_a_class_a_simulation_and_a_generator():
     verdicts = {"clean", "unknown"}
     assert set(CAUSES) == set(IDS) - verdicts
     assert set(simulated.CAUSES) == set(IDS) - {"unknown", "penalty_silent"}
-    assert set(mismatch.CAUSES) == set(IDS) - {"unknown"}
+    assert set(mismatch.CAUSES) == set(IDS) - {"unknown", "other_quantity"}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -36,6 +36,46 @@ def test_a_single_cause_is_named_and_nothing_else(cause, seed):
     assert report.verdict == cause
     assert [finding.cause for finding in report.causes] == ([] if cause == "clean" else [cause])
     assert 0.5 <= report.confidence <= 1
+
+
+def _capped(values):
+    return np.maximum(values, -2.0)
+
+
+@pytest.mark.parametrize("side", ["rollout_logp", "old_logp"])
+@pytest.mark.parametrize(
+    ("quantity", "said"),
+    [
+        (np.negative, "the negatives of log-probs"),
+        (np.exp, "probabilities, not their logarithms"),
+        (np.cumsum, "sums over the tokens so far"),
+        (lambda values: values / np.log(2), "logarithms to base 2"),
+        (lambda values: values / np.log(10), "logarithms to base 10"),
+        (_capped, "cut off at -2, where"),
+        (lambda values: np.log(np.exp(values) + 0.02), "log(p + 0.02), where p"),
+    ],
+)
+@pytest.mark.parametrize("beside", ["clean", "precision"])
+def test_another_quantity_than_the_log_prob_is_named(side, quantity, said, beside):
+    def edit(columns, world):
+        columns[side] = np.apply_along_axis(quantity, 1, columns[side])
+
+    made = world(beside)
+    made.edits = [*made.edits, edit]
+    found = diagnose(made.records()).causes
+    assert found[0].cause == "other_quantity" and found[0].confidence == 1
+    assert found[0].evidence.startswith(f"the {'sampler' if side == 'rollout_logp' else 'trainer'}'s values are {said}")
+    if quantity is not _capped:  # it hides the unlikely tokens, which tell precision from a change of routing
+        assert [one.cause for one in found[1:]] == [beside] * (beside != "clean")
+
+
+@pytest.mark.parametrize("temperature", [1 / np.log(2) / 1.01, np.log(2) * 1.02])
+def test_log_probs_divided_by_a_temperature_are_no_other_base(temperature):
+    def edit(columns, world):
+        columns["rollout_logp"] /= temperature
+
+    made = World(edits=[edit])
+    assert "other_quantity" not in {one.cause for one in diagnose(made.records()).causes}
 
 
 @pytest.mark.parametrize("cause", ["sentinel", "mask", "shift", "temperature", "top_p", "stale_weights", "clean"])

@@ -1,6 +1,6 @@
 """The causes of a mismatch, one class each, in files by the stage in which they are looked for."""
 
-from offcorr.diagnose.causes import contexts, policies, sampling, unlogged, values
+from offcorr.diagnose.causes import contexts, policies, quantities, sampling, unlogged, values
 from offcorr.diagnose.causes.base import CAUSES, STAGES, Cause, Finding, Found, confidence
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "confidence",
     "contexts",
     "policies",
+    "quantities",
     "sampling",
     "unlogged",
     "values",

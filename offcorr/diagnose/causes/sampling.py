@@ -26,6 +26,12 @@ class Unnormalised(Cause):
     stage = "sampling"
     title = "log-probs divided by the temperature after the softmax"
     advice = f"divide the logits by the temperature before log_softmax, not the log-probs after it: {PROCESSED}"
+    not_told_from = (
+        Alternative(
+            "another change of one side's log-probs after the softmax, such as a number that is added to probabilities",
+            "compare how each side computes its log-probs",
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         d = evidence.d
@@ -36,15 +42,25 @@ class Unnormalised(Cause):
             return None
         if above < 20 * below and (below < 20 * above or not _of_context(evidence)):
             return None
+        uncertain = evidence.trainer < -0.5
+        if not uncertain.any() or (evidence.size[uncertain] > evidence.floor).mean() < 0.9:  # it changes all of them
+            return None
         more = "more" if d.mean() < 0 else "less"
         return Found(
             identity.value,
             identity.error,
             1.0,
             4.5,  # it precedes a temperature, which fits the same log-probs
-            f"d is {'above' if more == 'less' else 'below'} 0 at nearly every token: the sampler's probabilities, "
-            f"which are e to its log-probs, sum to {more} than 1 (the mean ratio e^d is {identity.value:.3f})",
+            f"d is {'above' if more == 'less' else 'below'} 0 at {_share(evidence, more == 'less'):.0%} of the tokens "
+            f"that differ: the sampler's probabilities, which are e to its log-probs, sum to {more} than 1 (the mean "
+            f"ratio e^d is {identity.value:.3f})",
         )
+
+
+def _share(evidence: Evidence, above: bool) -> float:
+    """Of the tokens that differ, those whose d is on this side of 0."""
+    d = evidence.d[evidence.size > evidence.floor]
+    return float(((d > 0) == above).mean())
 
 
 def _of_context(evidence: Evidence) -> bool:

@@ -1,0 +1,101 @@
+"""A cause that makes the logged values a function of the log-probs: their negative, another base, a running sum."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from offcorr.diagnose.causes.base import Cause, Found
+from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.record import Floats
+
+SMALLEST = 0.003
+"""Mean |d| (nats), at least, that another quantity leaves."""
+
+FITS, FITS_BASE = 0.3, 0.02
+"""Share of the mean |d| that may be left; of a base, as a temperature can be near to one."""
+
+AT_BOUND = 8
+"""Tokens, at least, whose value is the bound of log-probs that were cut off."""
+
+SMALLEST_ADDED = 1e-6
+"""The least that was added to each probability, before the logarithm, to be told from rounding."""
+
+FARTHEST = 3.0
+"""|d| (nats) that counts at most, so that a few tokens do not decide."""
+
+
+class OtherQuantity(Cause):
+    """One side's values fit the other's once a function of them is undone."""
+
+    id = "other_quantity"
+    stage = "values"
+    robust = True
+    title = "the values of one side are no log-probs, but another quantity"
+    advice = (
+        "log ln p of each token, where p is its own probability: not p itself, -ln p, a sum over tokens or a logarithm "
+        "to another base, with no bound and with nothing added to p"
+    )
+
+    def found(self, evidence: Evidence) -> Found | None:
+        if evidence.gap < SMALLEST or len(evidence) < 32 or not evidence.as_logged:
+            return None
+        own = _distance(evidence.d)
+        fitted = []
+        for side, other in (("sampler", "trainer"), ("trainer", "sampler")):
+            values, wanted = getattr(evidence, side), getattr(evidence, other)
+            for words, most, undone in _undone(values, wanted, evidence):
+                left = _distance(undone - wanted)
+                if left < most * own:
+                    fitted.append((left, side, words, undone))
+        if not fitted:
+            return None
+        left, side, words, undone = min(fitted, key=lambda one: one[0])
+        return Found(
+            left / own,
+            0.0,
+            FITS,
+            float(len(evidence)),  # it precedes the placeholders that such values would be taken for
+            f"the {side}'s values are {words}: mean |d| is {evidence.gap:.2g} nats, and {left:.2g} once that is undone",
+            dataclasses.replace(evidence, **{side: undone}),
+        )
+
+
+def _distance(d: Floats) -> float:
+    """Mean |d|, each at most ``FARTHEST``; a value that is none is as far off."""
+    return float(np.minimum(np.nan_to_num(np.abs(d), nan=FARTHEST), FARTHEST).mean())
+
+
+def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tuple[str, float, Floats]]:
+    """Each quantity in words, the share of |d| that may be left, and the log-probs if the values are that quantity."""
+    if not np.isfinite(values).all():
+        return
+    positive = bool((values >= 0).mean() > 0.98)
+    if positive:
+        yield "the negatives of log-probs", FITS, -values
+        if values.max() <= 1 + 1e-6:
+            yield "probabilities, not their logarithms", FITS, np.log(np.maximum(values, 1e-30))
+        return
+    for base in (2, 10):
+        yield f"logarithms to base {base}", FITS_BASE, values * np.log(base)
+    yield from _sums(values, evidence)
+    added = float(np.median(np.exp(np.minimum(values, 0)) - np.exp(np.minimum(wanted, 0))))
+    if added > SMALLEST_ADDED:
+        probabilities = np.maximum(np.exp(np.minimum(values, 0)) - added, 1e-30)
+        yield f"log(p + {added:.2g}), where p is the probability", FITS_BASE, np.log(probabilities)
+    at_bound = values <= values.min() + 1e-6
+    if at_bound.sum() >= AT_BOUND and (wanted[at_bound] < values.min()).mean() > 0.9:
+        words = f"cut off at {values.min():.4g}, where {at_bound.sum()} of {len(values)} of them stand"
+        yield words, FITS, np.where(at_bound, wanted, values)
+
+
+def _sums(values: Floats, evidence: Evidence) -> Iterator[tuple[str, float, Floats]]:
+    """Running sums, which fall from token to token, and come from the first token of a completion on."""
+    begins = np.ones(len(evidence), bool)
+    begins[1:] = np.diff(evidence.sequence) != 0
+    within = ~begins[1:]
+    steps = np.diff(values)
+    if within.sum() >= 16 and (steps[within] <= 1e-6).all() and (np.diff(evidence.position)[within] == 1).all():
+        yield "sums over the tokens so far", FITS, np.where(begins, values, np.append(values[:1], steps))
