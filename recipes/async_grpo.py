@@ -128,7 +128,7 @@ class Examine(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and not args.disable_tqdm:
-            say_measuring(args.eval_size)
+            say_measuring(args.eval_size, state.global_step)
         self.examine()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -22,6 +22,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -103,8 +105,6 @@ class Arguments(GRPOConfig):
         if self.output_dir is None:
             self.output_dir = "runs/" + re.sub(r"[^\w.=-]+", "-", self.loss_type)
         check_writable("--output_dir", self.output_dir)
-        if 0 < self.max_steps < self.logging_steps:
-            self.logging_steps = self.max_steps  # a short run logs its last step, too
         self._check_by_trl()
         if self.eval_strategy == "no":
             self.eval_on_start = False
@@ -367,7 +367,9 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
             print(f"picture: {plot(history.logs, history.file.with_suffix('.png'))}")
         if args.dump_rollouts:
             own = args.anchor in (None, "snapshot")  # else the dump's old_logp is not of the weights that sampled
-            model, why_none = sampled_by_model(args.dump_rollouts, args.output_dir, path) if own else (None, "")
+            before = [Path(args.resume_from_checkpoint).parent] if args.resume_from_checkpoint else []
+            folders = [Path(args.output_dir), *before]
+            model, why_none = sampled_by_model(args.dump_rollouts, folders, path) if own else (None, "")
             print(f"why trainer and sampler disagree:\n  {diagnose(args.dump_rollouts, path, model)}")
             if why_none:
                 print(why_none)
@@ -387,8 +389,11 @@ def what_is_left(trainer: GRPOTrainer, history: History) -> str:
     return f"{stopped}: {numbers}; {again}"
 
 
-def sampled_by_model(dump: str | Path, folder: str | Path, start: str | Path) -> tuple[str | Path | None, str]:
+def sampled_by_model(dump: str | Path, folders: Sequence[Path], start: str | Path) -> tuple[str | Path | None, str]:
     """The latest weights on disk that sampled a part of the dump, of a checkpoint or the start: its ``--model``.
+
+    Args:
+        folders: of the run, and of the run that it resumed.
 
     Returns:
         None and a sentence on why, where none of them was; the sentence is empty where a run saved no checkpoint.
@@ -397,10 +402,11 @@ def sampled_by_model(dump: str | Path, folder: str | Path, start: str | Path) ->
     for file in sorted(Path(dump).glob("step_*"), reverse=True):
         version = next(read([file], warn=lambda text: None)).rollout_version
         versions += [] if version is None else [int(np.max(version))]
-        checkpoint = Path(folder) / f"checkpoint-{versions[-1] if versions else 0}"
-        if checkpoint.is_dir():
-            return checkpoint, ""
-    saved = sorted(int(path.name.split("-")[1]) for path in Path(folder).glob("checkpoint-*"))
+        for folder in folders:
+            checkpoint = folder / f"checkpoint-{versions[-1] if versions else 0}"
+            if checkpoint.is_dir():
+                return checkpoint, ""
+    saved = sorted({int(path.name.split("-")[1]) for folder in folders for path in folder.glob("checkpoint-*")})
     trained = sorted({version for version in versions if version > 0})
     if 0 in versions:
         return start, ""
@@ -428,9 +434,10 @@ def sampled_by(args: Arguments) -> str:
     return f"at lag {args.lag}, {args.precision} sampler"
 
 
-def say_measuring(examples: int) -> None:
-    """Says why the first update is long in coming."""
-    print(f"measuring the accuracy before training: {examples} held-out examples ...", file=sys.stderr, flush=True)
+def say_measuring(examples: int, done: int = 0) -> None:
+    """Says why the first update, after those that a resumed run has done, is long in coming."""
+    when = f"after {done} updates" if done else "before training"
+    print(f"measuring the accuracy {when}: {examples} held-out examples ...", file=sys.stderr, flush=True)
 
 
 SHOWN = {
@@ -446,7 +453,7 @@ class Bar(ProgressCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.eval_on_start and state.is_world_process_zero:
-            say_measuring(args.eval_size)
+            say_measuring(args.eval_size, state.global_step)
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
@@ -477,6 +484,10 @@ class History(TrainerCallback):
         """Says that the file of an earlier run is replaced, if there is one."""
         if self.file.exists():
             print(f"{self.file} is of an earlier run, and is replaced; another --output_dir keeps both", flush=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # the last updates, where logging_steps does not divide their number
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -509,8 +520,14 @@ def accuracy(logs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def means(logs: list[dict[str, float]], names: tuple[str, ...]) -> dict[str, float]:
-    """Mean over the run of each of these quantities that was logged."""
-    return {name: sum(values) / len(values) for name in names if (values := series(logs, name)[1])}
+    """Mean over the run's updates of each of these quantities that was logged."""
+    found = {}
+    for name in names:
+        steps, values = series(logs, name)
+        updates = [step - before for before, step in pairwise([0, *steps])]
+        if values:
+            found[name] = sum(map(mul, updates, values)) / sum(updates)
+    return found
 
 
 MISMATCH = {
@@ -551,7 +568,7 @@ CAPTION = (
 KEYS = "More: `offcorr metrics KEY`, KEY in the last column."
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 
-NOT_LOGGED = "not measured: no update was logged, since max_steps is below logging_steps"
+NOT_LOGGED = "not measured: no update was logged"
 
 
 def summarise(logs: list[dict[str, float]], title: str, file: Path | None = None) -> None:

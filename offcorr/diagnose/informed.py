@@ -66,6 +66,13 @@ AT_WHICH = "; at which temperature the tokens were drawn, the one that was logge
 NOISY = 0.65
 """The most that dropout is sure by its size alone: padding, or another prompt, may move log-probs by as much."""
 
+OTHER_LOGITS = 0.25
+"""Share of mean |d| by which the trainer's log-probs are off the model's, above which a transform of the sampler's does
+not say what the trainer did."""
+
+SURE_OF_THE_SAMPLER = 0.65
+"""The most that a cause is sure then."""
+
 CLOSE = 0.75
 """The most that a hypothesis is sure where one of another cause leaves less than twice its gap."""
 
@@ -80,6 +87,12 @@ ASKED_WITH_MODEL = {
 
 NO_LAG = (
     "; the logged versions of both sides are equal, so this is no lag on purpose: an update did not reach the sampler"
+)
+
+WHAT_THE_TRAINER_DID = (
+    "what the trainer does to its logits: its log-probs are {off:.2g} nats from the model's at every temperature, and "
+    "a softcap, a clamp or a scale that the model does not have would leave that. To find out, compare how each side "
+    "computes its logits"
 )
 
 EARLIER_CHECKPOINTS = "give, as --checkpoint, the base model and earlier checkpoints"
@@ -114,7 +127,8 @@ def informed(report: Report, rescored: Rescored) -> Report:
         of_gap = [one for one in report.causes if CAUSES[one.cause].stage in of_d and one.of_d]
         replaced |= {one.cause for one in of_gap if one.share > room}
         if read is None and gap.cause not in TRAINERS:
-            found = [_beside_the_trainer(one, rescored) if one is gap else one for one in found]
+            beside = _beside_the_trainer(gap, rescored)
+            found = [beside if one is gap else one for one in found]
             replaced.discard("dropout")  # what repeats itself shows it, beside whatever the sampler does
     others = [
         _older(one, rescored, same_version(report.evidence)) for one in report.causes if one.cause not in replaced
@@ -122,6 +136,8 @@ def informed(report: Report, rescored: Rescored) -> Report:
     others = [_refuted(one, rescored) for one in others]
     cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
     cannot_tell = [_not_yet_done(one, rescored) for one in cannot_tell]
+    if any(_trainer_is_off(one, rescored) for one in found) and "dropout" not in {one.cause for one in others}:
+        cannot_tell.append(WHAT_THE_TRAINER_DID.format(off=rescored.trainer))
     if gap is None and rescored.gap > EXACTLY * rescored.logged and "dropout" in {one.cause for one in others}:
         cannot_tell.append(HIDDEN_BY_DROPOUT)
     causes = _larger_gap_first([*found, *others], report.evidence)
@@ -147,7 +163,16 @@ def _beside_the_trainer(finding: Finding, rescored: Rescored) -> Finding:
         f"{finding.evidence}; the trainer's logged log-probs are {rescored.trainer:.2g} nats from the model's, which "
         "no change of the sampler removes"
     )
-    return dataclasses.replace(finding, share=min(finding.share, max(0.0, 1 - left / rescored.logged)), evidence=said)
+    sure = min(finding.confidence, SURE_OF_THE_SAMPLER) if _trainer_is_off(finding, rescored) else finding.confidence
+    share = min(finding.share, max(0.0, 1 - left / rescored.logged))
+    return dataclasses.replace(finding, confidence=sure, share=share, evidence=said)
+
+
+def _trainer_is_off(finding: Finding, rescored: Rescored) -> bool:
+    """Whether, beside a transform of the sampler's, the trainer's log-probs are far from the model's at every
+    temperature.
+    """
+    return CAUSES[finding.cause].stage == "sampling" and rescored.trainer > OTHER_LOGITS * rescored.logged
 
 
 def _larger_gap_first(causes: list[Finding], evidence: Evidence) -> list[Finding]:

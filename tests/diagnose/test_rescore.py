@@ -432,6 +432,32 @@ def test_what_a_trainer_does_that_no_hypothesis_has_is_not_named_for_sure(groups
         assert (named.cause, named.confidence) == ("dropout", 0.65)
 
 
+@pytest.mark.parametrize("cap", [0.5, 0.8, None])
+def test_a_temperature_of_a_trainer_whose_logits_are_changed_otherwise_is_not_sure(model, cap):
+    """Its log-probs are far from the model's at every temperature, while the sampler's are the model's at 1."""
+    records = dump(model)
+
+    def changed(prompt, completion):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        logits = logits / 1.4 if cap is None else cap * torch.tanh(logits / cap)
+        return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0].double().numpy()
+
+    records = [
+        dataclasses.replace(one, old_logp=changed(one.prompt_ids.tolist(), one.completion_ids.tolist()))
+        for one in records
+    ]
+    found = rescore(records, model)
+    report = informed(diagnose(records), found)
+    asked = [question for question in report.cannot_tell if "softcap" in question]
+    assert found.temperature > 1
+    if cap is None:
+        assert report.verdict == "temperature" and not asked
+    else:
+        assert found.trainer > 0.25 * found.logged
+        assert report.verdict != "temperature" or (report.confidence <= 0.65 and asked)
+
+
 def test_a_model_without_experts_routes_to_none(model):
     records = dump(model, in_precision(model, "int8"))
     found = rescore(records, model)

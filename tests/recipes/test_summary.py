@@ -112,8 +112,9 @@ def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
             row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [-1.0], "old_logp": [-1.0]}
             file = dump / f"step_{step:06d}.rank_0.jsonl"
             file.write_text(json.dumps(row | {"rollout_version": version}) + "\n")
-        return grpo.sampled_by_model(dump, tmp_path, "toy")
+        return grpo.sampled_by_model(dump, folders, "toy")
 
+    folders = [tmp_path]
     assert sampled(4, 8) == (None, "")  # no model was saved
     assert sampled(0, 4, 8) == ("toy", "")
     (tmp_path / "checkpoint-3").mkdir()
@@ -124,6 +125,29 @@ def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
     for step in (4, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
     assert sampled(0, 4, 8) == (tmp_path / "checkpoint-4", "")
+    (tmp_path / "earlier" / "checkpoint-8").mkdir(parents=True)  # of the run that this one resumed
+    folders.append(tmp_path / "earlier")
+    assert sampled(4, 8) == (tmp_path / "earlier" / "checkpoint-8", "")
+    assert "those after 3, 4, 8 and 10 were saved" in sampled(6)[1]
+
+
+def test_the_last_updates_are_logged_and_count_as_many_as_they_are(capsys):
+    """30 updates with a log after every fourth: 28 of them, and the last two."""
+    history = grpo.History(Path("runs"))
+    for step, max_steps, logs in ((28, 30, False), (30, 30, True), (7, 7, True)):
+        control = SimpleNamespace(should_log=False)
+        history.on_step_end(None, SimpleNamespace(global_step=step, max_steps=max_steps), control)
+        assert control.should_log == logs
+    logs = [{"step": 4 * window, "lag": float(window)} for window in range(1, 8)] + [{"step": 30, "lag": 20.0}]
+    assert grpo.means(logs, ("lag",)) == {"lag": (4 * 28 + 2 * 20) / 30}
+
+
+def test_a_resumed_run_does_not_measure_before_training(capsys):
+    grpo.say_measuring(256)
+    grpo.say_measuring(256, 12)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("measuring the accuracy before training: 256")
+    assert said[1].startswith("measuring the accuracy after 12 updates: 256")
 
 
 def test_no_evaluation_is_none_at_the_start_either(tmp_path):
