@@ -25,12 +25,20 @@ LOG_LIMIT = 20.0
 ABOVE_ZERO = "{} is above 0 on valid tokens, as no log-prob is: were probabilities passed, or -log p?"
 """The warning where ``above_zero`` holds of a field."""
 
-PLACEHOLDERS = (
-    "rollout_logp is 0 on valid tokens that are unlikely by logp, or below -100 where they are not, as no log-prob of "
-    "a sampled token is: are these placeholders? Pass NaN where the engine reported none: such a token gets no engine "
-    "weight, and offcorr/loss/unscored counts it"
+PLACEHOLDERS = {
+    "rollout_logp": "rollout_logp is 0 on valid tokens that are unlikely by logp, or below -100 where they are not, as "
+    "no log-prob of a sampled token is: are these placeholders? Pass NaN where the engine reported none: such a token "
+    "gets no engine weight, and offcorr/loss/unscored counts it",
+    "old_logp": "old_logp is 0 on valid tokens that are unlikely by logp, or below -100 where they are not, as no "
+    "log-prob of a sampled token is: are these placeholders? Pass the log-probs under the weights that sampled",
+}
+"""The warnings where ``placeholders`` holds."""
+
+NOT_PER_TOKEN = (
+    "logp is the same at every token of each sequence, and differs between sequences, as no log-prob of single tokens "
+    "does: were sums or means over the sequences passed?"
 )
-"""The warning where ``placeholders`` holds."""
+"""The warning where ``one_per_sequence`` holds."""
 
 BELOW_ZERO = {
     "entropy": "entropy is below 0 on valid tokens, as no entropy of a next-token distribution is: was sum p log p "
@@ -224,8 +232,13 @@ class Batch:
                 _refuse_none_finite(name, valid, len(valid))
             if above_zero(valid):
                 warn_once(ABOVE_ZERO.format(name))
-        if self.rollout_logp is not None and placeholders(self.rollout_logp.detach()[mask], self.logp.detach()[mask]):
-            warn_once(PLACEHOLDERS)
+        logp = self.logp.detach()[mask]
+        for name, warning in PLACEHOLDERS.items():
+            values = getattr(self, name)
+            if values is not None and placeholders(values.detach()[mask], logp):
+                warn_once(warning)
+        if one_per_sequence(logp, self._sequence_of_tokens()[mask]):
+            warn_once(NOT_PER_TOKEN)
         tokens = int(mask.sum())
         for name in _EITHER:
             values = getattr(self, name)
@@ -237,6 +250,13 @@ class Batch:
                 warn_once(BELOW_ZERO[name])
         if self.weight is not None and (self._of_valid(self.weight.detach(), mask) < 0).any():
             warn_once(BELOW_ZERO["weight"])
+
+    def _sequence_of_tokens(self) -> Tensor:
+        """[B, T] (packed: [N]) the index of each token's sequence."""
+        index = torch.arange(self.sequences, device=self.logp.device)
+        if self.cu_seqlens is None:
+            return index[:, None].expand_as(self.mask)
+        return index.repeat_interleave(self.cu_seqlens.diff(), output_size=len(self.mask))
 
     def _check_origin(self) -> None:
         """Raise for a number that stands for no origin, whose tokens would be in no series."""
@@ -397,6 +417,15 @@ def above_zero(logp: Tensor) -> bool:
     """Whether these [N], of log-probs or entropies, are above 0 by more than rounding."""
     # Rounding alone gives up to 1e-6 in float32, 5e-3 in bfloat16, and hardly on every token.
     return bool(((logp > 0.01) | ((logp > 1e-3) & (logp > 0).all())).any())
+
+
+def one_per_sequence(logp: Tensor, sequence: Tensor) -> bool:
+    """Whether these [N] are one number for each of several sequences, most of which have more than one token."""
+    within = sequence.diff() == 0
+    steps = logp.diff()
+    if within.sum() < max(8, len(within) // 2) or (steps[within] != 0).any():
+        return False
+    return bool((steps[~within].abs() > 1e-3).any())
 
 
 def placeholders(rollout_logp: Tensor, logp: Tensor) -> bool:

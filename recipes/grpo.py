@@ -45,6 +45,7 @@ from offcorr.rollout import OffPolicy, VLLMServer
 from offcorr.training.generations import check_generation
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 from offcorr.trl.config import choose_correction
+from offcorr.trl.step import check_anchor
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Arguments(GRPOConfig):
                 raise ValueError(f"{held}; choose another --dump_rollouts")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer warns again
-            choose_correction(self)
+            check_anchor(self, choose_correction(self))
         for name in ("train_size", "eval_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more examples")

@@ -253,6 +253,27 @@ def test_placeholders_for_the_engines_log_probs_are_warned_of(values, warned):
     assert any("are these placeholders?" in str(one.message) for one in caught) == warned
 
 
+def test_sums_over_sequences_and_an_old_logp_of_zeros_are_warned_of():
+    """Where every field has the sums, no comparison of two fields shows it."""
+    mask = torch.ones(3, 6, dtype=torch.bool)
+    mask[0, 3:] = False
+    logp = -torch.rand(3, 6, generator=torch.Generator().manual_seed(0)) - 1
+    sums = (logp * mask).sum(1, keepdim=True).expand(3, 6)
+    padded = {"logp": sums, "old_logp": sums, "mask": mask}
+    packed = {"logp": sums[mask], "mask": mask[mask], "cu_seqlens": torch.tensor([0, 3, 9, 15])}
+    for columns, make in ((padded, Batch), (packed, Batch.packed)):
+        warn_again()
+        with pytest.warns(RuntimeWarning, match="logp is the same at every token of each sequence"):
+            make(advantages=torch.ones(3), **columns)
+    with pytest.warns(RuntimeWarning, match="old_logp is 0 on valid tokens that are unlikely"):
+        Batch(logp=logp, old_logp=torch.zeros(3, 6), advantages=torch.ones(3), mask=mask)
+    warn_again()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Batch(logp=logp, old_logp=logp, advantages=torch.ones(3), mask=mask)
+        Batch(logp=torch.full((3, 6), -1.0), advantages=torch.ones(3), mask=mask)  # one number everywhere: made up
+
+
 def test_a_field_that_a_batch_does_not_have():
     batch = Batch(**GOOD)
     with pytest.raises(TypeError, match="Batch has no field 'advantage', did you mean 'advantages'"):

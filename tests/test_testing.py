@@ -241,6 +241,17 @@ def test_a_stage_that_makes_nan_is_found():
         testing.check(offcorr.Correction(ratio=ratio, gate=gates.Unclipped()))
 
 
+@pytest.mark.usefixtures("_unregistered")
+def test_a_stage_that_makes_nan_of_a_single_token_is_found():
+    """A mean over all tokens but one: of one token it is 0 / 0."""
+
+    def unbiased(x, rows):
+        return (x.sum(1, keepdim=True) / (rows.count[:, None] - 1)).expand_as(x)
+
+    with pytest.raises(AssertionError, match="finite_on_ordinary_batches: span 'test_mine' of Mine gave nan"):
+        testing.check(offcorr.Correction(ratio=of_span("test_mine", unbiased), gate=gates.Unclipped()))
+
+
 def test_a_failed_check_says_in_words_what_was_expected():
     gate = type("MinWithTwo", (gates.Gate,), {"surrogate": staticmethod(min_with_two), "__module__": __name__})()
     with pytest.raises(AssertionError) as failed:

@@ -6,14 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from offcorr.diagnose import CAUSES, Record, Report
 from offcorr.diagnose.causes import confidence
 from offcorr.diagnose.causes.over_steps import growth
-from offcorr.diagnose.causes.policies import age, older
+from offcorr.diagnose.causes.policies import gap_without_age, older
 from offcorr.diagnose.causes.sampling import ALSO_UPDATES
-from offcorr.diagnose.evidence import Evidence
 from offcorr.training.alarms import ADVICE
 from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.own_updates import LOWER_LEARNING_RATE, of_own_updates
@@ -142,6 +139,8 @@ def named_cause(
         return NamedCause("unknown", 0.0, (failed,), ADVICE[series.name])
     if report is None:
         return NamedCause("unknown", 0.0, (), ADVICE[series.name])
+    if series.name == "engine":
+        report = _of_the_engine(report)
     named = NamedCause(report.verdict, report.confidence, (), ADVICE[series.name])
     if series.name == "engine" and same_weights and named.cause in OF_OTHER_WEIGHTS:
         named = _of_same_weights(report, precision)
@@ -195,6 +194,15 @@ def still(alarms: Iterable[Series], named: NamedCause) -> NamedCause:
             said = f"the log-probs alone would be taken for {named.cause!r} by now, as where updates sharpen the policy"
             return NamedCause(series.cause, series.confidence, (said,), ADVICE[series.name])
     return named
+
+
+def _of_the_engine(report: Report) -> Report:
+    """The report without the trainer's updates on the batch, which move ``logp`` from ``old_logp`` alone."""
+    left = [one for one in report.causes if one.of_d]
+    if len(left) == len(report.causes):
+        return report
+    verdict, sure = (left[0].cause, left[0].confidence) if left else ("unknown", 0.0)
+    return replace(report, verdict=verdict, confidence=sure, causes=left)
 
 
 def _of_same_weights(report: Report, precision: str | None) -> NamedCause:
@@ -251,7 +259,7 @@ def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCau
         return named
     times = (series.size or 0.0) / max(series.start, SMALLEST_K3)
     least = 0.0 if named.cause == OF_OLDER_PROMPT else GROWN if series.start_lag else NO_PRECISION
-    if times < least or (series.moved and not series.aged) or _without_age(evidence):
+    if times < least or (series.moved and not series.aged) or gap_without_age(evidence):
         return named
     said = (
         f"by the logged versions the sampler's weights are older than the trainer's, and k3 is {times:.2g} times that "
@@ -301,13 +309,6 @@ def _of_own_lag(named: NamedCause, series: Series, report: Report, lag: int | No
         said = f"k3 was {_size_without_age(series):.2g} of samples without an age, so that no lag makes this gap"
         return replace(named, evidence=(*named.evidence, said))
     return replace(named, advice=OWN_LAG.format(lag=lag) + (APART if series.name == "engine" else ""))
-
-
-def _without_age(evidence: Evidence) -> bool:
-    """Whether samples of the trainer's own weights show a gap, at least half as large as the others'."""
-    ages = np.array([np.nan if (one := age(record)) is None else one for record in evidence.records])
-    fresh = ages[evidence.sequence] == 0
-    return bool(fresh.any()) and float(evidence.size[fresh].mean()) > 0.5 * float(evidence.size[~fresh].mean())
 
 
 def _grows(series: Series, report: Report) -> bool:

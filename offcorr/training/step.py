@@ -255,9 +255,19 @@ class Step:
         """
         sampled = self._placed is not None and self._placed.supplies == "sampled"
         found = batch_semantics(batch, temperature=temperature, sampled=sampled, current=current)
-        if found is not None and self._correction is not None and "rollout_logp" in self._correction.needs:
+        if found is not None and self._counts_the_engine():
             found = replace(found, sentence=found.sentence.removesuffix(WORTH_IT))
         return found
+
+    def _counts_the_engine(self) -> bool:
+        """Whether the loss has the engine's ratio already, in a stage or by its anchor."""
+        if self.anchor_in_force is not None and self.anchor_in_force.contains_rollout:
+            return True
+        loss = self._correction
+        if loss is None:
+            return False
+        open_ratio = loss.ratio is not None and loss.ratio.mismatch is None  # it counts what the batch has
+        return open_ratio or "rollout_logp" in loss.needs
 
     def _named_anchor(self, text: Callable[[object], str] = repr) -> str:
         chosen = self._make_anchor is not None or self._anchor is not None

@@ -74,15 +74,11 @@ STATE_FILE = "offcorr_trainer.pt"
 """The file of a checkpoint folder with the state of the ``Step``."""
 
 
-def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
-    """The ``Step`` that the ``CorrectionOptions`` of ``args`` ask for; anchor and learning rate are made when a run
-    begins.
-
-    Args:
-        loss: None: TRL's own loss.
+def check_anchor(args: Any, loss: Annealed | None) -> tuple[str | None, dict[str, Any]]:
+    """Name and options of the anchor that the ``CorrectionOptions`` of ``args`` ask for, as ``make_step`` does.
 
     Raises:
-        ValueError: options of the anchor that are wrong, or an anchor with which the loss makes no sense.
+        ValueError: see ``make_step``.
     """
     name, options = getattr(args, "anchor", None), dict(getattr(args, "anchor_kwargs", None) or {})
     if name is None and options:
@@ -96,6 +92,20 @@ def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
             anchor.check(loss.at(0.0))
         else:
             _check_unread_anchor(name, anchor, getattr(args, "loss_type", None))
+    return name, options
+
+
+def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
+    """The ``Step`` that the ``CorrectionOptions`` of ``args`` ask for; anchor and learning rate are made when a run
+    begins.
+
+    Args:
+        loss: None: TRL's own loss.
+
+    Raises:
+        ValueError: options of the anchor that are wrong, or an anchor with which the loss makes no sense.
+    """
+    name, options = check_anchor(args, loss)
     rule = getattr(args, "ess_lr", None)
 
     def make_ess_lr() -> ESSLearningRate:

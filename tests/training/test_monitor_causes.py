@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import offcorr
+from offcorr.diagnose import diagnose
 from offcorr.training import Monitor, Step
 from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.monitor import PREFIX
 from offcorr.training.named_cause import named_cause
+from tests.diagnose.simulated import world
 from tests.training.test_monitor import FAULTY, batch_of, quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore:step")
@@ -373,3 +375,14 @@ def test_an_alarm_of_surprise_without_the_engines_log_probs_names_the_settings()
     assert named.cause == "top_p" and named.evidence[-1] == "the configuration sets top_p=0.6"
     assert named_cause(surprise, nothing, {}).cause == "unknown"
     assert named_cause(SimpleNamespace(name="staleness", overdue=False), nothing, {"top_p": 0.6}).cause == "unknown"
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("series", ["engine", "staleness"])
+def test_the_engines_gap_is_not_put_down_to_the_trainers_updates(series, beside):
+    """They move ``logp``, and the engine's gap is between ``old_logp`` and ``rollout_logp``."""
+    report = diagnose(world("policy_updates", *["precision"] * beside).records())
+    assert report.verdict == "policy_updates" and ("precision" in {one.cause for one in report.causes}) == beside
+    alarm = quiet()._series[series]
+    cause = named_cause(alarm, report, {}).cause
+    assert cause == ("policy_updates" if series == "staleness" else "precision" if beside else "unknown")

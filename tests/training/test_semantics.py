@@ -472,10 +472,20 @@ def test_engine_and_trainer_agree_below_the_healthy_limit_alone(noise, said):
     )
 
 
-@pytest.mark.parametrize(("loss", "hinted"), [("minpro", True), ("minpro?weight=truncate", False), ("tis", False)])
-def test_a_loss_with_an_engine_weight_is_not_told_that_one_may_be_worth_it(loss, hinted):
+@pytest.mark.parametrize(
+    ("loss", "anchor", "hinted"),
+    [
+        ("minpro", None, True),
+        ("minpro?weight=truncate", None, False),
+        ("tis", None, False),
+        ("aipo", None, False),
+        ("near_overlap", None, False),
+        ("cispo", "rollout", False),
+    ],
+)
+def test_a_loss_that_takes_no_engine_weight_is_not_told_that_one_may_be_worth_it(loss, anchor, hinted):
     logp, rollout_logp, mask, _ = sampled(noise=0.06)
-    step = Step(offcorr.get(loss))
+    step = Step(offcorr.get(loss), anchor=Rollout() if anchor else None)
     sentence = step.semantics(step.place(batch_of(logp, rollout_logp, mask, None, old_logp=logp))).sentence
     assert "are the sampler's probabilities" in sentence
     assert ("an engine weight may be worth it" in sentence) == hinted

@@ -87,10 +87,19 @@ def _shown_to_be_older(evidence: Evidence) -> bool:
     return older(evidence) or growth(evidence) is not None
 
 
+def gap_without_age(evidence: Evidence) -> bool:
+    """Whether samples of the trainer's own weights show a gap, too, at least half as large as that of the others."""
+    ages = np.array([np.nan if (one := age(record)) is None else one for record in evidence.records])
+    fresh = ages[evidence.sequence] == 0
+    if fresh.all() or not fresh.any():
+        return False
+    return float(evidence.size[fresh].mean()) > 0.5 * float(evidence.size[~fresh].mean())
+
+
 def lag_by_versions(evidence: Evidence) -> bool:
-    """Whether logged versions say that d is of older weights, and no larger difference of ``logp`` and ``old_logp``
-    has the lag."""
-    return older(evidence) and evidence.moved <= evidence.gap
+    """Whether logged versions say that d is of older weights, and neither samples of the same weights nor a larger
+    difference of ``logp`` and ``old_logp`` say that it is not."""
+    return older(evidence) and evidence.moved <= evidence.gap and not gap_without_age(evidence)
 
 
 def _lag_in_d(evidence: Evidence) -> bool:
@@ -409,7 +418,10 @@ class AdapterNotSynced(Cause):
     id = "adapter_not_synced"
     stage = "policies"
     title = "an update, such as a LoRA adapter, does not reach the sampler"
-    advice = "merge or reload the adapter at every sync, and score one known sequence with the engine after it"
+    advice = (
+        "check that every update reaches the sampler (a LoRA adapter has to be merged or loaded again at every sync): "
+        "score one known sequence with the engine after a sync"
+    )
     not_told_from = (
         Alternative(
             "weights that are older than rollout_version says",

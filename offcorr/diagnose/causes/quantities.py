@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -53,13 +54,14 @@ class OtherQuantity(Cause):
         if not fitted:
             return None
         left, side, words, undone = min(fitted, key=lambda one: one[0])
+        changed: dict[str, Any] = {side: undone}
         return Found(
             left / own,
             0.0,
             FITS,
             float(len(evidence)),  # it precedes the placeholders that such values would be taken for
             f"the {side}'s values are {words}: mean |d| is {evidence.gap:.2g} nats, and {left:.2g} once that is undone",
-            dataclasses.replace(evidence, **{side: undone}),
+            dataclasses.replace(evidence, **changed),
         )
 
 
