@@ -218,7 +218,8 @@ SITUATIONS: dict[str, tuple[tuple[str, ...], tuple[tuple[int, str], ...]]] = {
     "64 behind, 64 to 96 tokens": (("tied-64-lag-64", "tabular-64-lag-64", "tied-96-lag-64"), ()),
     "a coarse engine besides": (("quantised-32-lag-32",), ((16, "int4"),)),
 }
-"""Situation -> settings of the loop, samplers of the arena.  The lengths are the loop's; the arena's outputs have some 30 tokens."""
+"""Situation -> settings of the loop, samplers of the arena.  The lengths are the loop's; the arena's outputs have some
+30 tokens."""
 
 NEAR_THE_BEST, FAR = 0.97, 0.85
 """Relative numbers from which a method is near the best of a situation, and below which it is far from it."""
