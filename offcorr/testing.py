@@ -131,7 +131,7 @@ def equal_answers(loss_fn: Correction) -> None:
 
 
 def finite_on_ordinary_batches(loss_fn: Correction) -> None:
-    """Finite log-probs give finite numbers at every stage, none out of its range, on-policy and of single tokens, too."""
+    """Finite log-probs give finite numbers at every stage, none out of its range, on-policy and of one token, too."""
     batch = example()
     fewest = (torch.arange(batch.sequences) % 3 + 1)[:, None]
     short = dataclasses.replace(batch, mask=batch.mask & (batch.mask.cumsum(1) <= fewest))

@@ -47,6 +47,8 @@ from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was 
 from offcorr.trl.config import choose_correction
 from offcorr.trl.step import check_anchor
 
+OF_CHECKPOINT = ", expected a run's checkpoint, such as runs/minpro/checkpoint-20 (--save_strategy steps saves them)"
+
 
 @dataclass
 class Arguments(GRPOConfig):
@@ -133,7 +135,7 @@ class Arguments(GRPOConfig):
         for name in ("model", "resume_from_checkpoint"):
             path = getattr(self, name)
             if path and (path.startswith((".", "/", "~")) or name != "model") and not Path(path).is_dir():
-                raise ValueError(f"{name} is {path!r}, which is not a folder")
+                raise ValueError(f"{name} is {path!r}, which is not a folder{OF_CHECKPOINT * (name != 'model')}")
         if self.task.endswith(".jsonl"):
             if not Path(self.task).is_file():
                 raise ValueError(f"task is {self.task!r}, which is not a file")

@@ -414,9 +414,9 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
         ignored["epsilon"] = "eps_low and eps_high"
     if ignored:
         listed = ", ".join(f"{name}={getattr(args, name)!r} (here: {instead})" for name, instead in ignored.items())
-        but = KL_READS_IT if "importance_sampling_level" in ignored and weights_kl(args) else ""
+        but = KL_READS_IT if "importance_sampling_level" in ignored and weights_kl(args) else ": use loss_kwargs"
         warnings.warn(
-            f"TRL's own losses read {listed}; the correction {correction.method!r} ignores this{but}: use loss_kwargs",
+            f"TRL's own losses read {listed}; the correction {correction.method!r} ignores this{but}",
             stacklevel=outside(),
         )
 

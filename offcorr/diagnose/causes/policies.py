@@ -266,6 +266,13 @@ def _one_sided(evidence: Evidence) -> bool:
     return len(far) >= 8 and not 0.1 <= above / len(far) <= 0.9
 
 
+OTHER_PROMPT = Alternative(
+    "another prompt, or template, that one side read",
+    "give --model, or compare the prompt ids that each side read",
+    settled=_shown_to_be_older,
+)
+
+
 class WeightsSwapped(Cause):
     """The size of d changes once within each sequence, from one token to the next."""
 
@@ -279,6 +286,7 @@ class WeightsSwapped(Cause):
     not_told_from = (
         Alternative("a prompt that was read with older weights", "give --model and an earlier --checkpoint"),
         OTHER_IDS,
+        OTHER_PROMPT,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -343,12 +351,6 @@ def _may_fade(evidence: Evidence, typical: float) -> bool:
     first = Profile.of(evidence).level(0, 1)[0]
     return typical > -1.8 or first < -1.5 or first > 2 or (noise(evidence) and not repeatable(evidence))
 
-
-OTHER_PROMPT = Alternative(
-    "another prompt, or template, that one side read",
-    "give --model, or compare the prompt ids that each side read",
-    settled=_shown_to_be_older,
-)
 
 OTHER_TEMPERATURE = Alternative(
     "a temperature that one side applies and the other does not",
