@@ -262,8 +262,10 @@ def config_round_trip(loss_fn: Correction) -> None:
 
 def coefficient_is_the_gradient(loss_fn: Correction) -> None:
     """Gate and ratio state the derivatives of their values, and the coefficient is the gradient of the loss."""
-    # The wide one has ratios up to e^6, where the second bound of a clip or the tail of a soft gate is reached.
-    for batch in (example(), _per_token_advantages(example(seed=1)), example(seed=2, spread=2.0)):
+    # The wide ones have ratios from e^-16 to e^16, where the second bound of a clip or a soft gate's tail is reached.
+    above = _per_token_advantages(example(seed=3, spread=8.0))
+    below = dataclasses.replace(above, logp=above.old_logp, old_logp=above.logp)
+    for batch in (example(), _per_token_advantages(example(seed=1)), example(seed=2, spread=2.0), above, below):
         logp = batch.logp.clone().requires_grad_()
         batch = dataclasses.replace(batch, logp=logp)
         out = loss_fn(batch)
@@ -283,6 +285,8 @@ def coefficient_is_the_gradient(loss_fn: Correction) -> None:
 
 def finite_under_extremes(loss_fn: Correction) -> None:
     """Log-ratios of +-1e4, NaN and infinity, and advantages of one sign, give a finite loss, gradient and metrics."""
+    for spread in (2.0, 8.0):  # in float32, whose numbers end at e^88, each token has a finite number
+        check_finite(loss_fn, example(seed=3, spread=spread, dtype=torch.float32))
     for size in (50.0, 1e4):
         batch = example()
         sign = torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)

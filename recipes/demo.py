@@ -38,7 +38,7 @@ if not torch.cuda.is_available():
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from grpo import CAPTION, EFFECT, MISMATCH, accuracy, diagnose, lines, means, series, shortened, to_scale  # noqa: E402
+from grpo import ALIKE, CAPTION, EFFECT, MISMATCH, accuracy, diagnose, lines, means, series, shortened, to_scale  # noqa: E402
 
 LAG, PRECISION = 16, "int8"
 SHORT = 12  # updates of a run of --short
@@ -239,7 +239,8 @@ def progress_of(folder: Path) -> State:
 def comparison(logs: dict[str, list[dict[str, Any]]], title: str) -> Table:
     table = Table(
         title=title,
-        caption=f"{CAPTION} Staleness: against the weights that sampled, which TRL's own loss ignores.",
+        caption=f"{CAPTION} {ALIKE} Staleness: against the weights that sampled, which TRL's own loss ignores; its "
+        "updates are fewer while a run begins. Log-ratio: the logarithm of the ratio of a token's two probabilities.",
     )
     table.add_column("", no_wrap=True)
     for name in logs:

@@ -564,10 +564,11 @@ WEIGHT = {
 every step, and is not shown."""
 
 CAPTION = (
-    "Below the accuracies: means over the run. ESS: effective sample size, 1 where all count alike (a correction may "
+    "All but the accuracies: means over the run. ESS: effective sample size, 1 where all count alike (a correction may "
     "lower it on purpose). Multiplier, tokens and their ESS: of those with an advantage; damped, amplified: by more "
     "than 1 %."
 )
+ALIKE = "A prompt has no advantage where its samples all got one reward."
 KEYS = "More: `offcorr metrics KEY`, KEY in the last column."
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 
@@ -576,7 +577,7 @@ NOT_LOGGED = "not measured: no update was logged"
 
 def summarise(logs: list[dict[str, float]], title: str, file: Path | None = None) -> None:
     """Prints the table of a run, and adds it to the file, if one is given."""
-    table = Table(title=title, caption=f"{CAPTION} {KEYS}", show_header=False)
+    table = Table(title=title, caption=f"{CAPTION} {ALIKE} {KEYS}", show_header=False)
     for moment, value in accuracy(logs).items():
         table.add_row(f"held-out sampled accuracy, {moment}", f"{value:.3f}", end_section=moment == "end")
     weighted = any(value != 1 for value in series(logs, "offcorr/loss/weight_mean")[1])
