@@ -42,7 +42,8 @@ def batch_semantics(
         return None
     if sampled and (whole := _old_logp_of_sequences(padded)):
         return whole
-    if sampled and (_same_version(padded) if current is None else current) and (wrong := _wrong_old_logp(padded)):
+    current = _same_version(padded) if current is None else current
+    if sampled and current and (wrong := _wrong_old_logp(padded)):
         return wrong
     if padded.rollout_logp is None:
         return None
@@ -50,7 +51,7 @@ def batch_semantics(
     if not mask.any(1).all():
         # Sequences were left out, say those without an end: the mean of -logp - entropy of the others need not be 0.
         entropy = None
-    if sampled and padded.old_logp is not None:
+    if sampled and padded.old_logp is not None and not (current and _is_the_engines(padded)):
         moved = (logp - padded.old_logp)[mask].nan_to_num().abs().mean()
         logp, entropy = padded.old_logp, entropy if moved < 0.01 else None
     elif padded.rollout_version is not None and padded.trainer_version is not None:
@@ -97,6 +98,13 @@ def _old_logp_of_sequences(batch: Batch) -> Semantics | None:
     gap, ratio = d.abs().mean().item(), mean_of(d.clamp(-50, 50).exp())
     sentence = f"the log-probs in old_logp {finding} (mean |d| {gap:.2g} over {len(d)} tokens)"
     return Semantics("per_sequence", len(d), gap, ratio, None, None, sentence)
+
+
+def _is_the_engines(batch: Batch) -> bool:
+    """Whether ``old_logp`` is ``rollout_logp`` under another name, so that it says nothing about it."""
+    assert batch.old_logp is not None and batch.rollout_logp is not None
+    same = batch.old_logp == batch.rollout_logp
+    return bool(same[batch.mask.bool() & batch.rollout_logp.isfinite()].all())
 
 
 def _wrong_old_logp(batch: Batch) -> Semantics | None:

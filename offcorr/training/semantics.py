@@ -54,12 +54,12 @@ FATAL_MASS, FATAL_SURPRISE, FATAL_RATIO = 0.02, 0.03, 0.2
 """Lost probability, mean of -logp - entropy (nats), and distance of the mean ratio from 1 where nothing explains it,
 from which a training should not begin."""
 
-PLACEHOLDERS = 0.05
-"""Share of the tokens from which placeholders among the log-probs are the finding."""
-
 UNLIKELY, IMPOSSIBLE = -1.5, -50.0
 """The trainer's log-prob below which an engine's exact 0 is a placeholder; an engine's log-prob that is one, where the
 trainer's is not half as far."""
+
+LIKELY = (-0.7, -0.02)
+"""The trainer's log-probs, from and to, of tokens that a truncation may leave alone."""
 
 SEVERAL, NEARLY_ALL = 4, 0.9
 """Number of uncertain tokens from which a sequence shows that its log-probs are not those of single tokens; the share
@@ -127,7 +127,7 @@ class Semantics:
             - "unnormalised": the engine's probabilities do not sum to 1, as where a log-prob was divided by T;
             - "unlogged": the two agree, but the tokens were drawn from another distribution;
             - "shifted": the engine's log-probs belong to the next or the previous token;
-            - "placeholders": many of the engine's log-probs are 0, or another constant, in place of numbers;
+            - "placeholders": some of the engine's log-probs are 0, or another constant, in place of numbers;
             - "per_sequence": the engine's log-probs are averages or sums over a sequence, in place of one number per
               token; or those of ``old_logp`` are;
             - "differs": they differ in none of these ways;
@@ -265,10 +265,11 @@ def logprob_semantics(
         return result("placeholders", f"the engine reported the log-prob {e[0]:.3g} for every token")
     if finding := not_per_token(theirs, ours, seen):
         return result("per_sequence", f"the engine's log-probs {finding}")
-    stands_in = ((e == 0) & (t < UNLIKELY)) | ((e <= IMPOSSIBLE) & (t > e / 2))
-    if (share := stands_in.double().mean().item()) > PLACEHOLDERS:
+    stands_in = _placeholders(t, e)
+    if number := int(stands_in.sum()):
         constant = e[stands_in].mode().values.item()
-        return result("placeholders", f"the engine reported a placeholder, {constant:g}, for {share:.0%} of the tokens")
+        tokens = f"{number / len(e):.0%} of the tokens" if number > 0.01 * len(e) else f"{number} of the tokens"
+        return result("placeholders", f"the engine reported a placeholder, {constant:g}, for {tokens}")
     if neighbour := _shift(ours, theirs, seen):
         return result("shifted", f"the engine's log-probs are those of the {neighbour} token")
 
@@ -325,6 +326,19 @@ def logprob_semantics(
         )
         return Semantics("agrees", len(d), gap, ratio, None, surprise, sentence, same_weights)
     return result("agrees", "the engine's log-probs agree with the trainer's")
+
+
+def _placeholders(t: Tensor, e: Tensor) -> Tensor:
+    """[N] the tokens whose engine's log-prob cannot be that of a sampled token, given the trainer's."""
+    zero = e == 0
+    unlikely, likely = t < UNLIKELY, (t > LIKELY[0]) & (t < LIKELY[1])
+    odd = zero & unlikely
+    # A truncation leaves tokens alone, with a log-prob of 0: likely ones, far more often than others.
+    alone = likely.any() and zero[likely].double().mean() > 4 * zero[unlikely].double().mean()
+    alone = alone and zero[~unlikely].sum() > odd.sum()
+    if alone or odd.sum() < SEVERAL:
+        odd = torch.zeros_like(odd)
+    return odd | ((e <= IMPOSSIBLE) & (t > e / 2))
 
 
 def _tempered(

@@ -506,3 +506,29 @@ def test_a_wrong_old_logp_is_named_where_the_lag_is_0(engine, factor):
     assert step.semantics(wrong.replaced(trainer_version=4)) is None or engine != "absent"
     right = step.semantics(wrong.replaced(old_logp=logp))
     assert right is None if engine == "absent" else not right.wrong
+
+
+@pytest.mark.parametrize("value", [-9999.0, -100.0])
+@pytest.mark.parametrize("place", [0, 5, -1])
+def test_a_single_placeholder_is_no_shift_and_no_lost_mass(value, place):
+    logp, rollout_logp, mask, entropy = sampled()
+    rollout_logp[0, place] = value
+    found = logprob_semantics(logp, rollout_logp, mask, entropy=entropy)
+    assert found.kind == "placeholders" and f"a placeholder, {value:g}, for 1 of the tokens" in found.sentence
+
+
+def test_zeros_at_a_few_unlikely_tokens_are_no_truncation():
+    logp, rollout_logp, mask, entropy = sampled()
+    rows, places = (mask & (logp < -1.6)).nonzero(as_tuple=True)
+    rollout_logp[rows[:8], places[:8]] = 0.0
+    found = logprob_semantics(logp, rollout_logp, mask, entropy=entropy)
+    assert found.kind == "placeholders" and "a placeholder, 0, for" in found.sentence
+
+
+def test_an_old_logp_that_is_a_copy_of_the_engines_bears_nothing_out():
+    """Both are of another temperature, and equal to each other; the trainer's log-probs of now tell."""
+    logp, rollout_logp, mask, entropy = sampled(temperature=0.7)
+    step = Step(offcorr.get("minpro"))
+    batch = batch_of(logp, rollout_logp, mask, entropy, old_logp=rollout_logp)
+    found = step.semantics(step.place(batch), 1.0, True)
+    assert found.kind == "temperature" and "about 0.7" in found.sentence
