@@ -34,11 +34,8 @@ PLACEHOLDERS = {
 }
 """The warnings where ``placeholders`` holds."""
 
-NOT_PER_TOKEN = (
-    "logp is the same at every token of each sequence, and differs between sequences, as no log-prob of single tokens "
-    "does: were sums or means over the sequences passed?"
-)
-"""The warning where ``one_per_sequence`` holds."""
+NOT_PER_TOKEN = "{} {}, as no log-prob of single tokens does: were {} passed?"
+"""The warning where ``not_of_tokens`` says so."""
 
 BELOW_ZERO = {
     "entropy": "entropy is below 0 on valid tokens, as no entropy of a next-token distribution is: was sum p log p "
@@ -237,8 +234,11 @@ class Batch:
             values = getattr(self, name)
             if values is not None and placeholders(values.detach()[mask], logp):
                 warn_once(warning)
-        if one_per_sequence(logp, self._sequence_of_tokens()[mask]):
-            warn_once(NOT_PER_TOKEN)
+        sequence = self._sequence_of_tokens()[mask]
+        for name in ("logp", "old_logp", "rollout_logp"):
+            values = getattr(self, name)
+            if values is not None and (found := not_of_tokens(values.detach()[mask], sequence)):
+                warn_once(NOT_PER_TOKEN.format(name, *found))
         tokens = int(mask.sum())
         for name in _EITHER:
             values = getattr(self, name)
@@ -419,13 +419,19 @@ def above_zero(logp: Tensor) -> bool:
     return bool(((logp > 0.01) | ((logp > 1e-3) & (logp > 0).all())).any())
 
 
-def one_per_sequence(logp: Tensor, sequence: Tensor) -> bool:
-    """Whether these [N] are one number for each of several sequences, most of which have more than one token."""
+def not_of_tokens(logp: Tensor, sequence: Tensor) -> tuple[str, str] | None:
+    """How these [N] show that they are sums or means over several sequences, and which; None where they do not."""
     within = sequence.diff() == 0
     steps = logp.diff()
-    if within.sum() < max(8, len(within) // 2) or (steps[within] != 0).any():
-        return False
-    return bool((steps[~within].abs() > 1e-3).any())
+    inside, between = steps[within], steps[~within]
+    if len(inside) < max(8, len(within) // 2) or not len(between):
+        return None
+    if not inside.any():
+        differ = bool((between.abs() > 1e-3).any())  # one number everywhere was made up
+        return ("is the same at every token of each sequence", "sums or means over the sequences") if differ else None
+    if len(inside) >= 16 and inside.max() <= 0 and between.max() > 0:
+        return "never rises from token to token of a sequence", "running sums"
+    return None
 
 
 def placeholders(rollout_logp: Tensor, logp: Tensor) -> bool:

@@ -255,23 +255,32 @@ def test_placeholders_for_the_engines_log_probs_are_warned_of(values, warned):
 
 def test_sums_over_sequences_and_an_old_logp_of_zeros_are_warned_of():
     """Where every field has the sums, no comparison of two fields shows it."""
-    mask = torch.ones(3, 6, dtype=torch.bool)
+    mask = torch.ones(3, 12, dtype=torch.bool)
     mask[0, 3:] = False
-    logp = -torch.rand(3, 6, generator=torch.Generator().manual_seed(0)) - 1
-    sums = (logp * mask).sum(1, keepdim=True).expand(3, 6)
+    logp = -torch.rand(3, 12, generator=torch.Generator().manual_seed(0)) - 1
+    sums = (logp * mask).sum(1, keepdim=True).expand(3, 12)
     padded = {"logp": sums, "old_logp": sums, "mask": mask}
-    packed = {"logp": sums[mask], "mask": mask[mask], "cu_seqlens": torch.tensor([0, 3, 9, 15])}
+    packed = {"logp": sums[mask], "mask": mask[mask], "cu_seqlens": torch.tensor([0, 3, 15, 27])}
     for columns, make in ((padded, Batch), (packed, Batch.packed)):
         warn_again()
         with pytest.warns(RuntimeWarning, match="logp is the same at every token of each sequence"):
             make(advantages=torch.ones(3), **columns)
+    for name in ("logp", "old_logp", "rollout_logp"):
+        columns = {"logp": logp, "advantages": torch.ones(3), "mask": mask, name: (logp * mask).cumsum(1)}
+        warn_again()
+        with pytest.warns(RuntimeWarning, match=f"^{name} never rises .* running sums"):
+            Batch(**columns)
+        warn_again()
+        with pytest.warns(RuntimeWarning, match=f"^{name} is the same at every token .* sums or means over"):
+            Batch(**columns | {name: sums})
+    warn_again()
     with pytest.warns(RuntimeWarning, match="old_logp is 0 on valid tokens that are unlikely"):
-        Batch(logp=logp, old_logp=torch.zeros(3, 6), advantages=torch.ones(3), mask=mask)
+        Batch(logp=logp, old_logp=torch.zeros(3, 12), advantages=torch.ones(3), mask=mask)
     warn_again()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Batch(logp=logp, old_logp=logp, advantages=torch.ones(3), mask=mask)
-        Batch(logp=torch.full((3, 6), -1.0), advantages=torch.ones(3), mask=mask)  # one number everywhere: made up
+        Batch(logp=torch.full((3, 12), -1.0), advantages=torch.ones(3), mask=mask)  # one number everywhere: made up
 
 
 def test_a_field_that_a_batch_does_not_have():
