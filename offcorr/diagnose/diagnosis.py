@@ -12,7 +12,7 @@ import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, STAGES, Cause, Finding, Found, confidence
 from offcorr.diagnose.causes.policies import differs_by_itself
-from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.record import Record
 from offcorr.diagnose.steps import differing_steps
@@ -87,10 +87,15 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
             "no token has a log-prob of both sides: rollout_logp is NaN, old_logp is NaN, or mask is 0, everywhere"
         )
     with np.errstate(invalid="ignore", over="ignore"):  # infinite log-probs are data
-        numbers = _numbers(evidence) | whole
         differing, of_steps = differing_steps(evidence)
         findings, left = _explain(differing, of_steps)
-        cannot = open_questions(evidence, [finding.cause for finding in findings])
+        questions = []
+        if (current := _without_copies(evidence)) and (found := _explain(current))[0]:
+            if CAUSES[found[0][0].cause].stage in OF_NO_UPDATE:
+                evidence, (findings, left) = current, found
+                questions = [COPIED]
+        numbers = _numbers(evidence) | whole
+        cannot = [*questions, *open_questions(evidence, [finding.cause for finding in findings])]
     # The trainer's updates are a gap of their own, between logp and old_logp, while other shares are of mean |d|.  Of
     # two policies that differ and these updates the larger gap comes first; what is logged or drawn wrongly precedes.
     moved = evidence.moved if not all(one.of_d for one in findings) else 0.0
@@ -100,6 +105,26 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         return Report(findings[0].cause, findings[0].confidence, findings, cannot, numbers, evidence)
     verdict, sure = without_cause(left)
     return Report(verdict, min(sure, DRAWS_UNKNOWN), (), cannot, numbers, evidence)
+
+
+OF_NO_UPDATE = ("values", "sampling")
+"""The stages of the causes that no update of the weights leaves."""
+
+COPIED = (
+    "what the trainer's log-probs were before its updates on the batch: old_logp is rollout_logp, number for number, "
+    "so that logp was compared in its place. To find out, log as old_logp what the trainer computes"
+)
+
+
+def _without_copies(evidence: Evidence) -> Evidence | None:
+    """``logp`` in place of an ``old_logp`` that is a copy of ``rollout_logp``; None where it is no copy, or ``logp``
+    is one, too.
+    """
+    if not np.array_equal(evidence.trainer, evidence.sampler) or evidence.moved <= SAME:
+        return None
+    return Evidence.of(
+        [dataclasses.replace(one, old_logp=one.logp, logp=None) for one in evidence.records if one.logp is not None]
+    )
 
 
 DRAWS_UNKNOWN = 0.9

@@ -11,6 +11,7 @@ import numpy as np
 from offcorr.diagnose.causes import CAUSES, Finding
 from offcorr.diagnose.causes.policies import EARLIER, FAR, same_version
 from offcorr.diagnose.causes.profile import Profile
+from offcorr.diagnose.causes.unlogged import SELECTED
 from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import HIDDEN_BY_DROPOUT, open_questions
@@ -136,6 +137,8 @@ def informed(report: Report, rescored: Rescored) -> Report:
     others = [_refuted(one, rescored) for one in others]
     cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
     cannot_tell = [_not_yet_done(one, rescored) for one in cannot_tell]
+    if silent is not None and not SELECTED.settled(report.evidence):
+        cannot_tell.append(f"whether the cause is {silent.cause} or {SELECTED.words}. To find out, {SELECTED.how}")
     if any(_trainer_is_off(one, rescored) for one in found) and "dropout" not in {one.cause for one in others}:
         cannot_tell.append(WHAT_THE_TRAINER_DID.format(off=rescored.trainer))
     if gap is None and rescored.gap > EXACTLY * rescored.logged and "dropout" in {one.cause for one in others}:
@@ -156,7 +159,7 @@ def _beside_the_trainer(finding: Finding, rescored: Rescored) -> Finding:
 
     The difference between model and trainer is taken to have nothing to do with that between model and sampler.
     """
-    if rescored.trainer <= EXACTLY * rescored.logged:
+    if rescored.trainer <= EXACTLY * rescored.logged or rescored.logged <= SAME:
         return finding
     left = math.hypot(rescored.trainer, (1 - finding.share) * rescored.gap)
     said = (

@@ -486,6 +486,8 @@ def _read(file: Path, name: str | None) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
+    if (folder := str(file.parent)) not in sys.path:
+        sys.path.append(folder)  # the file may import its neighbours, as a script does
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -974,3 +974,26 @@ def test_weights_that_are_the_trainers_from_one_token_on_were_swapped(size):
     report = diagnose(made.records())
     assert [one.cause for one in report.causes] == ["weights_swapped"] and report.confidence > 0.65
     assert "agree in the last part of the completion" in report.causes[0].evidence
+
+
+@pytest.mark.parametrize(("name", "named"), [("shift", "shift"), ("temperature", "temperature")])
+def test_an_old_logp_that_is_a_copy_of_the_samplers_does_not_hide_what_is_wrong(name, named):
+    """The trainer's log-probs of now tell a shift or a temperature, which no update of the weights leaves."""
+    records = [
+        dataclasses.replace(one, logp=one.old_logp, old_logp=one.rollout_logp.copy()) for one in world(name).records()
+    ]
+    report = diagnose(records)
+    assert report.verdict == named and any("number for number" in question for question in report.cannot_tell)
+    updated = [dataclasses.replace(one, logp=one.old_logp) for one in world("policy_updates").records()]
+    assert not any("number for number" in question for question in diagnose(updated).cannot_tell)
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 1.0), (0.0, 1.0)])
+def test_sequences_that_were_chosen_by_their_reward_may_look_like_a_temperature(rewards):
+    records = [
+        dataclasses.replace(one, reward=rewards[row % 2])
+        for row, one in enumerate(world("temperature_silent").records())
+    ]
+    report = diagnose(records)
+    asked = any("chosen by their rewards" in question for question in report.cannot_tell)
+    assert report.verdict == "temperature_silent" and asked == (rewards == (1.0, 1.0))

@@ -54,12 +54,14 @@ class Alternative(NamedTuple):
         how: the way to find out that needs no further field.
         fields: of a record; they would decide, where the dump lacks them.
         settled: whether the evidence excludes the alternative.
+        cause: the id of the cause that it is; where that is named, too, there is no question.
     """
 
     words: str
     how: str
     fields: tuple[str, ...] = ()
     settled: Callable[[Evidence], bool] = _never
+    cause: str = ""
 
 
 class Cause(ABC):

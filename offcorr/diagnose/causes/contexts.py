@@ -210,7 +210,11 @@ class TruncatedPrompt(Cause):
         "set the same longest prompt on both sides (TRL: vllm_max_model_length; vLLM: max_model_len) "
         "and carry the history's token ids from turn to turn (offcorr.tokens)"
     )
-    not_told_from = (OLD_CACHE, OLDER_WEIGHTS)
+    not_told_from = (
+        Alternative("another prompt of the same length (chat_template)", "compare their prompt ids"),
+        OLD_CACHE,
+        OLDER_WEIGHTS,
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         if evidence.gap < evidence.floor:

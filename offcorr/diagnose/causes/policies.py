@@ -7,7 +7,7 @@ import numpy as np
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
-from offcorr.diagnose.causes.sampling import away, power
+from offcorr.diagnose.causes.sampling import SIGNIFICANT, away, power
 from offcorr.diagnose.causes.values import GROSS
 from offcorr.diagnose.evidence import SAME, Estimate, Evidence, mean_by_sequence
 
@@ -352,20 +352,29 @@ def _may_fade(evidence: Evidence, typical: float) -> bool:
     return typical > -1.8 or first < -1.5 or first > 2 or (noise(evidence) and not repeatable(evidence))
 
 
+def _drawn_sharper(evidence: Evidence) -> bool:
+    """Whether the tokens are likelier than draws from the trainer's distributions, as below its temperature."""
+    return evidence.balanced and evidence.balance is not None and evidence.balance.z < -SIGNIFICANT
+
+
 OTHER_TEMPERATURE = Alternative(
-    "a temperature that one side applies and the other does not",
+    "a temperature that one side applies and the other does not, alone or besides",
     "give --model",
     fields=("entropy",),
     # Where the updates since have moved logp from old_logp, that difference has the age, or some of it.
     settled=lambda evidence: (
-        evidence.with_entropy is not None
-        or growth(evidence) is not None
-        or (older(evidence) and evidence.moved < 10 * SAME)
+        not _drawn_sharper(evidence)
+        and (
+            evidence.with_entropy is not None
+            or growth(evidence) is not None
+            or (older(evidence) and evidence.moved < 10 * SAME)
+        )
     ),
+    cause="temperature",
 )
 
 COARSE_PRECISION = Alternative(
-    "a coarse precision of the sampler's weights, such as int4 or fp8",
+    "a coarse precision of the sampler's weights, such as int4 or fp8 (int8, in a model that bears rounding badly)",
     "give --model, or look at the engine's quantisation",
     settled=lambda evidence: _lag_in_d(evidence) or Profile.of(evidence).mean >= COARSE,
 )
@@ -384,6 +393,12 @@ class StaleWeights(Cause):
         "topr only where the model already solves a good part of the tasks (`offcorr methods` lists them all)"
     )
     not_told_from = (
+        Alternative(
+            "weights of the sampler that are newer than those the trainer scored with",
+            "compare when each side got its weights",
+            fields=VERSIONS,
+            settled=versioned,
+        ),
         Alternative(
             "an adapter that never reached the sampler",
             "give --model, with the adapter apart",

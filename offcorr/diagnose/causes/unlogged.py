@@ -34,6 +34,12 @@ def _other_policies(evidence: Evidence) -> float:
 
 OPTIONS = "give --model, or read the engine's sampling options"
 
+SELECTED = Alternative(
+    "sequences that were chosen by their rewards or their likelihood, such as the correct ones or the best of several",
+    "dump every sequence that was sampled",
+    settled=lambda evidence: len({one.reward for one in evidence.records} - {None}) > 1,
+)
+
 UNSURE = 0.35
 """Margin of a cause that others are like, at most: a confidence of .65."""
 
@@ -51,6 +57,7 @@ class TemperatureSilent(Cause):
     title = "the sampler applies a temperature, and both sides log log-probs without it"
     advice = f"set the sampler's temperature= for the trainer, too, and {PROCESSED}"
     not_told_from = (
+        SELECTED,
         Alternative("a truncation (top_p, top_k, min_p)", OPTIONS, settled=lambda evidence: _surprise(evidence) > 0),
         Alternative(
             "a penalty on repeated tokens, or other weights that sampled than scored",
@@ -82,7 +89,7 @@ class TopPSilent(Cause):
     stage = "unlogged"
     title = "the sampler truncates (top_p), and both sides log log-probs of the untruncated distribution"
     advice = f"sample with top_p=1.0, top_k=0, min_p=0.0 and the trainer's temperature, and {PROCESSED}"
-    not_told_from = (Alternative("a low temperature", OPTIONS),)
+    not_told_from = (SELECTED, Alternative("a low temperature", OPTIONS))
 
     def found(self, evidence: Evidence) -> Found | None:
         where, of_steps, rest = surprising_steps(evidence)
