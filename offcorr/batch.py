@@ -420,7 +420,7 @@ def above_zero(logp: Tensor) -> bool:
 
 
 def not_of_tokens(logp: Tensor, sequence: Tensor) -> tuple[str, str] | None:
-    """How these [N] show that they are sums or means over several sequences, and which; None where they do not."""
+    """In words, that these [N] are sums or means over several sequences, and which; None where nothing shows it."""
     within = sequence.diff() == 0
     steps = logp.diff()
     inside, between = steps[within], steps[~within]

@@ -912,8 +912,8 @@ MUTATIONS = [
     Mutation(
         "a loss with an engine weight is told that one may be worth it",
         "offcorr/training/step.py",
-        '"rollout_logp" in self._correction.needs',
-        "False",
+        'return open_ratio or "rollout_logp" in loss.needs',
+        "return open_ratio",
         "tests/training/test_semantics.py may_be_worth_it",
     ),
     Mutation(
@@ -1073,8 +1073,8 @@ MUTATIONS = [
     Mutation(
         "an option that TRL's KL reads is called ignored",
         "offcorr/trl/config.py",
-        'if "importance_sampling_level" in ignored and weights_kl(args) else ""',
-        'if "importance_sampling_level" in ignored and False else ""',
+        'if "importance_sampling_level" in ignored and weights_kl(args) else',
+        'if "importance_sampling_level" in ignored and False else',
         f"{TRL}::test_an_option_that_trls_kl_still_reads_is_not_called_ignored_alone",
     ),
     Mutation(
@@ -2329,9 +2329,58 @@ MUTATIONS = [
     Mutation(
         "diagnose --model: a share of the gap is a share of d",
         "offcorr/diagnose/informed.py",
-        "found = [_beside_the_trainer(one, rescored) if one is gap else one for one in found]",
+        "found = [beside if one is gap else one for one in found]",
         "pass",
         "tests/diagnose/test_rescore.py beside_dropout",
+    ),
+    Mutation(
+        "diagnose: log-probs in base 10 are divided by a temperature",
+        "offcorr/diagnose/causes/quantities.py",
+        "for base in (2, 10):",
+        "for base in (2,):",
+        "tests/diagnose/test_causes.py another_quantity",
+    ),
+    Mutation(
+        "diagnose: a clamp changes all uncertain tokens",
+        "offcorr/diagnose/causes/quantities.py",
+        "if at_bound.sum() >= AT_BOUND",
+        "if False and at_bound.sum() >= AT_BOUND",
+        "tests/diagnose/test_causes.py another_quantity",
+    ),
+    Mutation(
+        "diagnose: a copied old_logp is clean",
+        "offcorr/diagnose/diagnosis.py",
+        "if not np.array_equal(evidence.trainer, evidence.sampler) or",
+        "if True or not np.array_equal(evidence.trainer, evidence.sampler) or",
+        "tests/diagnose/test_causes.py copy_of_the_samplers",
+    ),
+    Mutation(
+        "the engine's alarm is put down to the trainer's updates",
+        "offcorr/training/named_cause.py",
+        "    if len(left) == len(report.causes):",
+        "    if True:",
+        "tests/training/test_monitor_causes.py put_down",
+    ),
+    Mutation(
+        "a single placeholder is a shift",
+        "offcorr/training/semantics.py",
+        "if number := int(stands_in.sum()):",
+        "if (number := int(stands_in.sum())) > 0.05 * len(e):",
+        "tests/training/test_semantics.py single_placeholder",
+    ),
+    Mutation(
+        "the last updates of a run are in no number",
+        "recipes/grpo.py",
+        "control.should_log = True  # the last",
+        "pass  # the last",
+        "tests/recipes/test_summary.py last_updates",
+    ),
+    Mutation(
+        "check: no sequence of a single token",
+        "offcorr/testing.py",
+        "for one in (batch, short):",
+        "for one in (batch,):",
+        "tests/test_testing.py single_token",
     ),
     Mutation(
         "diagnose: shares are exact",
