@@ -2369,13 +2369,6 @@ MUTATIONS = [
         "tests/training/test_semantics.py single_placeholder",
     ),
     Mutation(
-        "the last updates of a run are in no number",
-        "recipes/grpo.py",
-        "control.should_log = True  # the last",
-        "pass  # the last",
-        "tests/recipes/test_summary.py last_updates",
-    ),
-    Mutation(
         "check: no sequence of a single token",
         "offcorr/testing.py",
         "for one in (batch, short):",
