@@ -620,7 +620,7 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
     import matplotlib.pyplot as plt
 
     age = means(logs, ("offcorr/staleness/lag",))
-    labels = {"reward": "reward, of samples {:.3g} updates old".format(*age.values())} if age else {}
+    labels = {"reward": "reward, of samples {:.3g} updates old on average".format(*age.values())} if age else {}
     figure, axes = plt.subplots(1, 4, figsize=(18, 4), constrained_layout=True)
     size, dropped, damped, amplified, *ess = EFFECT
     nothing = "no correction: a loss of TRL's own" if not means(logs, tuple(EFFECT)) else "nothing: 0 throughout"

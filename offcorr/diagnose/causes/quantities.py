@@ -24,6 +24,9 @@ AT_BOUND = 8
 SMALLEST_ADDED = 1e-6
 """The least that was added to each probability, before the logarithm, to be told from rounding."""
 
+FEWEST_TOKENS, MOST_ROWS = 8, 512
+"""Tokens of a sequence, at least, by which it is known again; sequences of one length, at most, that are compared."""
+
 FARTHEST = 3.0
 """|d| (nats) that counts at most, so that a few tokens do not decide."""
 
@@ -34,10 +37,10 @@ class OtherQuantity(Cause):
     id = "other_quantity"
     stage = "values"
     robust = True
-    title = "the values of one side are no log-probs, but another quantity"
+    title = "the values of one side are another quantity than the log-probs of these tokens"
     advice = (
-        "log ln p of each token, where p is its own probability: not p itself, -ln p, a sum over tokens or a logarithm "
-        "to another base, with no bound and with nothing added to p"
+        "log, in the order of the rows, ln p of each token, where p is its own probability: not p itself, -ln p, a sum "
+        "over tokens or a logarithm to another base, with no bound and with nothing added to p"
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -51,6 +54,8 @@ class OtherQuantity(Cause):
                 left = _distance(undone - wanted)
                 if left < most * own:
                     fitted.append((left, side, words, undone))
+        if (rows := _other_rows(evidence)) is not None and (left := _distance(rows - evidence.trainer)) < FITS * own:
+            fitted.append((left, "sampler", "those of other sequences, as of rows in another order", rows))
         if not fitted:
             return None
         left, side, words, undone = min(fitted, key=lambda one: one[0])
@@ -63,6 +68,23 @@ class OtherQuantity(Cause):
             f"the {side}'s values are {words}: mean |d| is {evidence.gap:.2g} nats, and {left:.2g} once that is undone",
             dataclasses.replace(evidence, **changed),
         )
+
+
+def _other_rows(evidence: Evidence) -> Floats | None:
+    """[N] for each sequence the sampler's values of the one of the same length that fit it best; None where most fit
+    best as they are.
+    """
+    starts = np.flatnonzero(np.diff(evidence.sequence, prepend=-1))
+    lengths = np.diff(np.append(starts, len(evidence)))
+    undone, moved = evidence.sampler.copy(), 0
+    for length in np.unique(lengths[lengths >= FEWEST_TOKENS]):
+        first = starts[lengths == length][:MOST_ROWS]
+        tokens = first[:, None] + np.arange(length)
+        trainer, sampler = evidence.trainer[tokens], evidence.sampler[tokens]
+        best = np.array([np.abs(row - sampler).mean(1).argmin() for row in trainer])
+        moved += int((best != np.arange(len(first))).sum())
+        undone[tokens] = sampler[best]
+    return undone if moved > len(starts) / 2 else None
 
 
 def _distance(d: Floats) -> float:

@@ -645,7 +645,15 @@ class TopK(Cause):
     stage = "sampling"
     title = "the sampler draws from the top_k likeliest tokens"
     advice = ADVICE
-    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, BAN)
+    not_told_from = (
+        BLURRED_TOP_P,
+        OTHER_TRUNCATION,
+        BAN,
+        Alternative(
+            "log-probs of the trainer that were divided by its temperature after the softmax",
+            "compare how each side computes its log-probs, or give --model",
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -656,7 +664,12 @@ class TopK(Cause):
             "token has probability 1 at the sampler, as some have under min_p"
         )
         # Other weights that were sampled at another temperature than is logged leave this, too.
-        return _truncated(evidence, found, said, 0.1 if found.among_others else 2.0)
+        named = _truncated(evidence, found, said, 0.1 if found.among_others else 2.0)
+        return named._replace(surest=min(named.surest, UNSURE_OF_TOP_K))
+
+
+UNSURE_OF_TOP_K = 0.8
+"""The most that a top_k is sure: the trainer's probabilities may sum to less than 1 as well."""
 
 
 def _no_top_p(found: Kept) -> str:

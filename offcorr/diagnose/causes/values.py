@@ -410,7 +410,8 @@ def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
     # moved while the sampler's did not.  Either way the token is the same.
     repeated = (times >= max(FEWEST, 0.002 * len(sampler))) & (far > 0.7) & (spread > 0.3) & (ends < 0.9)
     repeated &= tokens > 1
-    if not evidence.as_logged or _all_bf16(sampler):  # few numbers are left to the values, which return by chance
+    # Few numbers are left to bf16 values, which return by chance; and of other tokens any value is far off.
+    if not evidence.as_logged or _all_bf16(sampler) or evidence.unrelated:
         repeated[:] = False
     repeated &= values < -1e-6
     odd |= repeated[inverse]
