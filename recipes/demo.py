@@ -38,7 +38,20 @@ if not torch.cuda.is_available():
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from grpo import ALIKE, CAPTION, EFFECT, MISMATCH, accuracy, diagnose, lines, means, series, shortened, to_scale  # noqa: E402
+from grpo import (  # noqa: E402
+    ALIKE,
+    CAPTION,
+    EFFECT,
+    MISMATCH,
+    accuracy,
+    diagnose,
+    lines,
+    means,
+    sampled_by_model,
+    series,
+    shortened,
+    to_scale,
+)
 
 LAG, PRECISION = 16, "int8"
 SHORT = 12  # updates of a run of --short
@@ -322,6 +335,7 @@ def next_commands(dump: Path, tokenizer: str, seed: int) -> str:
         dump: the folder of a run's sequences; tokenizer: that of its start model.
         seed: of the demo, so that a run begins with the same model.
     """
+    model, _ = sampled_by_model(dump, [Path(dump).parent], tokenizer)
     # `make` has the environment on its PATH, where the user's shell need not have it.
     on_path = sys.prefix == sys.base_prefix or {"VIRTUAL_ENV", "CONDA_PREFIX"} & os.environ.keys()
     python = min(sys.executable, os.path.relpath(sys.executable), key=len)
@@ -335,7 +349,7 @@ def next_commands(dump: Path, tokenizer: str, seed: int) -> str:
         "A run of your own (a lower learning rate, and four updates for each generation):\n"
         f"  {offcorr} train --loss_type minpro --lag {LAG} --precision {PRECISION} --seed {seed}\n"
         "Why trainer and sampler disagree in a run:\n"
-        f"  {diagnose(dump, tokenizer, offcorr='OFFCORR').replace('OFFCORR', offcorr, 1)}\n"
+        f"  {diagnose(dump, tokenizer, model, offcorr='OFFCORR').replace('OFFCORR', offcorr, 1)}\n"
         "What a method is:\n"
         f"  {offcorr} methods minpro\n"
         "Bias and variance of several, in seconds:\n"

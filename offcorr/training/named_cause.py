@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from offcorr.diagnose import CAUSES, Record, Report
 from offcorr.diagnose.causes import confidence
 from offcorr.diagnose.causes.over_steps import growth
-from offcorr.diagnose.causes.policies import gap_without_age, older
+from offcorr.diagnose.causes.policies import gap_without_age, older, versioned
 from offcorr.diagnose.causes.sampling import ALSO_UPDATES
 from offcorr.training.alarms import ADVICE
 from offcorr.training.last_batches import NothingToCompare
@@ -66,6 +66,8 @@ OWN_LAG = (
 )
 
 APART = "; anchor='snapshot' measures the lag and the engine's own mismatch apart"
+
+ALSO_A_LAG = "a sampler that stays some updates behind leaves the same until k3 levels off (no version tells)"
 
 REPORTED = "where the sampler is to stay behind, return rollout_version, so that the lag is known"
 
@@ -325,18 +327,19 @@ def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCa
     older_by_log = evidence is not None and older(evidence)
     if series.name == "surprise" or named.cause not in OF_AGE or not series.never_fell or older_by_log:
         return named
+    also = () if evidence is not None and versioned(evidence) else (ALSO_A_LAG,)
     if series.agreed_steps >= SEVERAL:
         said = (
             f"sampler and trainer agreed up to step {series.agreed_until}, and k3 has grown since, to "
             f"{series.size:.2g}: updates have not reached the sampler since step {series.agreed_until}"
         )
-        return NamedCause("adapter_not_synced", named.confidence, (said,), f"{LOST_UPDATES}; {REPORTED}")
+        return NamedCause("adapter_not_synced", named.confidence, (said, *also), f"{LOST_UPDATES}; {REPORTED}")
     said = (
         f"sampler and trainer agreed at the first step, and k3 was the largest so far in {series.highs} of the "
         f"{series.steps - 1} steps since: it looks as if the sampler was never updated, as a copy of the model that "
         "gets no new weights"
     )
-    return NamedCause("adapter_not_synced", named.confidence, (said,), f"{LOST_UPDATES}; {REPORTED}")
+    return NamedCause("adapter_not_synced", named.confidence, (said, *also), f"{LOST_UPDATES}; {REPORTED}")
 
 
 def _sharpened(named: NamedCause, series: Series) -> bool:

@@ -487,7 +487,11 @@ class Step:
             weighted = self.monitor.masked(batch)
             self.add(self.monitor.masking(batch))
         out = self.correction(
-            weighted, denominator=self.denominator, statistics=self.statistics, kept=kept, anchored=True
+            weighted,
+            denominator=self.denominator,
+            statistics=self.statistics,
+            kept=kept,
+            anchored=self._placed is not None,  # else the correction warns of a batch without old_logp
         )
         self.observe(batch, out.metrics, last=last, on_policy=on_policy, ids=ids, coefficient=out.coefficient)
         return out

@@ -679,3 +679,16 @@ def test_the_correction_of_a_step_cannot_be_set():
     ):
         step.correction = offcorr.get("dapo")
     assert step.correction.method == "ppo"
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_batch_that_was_not_placed_and_has_no_old_logp_is_warned_of(placed):
+    """Its loss would be REINFORCE, whatever the anchor: ``place`` gives it ``old_logp``."""
+    checks.warn_again()
+    batch = dataclasses.replace(offcorr.testing.example(), old_logp=None)
+    step = Step(offcorr.get("dapo"), anchor=Rollout())
+    step.begin(sequences=batch.sequences, tokens=int(batch.mask.sum()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.loss(step.place(batch) if placed else batch)
+    assert any("old_logp is None, and 'dapo' compares with it" in str(one.message) for one in caught) == (not placed)
