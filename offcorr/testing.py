@@ -264,7 +264,8 @@ def coefficient_is_the_gradient(loss_fn: Correction) -> None:
     """Gate and ratio state the derivatives of their values, and the coefficient is the gradient of the loss."""
     # The wide ones have ratios from e^-16 to e^16, where the second bound of a clip or a soft gate's tail is reached.
     above = _per_token_advantages(example(seed=3, spread=8.0))
-    below = dataclasses.replace(above, logp=above.old_logp, old_logp=above.logp)
+    exchanged: dict[str, Any] = {"logp": above.old_logp, "old_logp": above.logp}
+    below = dataclasses.replace(above, **exchanged)
     for batch in (example(), _per_token_advantages(example(seed=1)), example(seed=2, spread=2.0), above, below):
         logp = batch.logp.clone().requires_grad_()
         batch = dataclasses.replace(batch, logp=logp)
