@@ -2196,7 +2196,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: values on the grid of bfloat16 are placeholders",
         "offcorr/diagnose/causes/values.py",
-        "if not evidence.as_logged or _all_bf16(sampler):",
+        "if not evidence.as_logged or _all_bf16(sampler) or evidence.unrelated:",
         "if False:",
         "tests/diagnose/test_causes.py return_by_chance",
     ),
