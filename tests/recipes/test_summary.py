@@ -183,7 +183,7 @@ def test_the_picture_has_no_empty_and_no_constant_zero_line(monkeypatch, tmp_pat
     for entries, curves, texts in panels.values():
         assert len(entries) == len(curves) and bool(curves) != bool(texts)
         assert all(len(line.get_ydata()) and any(line.get_ydata()) for line in curves)
-    assert panels["reward"][0] == ["eval_reward", "reward, of samples 2 updates old"]
+    assert panels["reward"][0] == ["eval_reward", "reward, of samples 2 updates old on average"]
     assert panels["mismatch"][0] == ["staleness/abs_mean"]  # the engine's is 0 all the time
     said = {title: texts for title, (_, _, texts) in panels.items() if texts}
     effects = ("effect of the correction", "effective sample size")
