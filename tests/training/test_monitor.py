@@ -453,7 +453,9 @@ def test_the_cause_is_named_on_the_batches_at_hand():
 
     def name_cause(records):
         seen.append([record.step for record in records])
-        causes = [SimpleNamespace(cause=cause, advice=told, evidence=f"{cause}!") for cause, told in advice.items()]
+        causes = [
+            SimpleNamespace(cause=name, advice=told, evidence=f"{name}!", of_d=True) for name, told in advice.items()
+        ]
         return SimpleNamespace(verdict="stale_weights", confidence=0.75, causes=causes)
 
     monitor = quiet(name_cause=name_cause)
