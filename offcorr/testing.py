@@ -351,8 +351,6 @@ CHECKS: dict[str, Callable[[Correction], None]] = {
     for run in (
         equal_answers,
         finite_on_ordinary_batches,
-        coefficient_is_the_gradient,
-        on_policy_gradient,
         blind_under_the_mask,
         splitting,
         groups_apart,
@@ -360,6 +358,8 @@ CHECKS: dict[str, Callable[[Correction], None]] = {
         masked_tokens_have_no_effect,
         padding_has_no_effect,
         packed_equals_padded,
+        coefficient_is_the_gradient,  # after the ones above: what couples tokens has a wrong derivative, too
+        on_policy_gradient,
         config_round_trip,
         finite_under_extremes,
         no_advantage_no_gradient,

@@ -548,6 +548,22 @@ def test_a_field_that_reaches_no_function_is_found():
 
 
 @dataclass(frozen=True)
+class OverTheMean(gates.Gate):
+    """Divided by a mean over all tokens, as only a controller may."""
+
+    @staticmethod
+    def surrogate(log_ratio):
+        ratio = ops.exp(log_ratio)
+        return ratio / ratio.mean(), ratio / ratio.mean()
+
+
+def test_tokens_that_a_gate_couples_are_not_blamed_on_its_derivative():
+    """Of which autograd sees the mean's part, too."""
+    with pytest.raises(AssertionError, match="OverTheMean: splitting: sum of micro-batch losses"):
+        testing.check(offcorr.Correction(gate=OverTheMean()))
+
+
+@dataclass(frozen=True)
 class EngineWeight(AtAQuantile):
     """A controller that counts the engine, and does not say so."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import trl
 
 import offcorr
+from offcorr.methods.registry import catalogue
 from offcorr.stages.checks import nearest, one_of, outside
 from offcorr.training.alarms import ACTIONS
 from offcorr.training.anchors import ANCHORS
@@ -31,16 +32,16 @@ MAPPINGS = {"loss_kwargs": '{"eps_high": 0.28}', "anchor_kwargs": '{"window": 16
 """The options that are mappings, each with an example."""
 
 TRL_LOSS_OPTIONS = {
-    "epsilon": "eps_low",
-    "epsilon_high": "eps_high, or cap for cispo",
-    "delta": "dual_clip",
+    "epsilon": ("eps_low",),
+    "epsilon_high": ("eps_high", "cap"),
+    "delta": ("dual_clip",),
     "importance_sampling_level": "the method itself (gspo, luspo) or its ratio",
-    "sapo_temperature_pos": "tau_pos",
-    "sapo_temperature_neg": "tau_neg",
-    "vespo_k_pos": "k_pos",
-    "vespo_lambda_pos": "lam_pos",
-    "vespo_k_neg": "k_neg",
-    "vespo_lambda_neg": "lam_neg",
+    "sapo_temperature_pos": ("tau_pos",),
+    "sapo_temperature_neg": ("tau_neg",),
+    "vespo_k_pos": ("k_pos",),
+    "vespo_lambda_pos": ("lam_pos",),
+    "vespo_k_neg": ("k_neg",),
+    "vespo_lambda_neg": ("lam_neg",),
     "off_policy_mask_threshold": 'reject={"name": "opsm", "delta": ...}',
     "vllm_importance_sampling_correction": "weight=None and reject=None, or a loss that compares with no engine",
     "vllm_importance_sampling_mode": 'weight={"name": "truncate", "cap": ...} or {"name": "mask", ...}',
@@ -48,7 +49,8 @@ TRL_LOSS_OPTIONS = {
     "vllm_importance_sampling_clip_min": 'the low of weight={"name": "mask", "low": ...}',
     "vllm_importance_sampling_cap": 'the cap of weight={"name": "truncate", "cap": ...}',
 }
-"""The options of TRL's own losses, which a correction ignores, and the option with the same effect here."""
+"""The options of TRL's own losses, which a correction ignores, and what has the same effect here: a method's options of
+these names, where it has one, or what is said."""
 
 TRL_DEFAULTS = {name: f.default for name, f in trl.GRPOConfig.__dataclass_fields__.items()}
 """The defaults of TRL's options, as TRL has them: its class may be replaced after this library was imported."""
@@ -411,14 +413,32 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
     if "vllm_importance_sampling_cap" in ignored:  # which TRL copies
         ignored.pop("vllm_importance_sampling_clip_max", None)
     if "epsilon" in ignored and getattr(args, "epsilon_high", None) is None:  # which TRL then takes for both
-        ignored["epsilon"] = "eps_low and eps_high"
+        ignored["epsilon"] = ("eps_low", "eps_high")
     if ignored:
-        listed = ", ".join(f"{name}={getattr(args, name)!r} (here: {instead})" for name, instead in ignored.items())
-        but = KL_READS_IT if "importance_sampling_level" in ignored and weights_kl(args) else ": use loss_kwargs"
+        listed = ", ".join(
+            f"{name}={getattr(args, name)!r} ({_has_instead(correction.method, instead)})"
+            for name, instead in ignored.items()
+        )
+        but = (
+            KL_READS_IT
+            if "importance_sampling_level" in ignored and weights_kl(args)
+            else ": use loss_kwargs" * ("(here:" in listed)
+        )
         warnings.warn(
             f"TRL's own losses read {listed}; the correction {correction.method!r} ignores this{but}",
             stacklevel=outside(),
         )
+
+
+def _has_instead(method: str, instead: str | tuple[str, ...]) -> str:
+    """What a method has in place of an option of TRL's, for a sentence about that option."""
+    if isinstance(instead, str):
+        return f"here: {instead}"
+    known = {one.name: one for one in catalogue()}.get(method)
+    if known is None:  # a correction of the user's own
+        return f"here: {' or '.join(instead)}, where a method has it"
+    own = [name for name in instead if name in known.options]
+    return f"here: {' and '.join(own)}" if own else f"{method!r} has nothing like it"
 
 
 KL_READS_IT = (

@@ -890,6 +890,24 @@ def test_an_option_that_trls_kl_still_reads_is_not_called_ignored_alone():
     assert "KL" not in unweighted
 
 
+@pytest.mark.parametrize(
+    ("loss_type", "option", "said"),
+    [
+        (
+            "minpro",
+            {"epsilon": 0.1},
+            "epsilon=0.1 (here: eps_low and eps_high); the correction 'minpro' ignores this: ",
+        ),
+        ("offcorr:cispo", {"epsilon_high": 3.0}, "epsilon_high=3.0 (here: cap)"),
+        ("minpro", {"delta": 3.0}, "delta=3.0 ('minpro' has nothing like it); the correction 'minpro' ignores this"),
+    ],
+)
+def test_an_ignored_option_is_named_with_the_one_that_this_method_has(loss_type, option, said):
+    (warning,) = warnings_of_ignored(loss_type, **option)
+    assert said in warning
+    assert warning.endswith("use loss_kwargs") == ("(here:" in warning)
+
+
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_first_line_says_that_the_kl_is_weighted(make_trainer, replay, caplog, weighted):
     """Then the logged kl depends on the anchor."""
