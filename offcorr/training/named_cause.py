@@ -60,9 +60,8 @@ BY_VERSIONS = 0.8
 """Confidence in old weights where the versions stand still: the sampler may have weights that it does not report."""
 
 OWN_LAG = (
-    "this run's own lag of {lag}, which its sampler is set to, makes such a gap, so there is no fault to look for. A "
-    "loss that compares with the weights that sampled corrects for it (minpro; docs/which.md); a smaller lag or "
-    "learning rate makes it smaller"
+    "this run's own lag of {lag}, which its sampler is set to, makes such a gap, so there is no fault to look for. "
+    "Which losses correct for it, docs/which.md says; a smaller lag or learning rate makes it smaller"
 )
 
 APART = "; anchor='snapshot' measures the lag and the engine's own mismatch apart"

@@ -48,7 +48,7 @@ class Linear:
         """
         if not 0 <= done <= 1:
             raise ValueError(f"done is {done!r}, expected the share of the training that is done, between 0 and 1")
-        return (1 - done) * self.start + done * self.end
+        return float(f"{(1 - done) * self.start + done * self.end:.12g}")  # .42, not .42000000000000004
 
 
 @dataclass(frozen=True)
