@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from offcorr.methods.registry import available
 from offcorr.stages.checks import nearest
 
 __all__ = ["Option", "Parser", "declared", "unknown_flag"]
@@ -47,8 +48,11 @@ def unknown_flag(name: str, known: Iterable[str]) -> str:
 
     >>> unknown_flag("loss_typ", ["loss_type", "lag"])
     "unknown flag, or key of the YAML file, 'loss_typ', did you mean 'loss_type'?"
+    >>> unknown_flag("minpro", ["loss_type", "min_p"])
+    "unknown flag, or key of the YAML file, 'minpro': it is a method, which --loss_type minpro names"
     """
-    return f"unknown flag, or key of the YAML file, {name!r}{nearest(name, known)}"
+    mend = f": it is a method, which --loss_type {name} names" if name in available() else nearest(name, known)
+    return f"unknown flag, or key of the YAML file, {name!r}{mend}"
 
 
 class Option(NamedTuple):

@@ -346,7 +346,7 @@ def next_commands(dump: Path, tokenizer: str, seed: int) -> str:
         offcorr = shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(python)} -m offcorr"
     return (
         "This was one seed at one learning rate, and is no ranking; docs/which.md compares more. Next:\n"
-        "A run of your own (a lower learning rate, and four updates for each generation):\n"
+        "A run of your own (160 updates or --max_steps, a lower learning rate, four updates for each generation):\n"
         f"  {offcorr} train --loss_type minpro --lag {LAG} --precision {PRECISION} --seed {seed}\n"
         "Why trainer and sampler disagree in a run:\n"
         f"  {diagnose(dump, tokenizer, model, offcorr='OFFCORR').replace('OFFCORR', offcorr, 1)}\n"

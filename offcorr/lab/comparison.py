@@ -340,11 +340,11 @@ def picture(world: World, rows: Sequence[Row], path: Path) -> None:
     )
     direction, error, effect = axes[0]
 
-    def dots(axis: Any, values: list[float], mark: str, label: str) -> None:
-        axis.plot(values, places, mark, label=label, markersize=5)
+    def dots(axis: Any, values: list[float], mark: str, label: str, size: int = 5) -> None:
+        axis.plot(values, places, mark, label=label, markersize=size)
 
-    for size, mark in ((SMALL, "C0o"), (LARGE, "C1s")):
-        dots(direction, [row.measured.accuracy[size].direction for row in rows], mark, f"N = {size}")
+    for size, mark, width in ((SMALL, "C0o", 8), (LARGE, "C1s", 5)):  # the first is seen behind the second
+        dots(direction, [row.measured.accuracy[size].direction for row in rows], mark, f"N = {size}", width)
     dots(direction, [row.measured.limit for row in rows], "k|", "N to infinity")
     direction.axvline(0, color="black", linewidth=0.8)
     direction.set_title("direction quality\n1: the true gradient; below 0: leads away", fontsize=10)
@@ -359,7 +359,7 @@ def picture(world: World, rows: Sequence[Row], path: Path) -> None:
         error.set_xscale("symlog", linthresh=1)
     error.set_xlim(left=-0.05)
 
-    dots(effect, [row.measured.kept for row in rows], "C2o", "kept")
+    dots(effect, [row.measured.kept for row in rows], "C2o", "kept", 8)
     dots(effect, [row.measured.multiplier for row in rows], "C4D", "mean c")
     effect.axvline(1, color="black", linewidth=0.8)
     effect.set_title("effect on the tokens\n1: as without a correction", fontsize=10)
