@@ -91,7 +91,11 @@ LOSS = (
     Metric("kept", "share of valid tokens that no weight or rejection dropped", Mean),
     Metric("weight_mean", "mean applied weight over valid tokens, 0 where dropped", Mean),
     Metric("coefficient_zero", "share of valid tokens with dL/dlogp = 0", Mean),
-    Metric("no_advantage", "share of valid tokens with A = 0 (top_entropy_quantile makes some) or not finite", Mean),
+    Metric(
+        "no_advantage",
+        "share of valid tokens with A = 0 (top_entropy_quantile makes some), or with a number that is not finite",
+        Mean,
+    ),
     Metric("dropped", "share of tokens with an advantage and c = 0", Mean),
     Metric("damped", "share of tokens with an advantage and 0 < |c| < .99 r", Mean),
     Metric("amplified", "share of tokens with an advantage and |c| > 1.01 r", Mean),

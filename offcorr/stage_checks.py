@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from offcorr.batch import Batch, Tokens
+from offcorr.check_batches import example
 from offcorr.correction import OPTIONAL, Correction, needed_by
 from offcorr.stages import definition, gates, ratios, reference
 from offcorr.stages.base import Controller, Plan, Stage
 from offcorr.stages.calls import resolved, statistics_of
+from offcorr.stages.checks import warn_again
 from offcorr.stages.reference import Gated
 
 
@@ -62,12 +65,13 @@ def _same_without(name: str, controller: Controller, known: Any, batch: Batch) -
 
 
 def check_fields(loss_fn: Correction) -> None:
-    """Raise AssertionError for a number among the fields of a stage that the stage hands to none of its functions.
+    """Raise AssertionError for a number among the fields of a stage that the stage hands to none of its functions, or
+    that the function to which it is handed in ``params`` does not read.
 
     A controller's methods and ``prepare`` read the fields themselves, and a limit that an example does not reach has
     no effect on it: those are not checked.
     """
-    for stage in loss_fn.stages.values():
+    for place, stage in loss_fn.stages.items():
         if isinstance(stage, Controller) or stage.prepare is not None or not dataclasses.is_dataclass(stage):
             continue
         given = _given(stage)
@@ -80,12 +84,69 @@ def check_fields(loss_fn: Correction) -> None:
                     changed = dataclasses.replace(stage, **{field.name: other})
                 except (TypeError, ValueError):  # out of the field's range
                     continue
-                assert _given(changed) != given, (
+                now_given = _given(changed)
+                assert now_given != given, (
                     f"{type(stage).__name__}: the field {field.name} changes nothing: with {field.name}={other!r} its "
                     f"functions are given the same as with {field.name}={value!r}; hand it over in params, or leave "
                     "it out"
                 )
+                of_params = {name for name in given if now_given[name] != given[name]} == {"params"}
+                if of_params and not _warned_of(stage, field.name, other):
+                    numbers = [
+                        name
+                        for name, one, two in zip(stage.params._fields, stage.params, changed.params, strict=True)
+                        if one != two
+                    ]
+                    assert read_by(loss_fn, place).intersection(numbers), (
+                        f"{type(stage).__name__}: the field {field.name} changes nothing: no function of the stage "
+                        f"reads {' or '.join(f'p.{name}' for name in numbers)}, which has it"
+                    )
                 break
+
+
+def _warned_of(stage: Any, field: str, value: Any) -> bool:
+    """Whether the stage itself says that the field has no effect beside its others."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warn_again()
+        dataclasses.replace(stage, **{field: value})
+    return any("has no effect" in str(one.message) for one in said)
+
+
+def read_by(loss_fn: Correction, place: str) -> set[str]:
+    """The names among a stage's ``params`` that its functions read."""
+    batch, read = example(), set[str]()
+    resolved = loss_fn.resolve(loss_fn.statistics(batch))
+    batch = resolved.prepared(batch)
+    plan, tokens = resolved.plan(batch), batch.tokens
+    if place == "gate":
+        reference.gated(plan.ratio, plan.gate._replace(params=_noting(plan.gate.params, read)), tokens)
+    elif place == "ratio" and plan.ratio is not None:
+        reference.gated(plan.ratio._replace(params=_noting(plan.ratio.params, read)), plan.gate, tokens)
+    else:
+        spec = plan.factors[[one for one in resolved.stages if one not in ("ratio", "gate", "advantages")].index(place)]
+        reference.factors([spec._replace(params=_noting(spec.params, read))], tokens)
+    return read
+
+
+def _noting(params: Any, read: set[str]) -> Any:
+    """The same numbers, which note in ``read`` the names of those that are read."""
+    kind: Any = type(params)
+
+    class Noting(kind):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+        def __getitem__(self, index: Any) -> Any:
+            read.update(kind._fields)
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Any:
+            read.update(kind._fields)
+            return super().__iter__()
+
+    return Noting(*params)
 
 
 def _given(stage: Any) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
         AssertionError: names the method (for a custom correction the class of the stage without which the check
             passes, where a single one is), the check, the numbers that differ and what was expected; or an option
             of the method's function that its correction does not depend on; or a number among the fields of a
-            ratio, weight, rejection or gate that its functions do not depend on.
+            ratio, weight, rejection or gate that its functions do not read.
         TypeError: a stage's function cannot run; the message begins with its class and attribute, and ends with the
             check.
         ValueError: the method is unknown, or a field that it needs is none of ``example``'s.
@@ -288,13 +288,16 @@ def finite_under_extremes(loss_fn: Correction) -> None:
     """Log-ratios of +-1e4, NaN and infinity, and advantages of one sign, give a finite loss, gradient and metrics."""
     for spread in (2.0, 8.0):  # in float32, whose numbers end at e^88, each token has a finite number
         check_finite(loss_fn, example(seed=3, spread=spread, dtype=torch.float32))
-    for size in (50.0, 1e4):
+    for size in (12.0, 50.0, 1e4):
         batch = example()
+        old_logp = batch.logp - 2 * size  # so that every log-prob below is one, and not above 0
         sign = torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)
-        wild = dataclasses.replace(batch, old_logp=batch.logp + size * sign, rollout_logp=batch.logp - 2 * size * sign)
-        _finite(loss_fn(wild), f"log-ratios of {size:g}")
-        _finite(loss_fn(dataclasses.replace(wild, old_logp=batch.logp - size)), f"ratios of e^{size:g}")
-        _finite(loss_fn(dataclasses.replace(wild, old_logp=batch.logp + size)), f"ratios of e^-{size:g}")
+        cases = ((f"log-ratios of {size:g}", sign), (f"ratios of e^{size:g}", 1.0), (f"ratios of e^-{size:g}", -1.0))
+        for what, by in cases:
+            rollout_logp = old_logp - 2 * size * sign
+            wild = dataclasses.replace(batch, logp=old_logp + size * by, old_logp=old_logp, rollout_logp=rollout_logp)
+            check_finite(loss_fn, wild)
+            _finite(loss_fn(wild), what)
     batch = example()
     for one, which in ((1.0, "above 0"), (-1.0, "below 0"), (0.0, "0")):  # a statistic may count those of one sign
         one_sided = dataclasses.replace(batch, advantages=one * batch.advantages.abs())
@@ -358,10 +361,10 @@ CHECKS: dict[str, Callable[[Correction], None]] = {
         masked_tokens_have_no_effect,
         padding_has_no_effect,
         packed_equals_padded,
-        coefficient_is_the_gradient,  # after the ones above: what couples tokens has a wrong derivative, too
+        finite_under_extremes,
+        coefficient_is_the_gradient,  # after the ones above: what couples tokens, or gives NaN, fails here, too
         on_policy_gradient,
         config_round_trip,
-        finite_under_extremes,
         no_advantage_no_gradient,
         nothing_left,
         low_precision,

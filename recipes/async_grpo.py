@@ -32,7 +32,7 @@ from offcorr.trl.async_grpo import ASYNC_HELP, AsyncGRPOConfig, AsyncGRPOTrainer
 from offcorr.trl.local_worker import LocalWorker, VLLMWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
-from grpo import Bar, History, Task, load_task, parse, plot, say_measuring, summarise  # noqa: E402
+from grpo import Bar, History, Task, check_saving, load_task, parse, plot, say_measuring, summarise  # noqa: E402
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Arguments(AsyncGRPOConfig):
     max_completion_length: int = field(default=toy.MAX_COMPLETION)
     logging_steps: float = field(default=4)
     eval_steps: float = field(default=20)
-    save_strategy: str = field(default="no")
+    save_strategy: str = field(default="no", metadata={"help": "no, or steps: save a checkpoint every --save_steps"})
     report_to: str = field(default="none")
     log_metrics: str = field(default="full")  # for the summary and the picture
     gradient_checkpointing: bool = field(default=False)
@@ -69,6 +69,7 @@ class Arguments(AsyncGRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_saving(self)
         if self.sampler not in ("local", "vllm") and not self.sampler.startswith("vllm://"):
             raise ValueError(f"sampler is {self.sampler!r}, expected local, vllm://host:port, or vllm")
         if self.sampler != "local" and self.precision != "fp32":

@@ -108,6 +108,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="where the runs go (default: runs/demo, or runs/demo-short)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.seed < 0:
+        parser.error(f"--seed is {args.seed}, expected 0 or more")
     steps = SHORT if args.short else 160
     args.output = args.output or Path("runs/demo-short" if args.short else "runs/demo")
     try:

@@ -95,7 +95,7 @@ class Arguments(GRPOConfig):
     eval_strategy: str = field(default="steps")
     eval_steps: float = field(default=20)
     eval_on_start: bool = field(default=True)
-    save_strategy: str = field(default="no")
+    save_strategy: str = field(default="no", metadata={"help": "no, or steps: save a checkpoint every --save_steps"})
     report_to: str = field(default="none")
     log_metrics: str = field(default="full")  # the summary and the picture below read more than the short log
     gradient_checkpointing: bool = field(default=False)
@@ -123,6 +123,11 @@ class Arguments(GRPOConfig):
         for name in ("train_size", "eval_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more examples")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}, expected 0 or more")
+        if self.max_steps == 0:
+            raise ValueError("max_steps is 0, expected 1 or more updates, or -1 for num_train_epochs")
+        check_saving(self)
         if (self.use_vllm or self.sampler != "local") and (self.lag, self.precision) != (0, "fp32"):
             other = "use_vllm" if self.use_vllm else f"sampler {self.sampler!r}"
             raise ValueError(
@@ -134,7 +139,9 @@ class Arguments(GRPOConfig):
         self.make_sampler()
         for name in ("model", "resume_from_checkpoint"):
             path = getattr(self, name)
-            if path and (path.startswith((".", "/", "~")) or name != "model") and not Path(path).is_dir():
+            # A hub name has one "/" at most.
+            folder = path and (path.startswith((".", "/", "~")) or path.count("/") > 1 or name != "model")
+            if folder and not Path(path).is_dir():
                 raise ValueError(f"{name} is {path!r}, which is not a folder{OF_CHECKPOINT * (name != 'model')}")
         if self.task.endswith(".jsonl"):
             if not Path(self.task).is_file():
@@ -171,6 +178,17 @@ class Arguments(GRPOConfig):
         if not self.sampler.startswith("vllm://"):
             raise ValueError(f"sampler is {self.sampler!r}, expected local or vllm://host:port")
         return VLLMServer(url=self.sampler, sync_every=self.sync_every)
+
+
+def check_saving(args: GRPOConfig) -> None:
+    """Refuses how often to save where nothing is saved, as by default here."""
+    for name in ("save_steps", "save_total_limit"):
+        value, default = getattr(args, name), GRPOConfig.__dataclass_fields__[name].default
+        if args.save_strategy == "no" and value != default:
+            raise ValueError(
+                f"{name} is {value:g}, and save_strategy is 'no', as it is by default here, which saves nothing: add "
+                f"--save_strategy steps, or leave {name} out"
+            )
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -547,6 +547,60 @@ def test_a_field_that_reaches_no_function_is_found():
         testing.check(offcorr.Correction(gate=OneBoundTwice()))
 
 
+class Cap(NamedTuple):
+    cap: float
+
+
+def without_cap(value, logp, advantage, p):
+    ratio = ops.exp(value)
+    return ratio * logp * advantage, ratio * advantage
+
+
+@dataclass(frozen=True)
+class Forgotten(gates.Gate):
+    """Its number is handed over, and the function does not read it."""
+
+    cap: float = 2.0
+    detached = True
+    surrogate = staticmethod(without_cap)
+    params = property(lambda self: Cap(self.cap))
+
+
+def test_a_number_that_a_function_is_given_and_does_not_read_is_found():
+    with pytest.raises(AssertionError, match="Forgotten: the field cap changes nothing: no function .* reads p.cap"):
+        testing.check(offcorr.Correction(gate=Forgotten()))
+
+
+def rooted(value):
+    return ops.sqrt(1 + value / 12), value == value
+
+
+@dataclass(frozen=True)
+class Rooted(weights.Weight):
+    """NaN below a log-ratio of -12, which ordinary batches do not have."""
+
+    rule = staticmethod(rooted)
+
+
+def root_of_square(log_ratio):
+    root = ops.sqrt(1 - log_ratio * log_ratio / 225)
+    return root * log_ratio, root * log_ratio
+
+
+@dataclass(frozen=True)
+class RootOfSquare(gates.Gate):
+    """NaN beyond a log-ratio of 15."""
+
+    surrogate = staticmethod(root_of_square)
+
+
+def test_nan_of_a_large_log_ratio_is_found_and_named():
+    with pytest.raises(AssertionError, match=r"Rooted: finite_under_extremes: Rooted\.rule gave nan, at sequence"):
+        testing.check(offcorr.Correction(weight=Rooted()))
+    with pytest.raises(AssertionError, match=r"finite_under_extremes: RootOfSquare\.surrogate gave nan, at sequence"):
+        testing.check(offcorr.Correction(gate=RootOfSquare()), on_policy=False)
+
+
 @dataclass(frozen=True)
 class OverTheMean(gates.Gate):
     """Divided by a mean over all tokens, as only a controller may."""

@@ -15,7 +15,7 @@ from offcorr.diagnose.causes.policies import differs_by_itself
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.record import Record
-from offcorr.diagnose.steps import differing_steps
+from offcorr.diagnose.steps import differing_sequences, differing_steps
 
 SAMPLED_TOKENS = 2_000_000
 """Tokens that the tests read, at most, of a random sample of the sequences."""
@@ -66,8 +66,8 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     """Names the causes of the mismatch in a dump.
 
     Each cause is looked for; what it explains is taken away, and the rest is looked at again.  Where trainer and
-    sampler agree in some optimizer steps and differ in others, the causes are looked for in the latter.  Of a dump of
-    more than 2 million tokens the tests read a random sample of whole groups of sequences.
+    sampler agree in some optimizer steps, or sequences, and differ in others, the causes are looked for in the latter.
+    Of a dump of more than 2 million tokens the tests read a random sample of whole groups of sequences.
 
     Args:
         records: the sequences; they are read once, and no more than the sample is kept.
@@ -89,6 +89,8 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     with np.errstate(invalid="ignore", over="ignore"):  # infinite log-probs are data
         differing, of_steps = differing_steps(evidence)
         findings, left = _explain(differing, of_steps)
+        if not of_steps and (part := differing_sequences(evidence)):
+            findings, left = _of_part(findings, left, *part)
         questions = []
         if (current := _without_copies(evidence)) and (found := _explain(current))[0]:
             if CAUSES[found[0][0].cause].stage in OF_NO_UPDATE:
@@ -109,6 +111,25 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
 
 OF_NO_UPDATE = ("values", "sampling")
 """The stages of the causes that no update of the weights leaves."""
+
+
+def _of_part(findings: list[Finding], left: Evidence, part: Evidence, said: str) -> tuple[list[Finding], Evidence]:
+    """The causes of all sequences; or those of a part that alone differs, where it shows a fault of the values or of
+    the sampling, which beside sequences without it looks like another policy.
+
+    Args:
+        findings, left: as read from all sequences.
+        part, said: what ``differing_sequences`` gives.
+    """
+    if findings and all(CAUSES[one.cause].stage in OF_NO_UPDATE for one in findings):
+        return findings, left
+    of_part, left_of_part = _explain(part, said)
+    if of_part and CAUSES[max(of_part, key=lambda one: one.share).cause].stage in OF_NO_UPDATE:
+        return of_part, left_of_part
+    of_policies = [CAUSES[one.cause].stage == "policies" for one in findings]
+    said_of = [one.evidence + said * of for one, of in zip(findings, of_policies, strict=True)]
+    return [dataclasses.replace(one, evidence=words) for one, words in zip(findings, said_of, strict=True)], left
+
 
 COPIED = (
     "what the trainer's log-probs were before its updates on the batch: old_logp is rollout_logp, number for number, "

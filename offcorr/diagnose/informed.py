@@ -87,7 +87,8 @@ ASKED_WITH_MODEL = {
 """Requests for a model, and what is left of them where there is one."""
 
 NO_LAG = (
-    "; the logged versions of both sides are equal, so this is no lag on purpose: an update did not reach the sampler"
+    "; the logged versions of both sides are equal, so this is no lag on purpose: an update did not reach the sampler, "
+    "or the sampler's precision is one that was not tried"
 )
 
 WHAT_THE_TRAINER_DID = (

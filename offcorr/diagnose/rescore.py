@@ -29,7 +29,7 @@ from offcorr.diagnose.passes import passes
 from offcorr.diagnose.record import Floats, Record
 from offcorr.diagnose.variants import cast, rounded_caches
 
-PRECISIONS = ("bf16", "fp16", "int8", "int4", "fp8_e4m3")
+PRECISIONS = ("bf16", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e5m2")
 FARTHEST = 5.0
 """|d| (nats) that a token counts at most; a token that a hypothesis makes impossible counts this much."""
 

@@ -1,4 +1,4 @@
-"""``differing_steps``: the optimizer steps in which trainer and sampler differ, where they agree in others."""
+"""``differing_steps``, ``differing_sequences``: where trainer and sampler differ, while they agree elsewhere."""
 
 from __future__ import annotations
 
@@ -41,6 +41,29 @@ def differing_steps(evidence: Evidence) -> tuple[Evidence, str]:
         "others the log-probs agree"
     )
     return Evidence.of([record for record, one in zip(evidence.records, far, strict=True) if one]), said
+
+
+FEWEST, LEAST = 4, 0.1
+"""Sequences of each kind, and their share of all, from which they are two kinds."""
+
+
+def differing_sequences(evidence: Evidence) -> tuple[Evidence, str] | None:
+    """The evidence of the sequences that differ, and half a sentence that says so; None where they are not of two
+    kinds, as those of two engines, of which one is faulty, are.
+    """
+    gaps = Profile.of(evidence).gaps
+    known = np.sort(np.maximum(gaps[~np.isnan(gaps)], 1e-6))
+    fewest = max(FEWEST, round(LEAST * len(known)))
+    if len(known) < 2 * fewest:
+        return None
+    rises = known[fewest : len(known) - fewest + 1] / known[fewest - 1 : len(known) - fewest]
+    at = int(rises.argmax()) + fewest - 1
+    if rises.max() < APART or known[at] > AGREE:
+        return None
+    bound = float(np.sqrt(known[at] * known[at + 1]))
+    far = [record for record, gap in zip(evidence.records, gaps, strict=True) if gap > bound]
+    said = f"; this is of {len(far)} of the {len(evidence.records)} sequences: in the others the log-probs agree"
+    return Evidence.of(far), said
 
 
 def _between(step: Floats, gaps: Floats) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -430,7 +430,7 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
         )
 
 
-def _has_instead(method: str, instead: str | tuple[str, ...]) -> str:
+def _has_instead(method: str, instead: str | Sequence[str]) -> str:
     """What a method has in place of an option of TRL's, for a sentence about that option."""
     if isinstance(instead, str):
         return f"here: {instead}"

@@ -55,6 +55,8 @@ OF_TRAINING = (
     "top_entropy_quantile",
     "use_bias_correction_kl",
     "max_grad_norm",
+    "optim",
+    "optim_args",
     "ess_base",
     "convex_kl",
     "warmup_steps",
@@ -96,7 +98,7 @@ def asked_for(trainer: Any) -> dict[str, str]:
         "number of processes": repr(trainer.accelerator.num_processes),
         "schedules": _schedules(args),
         "lr_scheduler_type": _learning_rate(args),
-        **{name: repr(getattr(args, name)) for name in names if hasattr(args, name)},
+        **{name: repr(_plain(getattr(args, name))) for name in names if hasattr(args, name)},
     }
 
 
@@ -115,9 +117,14 @@ WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 def _learning_rate(args: Any) -> str:
     """The course of the learning rate, and over how many updates it runs where it depends on them."""
-    name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    name = str(_plain(args.lr_scheduler_type))
     warmup = getattr(args, "warmup_ratio", None) or args.warmup_steps
     return repr(name) if name in WITHOUT_END and not 0 < warmup < 1 else f"{name!r} over {_length(args)}"
+
+
+def _plain(option: Any) -> Any:
+    """An option as it is written, where transformers keeps a member of an enum."""
+    return getattr(option, "value", option)
 
 
 def _length(args: Any) -> str:

@@ -45,11 +45,20 @@ UNANCHORED = (
     ". They are also the anchor of the staleness ratios, each of which is 1: without them the loss corrects nothing"
 )
 
+NOT_MEASURED = (
+    "Metrics over tokens with an advantage (offcorr/loss/dropped, damped, amplified, multiplier_vs_ratio, ess_after) "
+    "have nothing to measure and are not logged"
+)
+
 NO_ADVANTAGE = (
     "no sequence since the last log has an advantage: the rewards of each prompt's completions are all equal, or NaN. "
-    "Metrics over tokens with an advantage (offcorr/loss/dropped, damped, amplified, multiplier_vs_ratio, ess_after) "
-    "have nothing to measure and are not logged. Check the reward functions, or take prompts that are neither always "
-    "nor never solved"
+    f"{NOT_MEASURED}. Check the reward functions, or take prompts that are neither always nor never solved"
+)
+
+MASKED_ADVANTAGE = (
+    "no token that is trained on has an advantage since the last log, although the rewards of some prompts' "
+    "completions differ: the sequences that have an advantage are left out, by mask_truncated_completions (raise "
+    f"max_completion_length), env_mask or top_entropy_quantile. {NOT_MEASURED}"
 )
 
 DROPOUT = (
@@ -61,7 +70,7 @@ DROPOUT = (
 ALL_DROPPED = (
     "loss {!r} dropped every token that has an advantage since the last log (offcorr/loss/dropped is 1): the gradient "
     "of its {} is 0. Widen its bounds, take a method that damps in place of dropping (minpro, offcorr:cispo), or lower "
-    "the age of the samples"
+    "the age of the samples where they are old"
 )
 
 ALL_CUT_OFF = (
@@ -209,7 +218,8 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
         ratios = trainer.correction is not None and "old_logp" in trainer.correction.needs
         warn_once_in_run(trainer, UNSCORED + UNANCHORED if anchored and ratios else UNSCORED)
     if step.none_advantaged and mode == "train":
-        warn_once_in_run(trainer, NO_ADVANTAGE)
+        equal = trainer._metrics[mode].get("frac_reward_zero_std", [])
+        warn_once_in_run(trainer, MASKED_ADVANTAGE if any(share < 1 for share in equal) else NO_ADVANTAGE)
     if step.all_dropped and mode == "train":
         updates = "update" if getattr(trainer.args, "logging_steps", 1) == 1 else "updates"
         warn_once_in_run(trainer, ALL_DROPPED.format(trainer.correction.method, updates), "all dropped")

@@ -223,6 +223,10 @@ def rare(columns, world):
     columns["old_logp"] = columns["old_logp"] + size * (1 - np.exp(columns["old_logp"]))
 
 
+def two_decimals(columns, world):
+    columns["rollout_logp"] = columns["rollout_logp"].round(2)
+
+
 def raw(drawn, plain):
     return plain
 
@@ -252,6 +256,7 @@ CAUSES = {
     "other_quantity": {"edits": [as_base_10]},
     "appended_eos": {"edits": [ends]},
     "stored_bf16": {"edits": [bf16]},
+    "stored_rounded": {"edits": [two_decimals]},
     "retokenised": {"edits": [other_tokens]},
     "chat_template": {"trainer": noise(1.5, where=positions(lambda t: np.where(t == 0, 1.0, 0.02)))},
     "truncated_prompt": {"trainer": noise(1.0, where=positions(lambda t: np.exp(-t / 12)))},

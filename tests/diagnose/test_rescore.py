@@ -94,7 +94,7 @@ def test_the_hypothesis_under_which_the_dump_was_made_comes_first(model, words, 
     assert found.trainer < 1e-5 and found.gap > 0.01
 
 
-@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8_e5m2"])
 def test_a_precision(model, name):
     records = dump(model, in_precision(model, name))
     found = rescore(records, model)

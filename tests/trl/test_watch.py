@@ -160,6 +160,28 @@ def test_a_step_whose_completions_are_all_masked_is_noticed(make_trainer, loss_t
     assert any(f"step {first}: all" in str(w.message) for w in caught)
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_advantages_that_the_mask_leaves_out_are_not_blamed_on_the_rewards(make_trainer, masked):
+    """Half of the prompts: all samples end, and all are right; the others: none ends, and half of them is right."""
+
+    def half_unfinished(prompts, trainer):
+        ids = [[2, 3, 4, 5 if i // 4 % 2 else 1] for i in range(len(prompts))]
+        return {"prompt_ids": [[2, 3, 4]] * len(ids), "completion_ids": ids, "logprobs": None}
+
+    def right(completion_ids, **_):
+        return [float(ids[-1] == 1 or i % 2) for i, ids in enumerate(completion_ids)]
+
+    settings = {"mask_truncated_completions": masked, "max_completion_length": 4, "max_steps": 1, "monitor": "off"}
+    settings = SETTINGS | settings | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(loss_type="minpro", rollout_func=half_unfinished, reward_funcs=right, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(one.message) for one in caught if "has an advantage" in str(one.message)]
+    assert not masked or "the sequences that have an advantage are left out, by mask_truncated_completions" in said[0]
+    assert len(said) == masked
+
+
 def test_an_infinite_reward_is_noticed(make_trainer):
     def overflowing(completion_ids, **_):
         return [float("inf") if i == 0 else float(len(ids) % 3) for i, ids in enumerate(completion_ids)]

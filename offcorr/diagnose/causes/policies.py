@@ -20,14 +20,11 @@ SHARED = 0.35
 FAR = 0.15
 """Mean |d| / (1 - p) above which noise is no rounding."""
 
-COARSE = 0.5
-"""Mean |d| / (1 - p) from which no rounding of weights explains it; int4 weights of a small model have left .16."""
-
 ALIKE = 0.8
 """Confidence at most in a cause that others leave the traces of: an old cache, another prompt, a change within."""
 
 UNSURE = 0.65
-"""Confidence at most in other weights that a coarse precision, or a temperature, may look like."""
+"""Confidence at most in other weights where a coarse precision, another prompt or a temperature may look like them."""
 
 ONE_SIGN = 0.03
 """Share of the d below 0 that those above 0 make up at least where both sides round."""
@@ -70,8 +67,14 @@ def same_version(evidence: Evidence) -> bool:
 
 
 def before_any_update(evidence: Evidence) -> bool:
-    """Whether all versions are 0: no update was made that the sampler could lack."""
-    return same_version(evidence) and not any(np.any(record.trainer_version) for record in evidence.records)
+    """Whether sampler and trainer have the same versions, and the gap is there where these are 0, before any update.
+
+    Then it is of no update that the sampler lacks.
+    """
+    first = np.array([not np.any(record.trainer_version) for record in evidence.records])[evidence.sequence]
+    if not same_version(evidence) or not first.any():
+        return False
+    return bool(first.all()) or float(evidence.size[first].mean()) > 0.5 * float(evidence.size[~first].mean())
 
 
 def never_updated(evidence: Evidence) -> bool:
@@ -376,7 +379,7 @@ OTHER_TEMPERATURE = Alternative(
 COARSE_PRECISION = Alternative(
     "a coarse precision of the sampler's weights, such as int4 or fp8 (int8, in a model that bears rounding badly)",
     "give --model, or look at the engine's quantisation",
-    settled=lambda evidence: _lag_in_d(evidence) or Profile.of(evidence).mean >= COARSE,
+    settled=_lag_in_d,
 )
 
 
@@ -516,9 +519,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         f"; the mean d of each token id in one half of the sequences correlates by {drift.value:.2f} with that in the "
         "other half, so d is no noise"
     )
-    surest = 1.0 if OTHER_PROMPT.settled(evidence) else ALIKE
-    if not (COARSE_PRECISION.settled(evidence) and OTHER_TEMPERATURE.settled(evidence)):
-        surest = UNSURE
+    open_to = (COARSE_PRECISION, OTHER_PROMPT, OTHER_TEMPERATURE)
     return Found(
         profile.mean,
         profile.error,
@@ -526,7 +527,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to 0.02 that "
         f"rounding to bf16 or int8 makes{profile.course}{said if shared else ''}",
-        surest=surest,
+        surest=1.0 if all(other.settled(evidence) for other in open_to) else UNSURE,
     )
 
 
@@ -562,6 +563,11 @@ def _growing(evidence: Evidence) -> Found | None:
     )
 
 
+def _coarse_from_the_start(evidence: Evidence) -> bool:
+    """Whether d is larger than fine rounding makes it, and no update that is missing explains it."""
+    return Profile.of(evidence).mean >= WEIGHTS and before_any_update(evidence)
+
+
 class PrecisionOf(Cause):
     """Small differences everywhere."""
 
@@ -583,13 +589,14 @@ class PrecisionOf(Cause):
         Alternative(
             "weights that the engine was not given, such as an adapter or another checkpoint",
             "give --model",
-            settled=lambda evidence: Profile.of(evidence).mean < WEIGHTS or not before_any_update(evidence),
+            settled=lambda evidence: not _coarse_from_the_start(evidence),
         ),
+        OTHER_PROMPT._replace(settled=lambda evidence: not _coarse_from_the_start(evidence)),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
         if before_any_update(evidence) and (coarse := _other_weights(evidence)):
-            said = "; no update was made yet, as every version is 0, so none is missing, and int4 rounds as coarsely"
+            said = "; it was there before any update, at version 0, so none is missing, and int4 rounds as coarsely"
             return coarse._replace(margin=0.0, sentence=coarse.sentence + said)
         above, below = float(np.maximum(evidence.d, 0).sum()), float(np.maximum(-evidence.d, 0).sum())
         if small_growth(evidence) or above < ONE_SIGN * below:  # as of a sampler that forbids a few unlikely tokens

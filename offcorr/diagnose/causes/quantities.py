@@ -1,4 +1,4 @@
-"""A cause that makes the logged values a function of the log-probs: their negative, another base, a running sum."""
+"""A cause that makes the logged values a function of the log-probs: their negative, another base, a sum or a mean."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OtherQuantity(Cause):
     title = "the values of one side are another quantity than the log-probs of these tokens"
     advice = (
         "log, in the order of the rows, ln p of each token, where p is its own probability: not p itself, -ln p, a sum "
-        "over tokens or a logarithm to another base, with no bound and with nothing added to p"
+        "or mean over tokens or a logarithm to another base, with no bound and with nothing added to p"
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -105,6 +105,7 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
     for base in (2, 10):
         yield f"logarithms to base {base}", FITS_BASE, values * np.log(base)
     yield from _sums(values, evidence)
+    yield from _of_sequences(values, wanted, evidence)
     added = float(np.median(np.exp(np.minimum(values, 0)) - np.exp(np.minimum(wanted, 0))))
     if added > SMALLEST_ADDED:
         probabilities = np.maximum(np.exp(np.minimum(values, 0)) - added, 1e-30)
@@ -113,6 +114,23 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
     if at_bound.sum() >= AT_BOUND and (wanted[at_bound] < values.min()).mean() > 0.9:
         words = f"cut off at {values.min():.4g}, where {at_bound.sum()} of {len(values)} of them stand"
         yield words, FITS, np.where(at_bound, wanted, values)
+
+
+def _of_sequences(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tuple[str, float, Floats]]:
+    """One number at every token of a sequence: the mean or the sum over it, beside which the other side's course is
+    taken for both."""
+    starts = np.flatnonzero(np.diff(evidence.sequence, prepend=-1))
+    lengths = np.diff(np.append(starts, len(evidence)))
+    same = np.maximum.reduceat(values, starts) == np.minimum.reduceat(values, starts)
+    if (several := lengths >= FEWEST_TOKENS).sum() < 2 or same[several].mean() < 0.9 or np.ptp(values[starts]) == 0:
+        return
+    sums = np.add.reduceat(wanted, starts)
+    for which, of_sequence in (("mean", sums / lengths), ("sum", sums)):
+        yield (
+            f"the {which} over the sequence, at each of its tokens",
+            FITS,
+            (wanted + np.repeat(values[starts] - of_sequence, lengths)),
+        )
 
 
 def _sums(values: Floats, evidence: Evidence) -> Iterator[tuple[str, float, Floats]]:

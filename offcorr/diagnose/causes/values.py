@@ -184,23 +184,50 @@ class StoredBF16(Cause):
     advice = "keep log-probs in float32 from the log-softmax to the loss: bfloat16 has 3 digits"
 
     def found(self, evidence: Evidence) -> Found | None:
-        sides = {"sampler": evidence.sampler, "trainer": evidence.trainer}
-        rounded = {side: values for side, values in sides.items() if _all_bf16(values)}
-        if not rounded:
-            return None
-        side, values = next(iter(rounded.items()))
-        count = int((values < 0).sum())
-        half = 2.0 ** np.floor(np.log2(np.maximum(np.abs(values), 1e-30))) / 256  # half the distance of its neighbours
-        left = np.sign(evidence.d) * np.maximum(evidence.size - 1.001 * half, 0)
-        return Found(
-            1.0,
-            0.0,
-            1.0,
-            count / 64,
-            f"all {count} log-probs of the {side} are numbers that bfloat16 can hold, and of float32 numbers only one "
-            "in 65,536 is",
-            evidence.explained(evidence.d - left),
-        )
+        for side, values in (("sampler", evidence.sampler), ("trainer", evidence.trainer)):
+            if _all_bf16(values):
+                said = "are numbers that bfloat16 can hold, and of float32 numbers only one in 65,536 is"
+                return _rounded(evidence, side, values, _binary_half(values, bits=8), said)
+        return None
+
+
+class StoredRounded(Cause):
+    """Every log-prob of one side is a float16 number, or has few decimals."""
+
+    id = "stored_rounded"
+    stage = "values"
+    robust = True
+    title = "log-probs were rounded when they were stored, to float16 or to a few decimals"
+    advice = "keep log-probs in float32 from the log-softmax to the loss, and write them with all digits"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        for side, values in (("sampler", evidence.sampler), ("trainer", evidence.trainer)):
+            if (decimals := _decimals(values)) is not None:
+                said = f"have {decimals} decimal{'s' * (decimals > 1)} at most"
+                return _rounded(evidence, side, values, np.full(len(values), 0.5 * 0.1**decimals), said)
+            if _all_fp16(values) and not _all_bf16(values):
+                said = "are numbers that float16 can hold, and of float32 numbers only one in 8,192 is"
+                return _rounded(evidence, side, values, _binary_half(values, bits=11), said)
+        return None
+
+
+def _rounded(evidence: Evidence, side: str, values: Floats, half: Floats, said: str) -> Found:
+    """The finding that one side's values stand on a grid, and what is left of d where each may be off by ``half``."""
+    count = int((values < 0).sum())
+    left = np.sign(evidence.d) * np.maximum(evidence.size - 1.001 * half, 0)
+    return Found(
+        1.0,
+        0.0,
+        1.0,
+        count / 64,
+        f"all {count} log-probs of the {side} {said}",
+        evidence.explained(evidence.d - left),
+    )
+
+
+def _binary_half(values: Floats, bits: int) -> Floats:
+    """[N] half the distance of neighbouring numbers with so many significant bits."""
+    return np.asarray(2.0 ** np.floor(np.log2(np.maximum(np.abs(values), 1e-30))) / 2**bits)
 
 
 class Retokenised(Cause):
@@ -365,6 +392,7 @@ def _constant(evidence: Evidence) -> Found | None:
     if len(same) < max(2, 0.9 * len(rows)):
         return None
     values = {float(evidence.sampler[row][0]) for row in same}
+    # Where the mean or the sum over the sequence fits, that is another cause, and precedes this one.
     what = f"it is {values.pop():g} everywhere" if len(values) == 1 else "an average or a sum, perhaps"
     share = len(same) / len(rows)
     return Found(
@@ -411,7 +439,7 @@ def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
     repeated = (times >= max(FEWEST, 0.002 * len(sampler))) & (far > 0.7) & (spread > 0.3) & (ends < 0.9)
     repeated &= tokens > 1
     # Few numbers are left to bf16 values, which return by chance; and of other tokens any value is far off.
-    if not evidence.as_logged or _all_bf16(sampler) or evidence.unrelated:
+    if not evidence.as_logged or _on_a_grid(sampler) or evidence.unrelated:
         repeated[:] = False
     repeated &= values < -1e-6
     odd |= repeated[inverse]
@@ -439,3 +467,25 @@ def _all_bf16(values: Floats) -> bool:
     """Whether there are enough log-probs, and every one is a bfloat16 number."""
     inside = values[(values < 0) & (values > -1e4)].astype(np.float32)
     return len(np.unique(inside)) >= 16 and bool((inside.view(np.uint32) & 0xFFFF == 0).all())
+
+
+def _all_fp16(values: Floats) -> bool:
+    """The same of float16."""
+    inside = values[(values < 0) & (values > -1e4)].astype(np.float32)
+    return len(np.unique(inside)) >= 16 and bool((inside.astype(np.float16) == inside).all())
+
+
+def _decimals(values: Floats) -> int | None:
+    """The number of decimals, up to three, that every log-prob has at most; None: they have more."""
+    inside = values[(values < 0) & (values > -1e4)]
+    for decimals in (1, 2, 3):
+        scaled = inside * 10.0**decimals
+        places = np.round(scaled)
+        if len(np.unique(places[places < 0])) >= 16 and bool((np.abs(scaled - places) < 0.002).all()):
+            return decimals
+    return None
+
+
+def _on_a_grid(values: Floats) -> bool:
+    """Whether the log-probs were rounded so far that many are equal by chance."""
+    return _all_bf16(values) or _all_fp16(values) or _decimals(values) is not None
