@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from offcorr.methods.registry import available
 from offcorr.stages.checks import nearest
 
 __all__ = ["Option", "Parser", "declared", "unknown_flag"]
@@ -43,15 +42,18 @@ class Parser(argparse.ArgumentParser):
         super().error(message + (nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""))
 
 
-def unknown_flag(name: str, known: Iterable[str]) -> str:
+def unknown_flag(name: str, known: Iterable[str], methods: Iterable[str] = ()) -> str:
     """The error of a flag, or of a key of a YAML file, that does not exist.
+
+    Args:
+        methods: names that --loss_type takes.
 
     >>> unknown_flag("loss_typ", ["loss_type", "lag"])
     "unknown flag, or key of the YAML file, 'loss_typ', did you mean 'loss_type'?"
-    >>> unknown_flag("minpro", ["loss_type", "min_p"])
+    >>> unknown_flag("minpro", ["loss_type", "min_p"], ["minpro"])
     "unknown flag, or key of the YAML file, 'minpro': it is a method, which --loss_type minpro names"
     """
-    mend = f": it is a method, which --loss_type {name} names" if name in available() else nearest(name, known)
+    mend = f": it is a method, which --loss_type {name} names" if name in methods else nearest(name, known)
     return f"unknown flag, or key of the YAML file, {name!r}{mend}"
 
 

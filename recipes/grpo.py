@@ -35,7 +35,7 @@ from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 from trl import TrlParser
 
-from offcorr import toy
+from offcorr import available, toy
 from offcorr.diagnose import read
 from offcorr.flags import unknown_flag
 from offcorr.folders import check_writable
@@ -246,7 +246,7 @@ def parse(arguments: type[Any]) -> Any:
     if unknown:
         name = unknown[0].partition("=")[0].removeprefix("--")
         known = [action.dest for action in parser._actions]
-        parser.error(unknown_flag(name, known))
+        parser.error(unknown_flag(name, known, available()))
     return args
 
 

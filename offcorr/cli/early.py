@@ -13,6 +13,7 @@ from typing import Any
 from offcorr.cli.output import Refusal
 from offcorr.flags import Option, declared, unknown_flag
 from offcorr.folders import check_writable
+from offcorr.methods.registry import available
 from offcorr.training.anchors import check_anchor
 from offcorr.training.generations import check_generation
 from offcorr.training.named_loss import TRL_LOSSES, named_loss
@@ -44,7 +45,7 @@ def check(recipe: Path, flags: Sequence[str], config: Path | None = None, proces
     values = written | vars(found)
     unknown = [*(word.partition("=")[0].removeprefix("--") for word in unknown), *(values.keys() - options.keys())]
     if unknown := [name for name in unknown if name != "env"]:  # the key of TRL's parser for environment variables
-        raise Refusal(unknown_flag(unknown[0], options))
+        raise Refusal(unknown_flag(unknown[0], options, available()))
     if config is not None:
         _check_file(config, written, options)
     try:

@@ -32,7 +32,7 @@ from torch import Tensor
 from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.stages.checks import nearest
+from offcorr.stages.checks import one_of
 
 __all__ = ["DEVELOPMENT", "HELD_OUT", "Run", "Setting", "World", "train"]
 
@@ -92,7 +92,7 @@ class Setting:
         for name, allowed in (("policy", Policy), ("reward", Reward), ("optimizer", Optimizer)):
             value, known = getattr(self, name), get_args(allowed)
             if value not in known:
-                raise ValueError(f"{name} is {value!r}{nearest(value, known)}, expected one of {', '.join(known)}")
+                raise ValueError(f"{name} is {value!r}{one_of(value, known)}")
         for name, low in (("length", 2), ("lag", 0), ("vocabulary", 2), ("prompts", 1), ("samples", 2)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:

@@ -28,7 +28,7 @@ from torch import Tensor
 from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.stages.aggregate import AGGREGATIONS
-from offcorr.stages.checks import nearest
+from offcorr.stages.checks import one_of
 
 __all__ = ["Accuracy", "Measured", "Setting", "World", "couples", "measure"]
 
@@ -84,7 +84,7 @@ class Setting:
         for name, allowed in choices.items():
             value, known = getattr(self, name), get_args(allowed)
             if value not in known:
-                raise ValueError(f"{name} is {value!r}{nearest(value, known)}, expected one of {', '.join(known)}")
+                raise ValueError(f"{name} is {value!r}{one_of(value, known)}")
         for name, low in (("vocabulary", 2), ("length", 1), ("seed", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:

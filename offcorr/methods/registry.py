@@ -149,7 +149,11 @@ def _same_bound(name: str, known: list[str]) -> str:
     ': its upper bound is cap, of the ratio itself, 1 + eps_high.'
     >>> _same_bound("cap", ["eps_low", "eps_high"]), _same_bound("seed", ["cap"])
     (': its upper bound is eps_high, the distance from 1, cap - 1.', '')
+    >>> _same_bound("epsilon", ["eps_low", "eps_high"])
+    ': epsilon is both bounds, here eps_low and eps_high.'
     """
+    if name == "epsilon" and {"eps_low", "eps_high"} <= set(known):
+        return ": epsilon is both bounds, here eps_low and eps_high."
     for side, bounds, distance, formula in (
         ("upper", ("cap", "high"), "eps_high", ("1 + eps_high", "{} - 1")),
         ("lower", ("low",), "eps_low", ("1 - eps_low", "1 - {}")),

@@ -35,7 +35,7 @@ TRL_LOSS_OPTIONS = {
     "epsilon": ("eps_low",),
     "epsilon_high": ("eps_high", "cap"),
     "delta": ("dual_clip",),
-    "importance_sampling_level": "the method itself (gspo, luspo) or its ratio",
+    "importance_sampling_level": "the method itself (gspo or luspo, with narrower bounds of their own) or its ratio",
     "sapo_temperature_pos": ("tau_pos",),
     "sapo_temperature_neg": ("tau_neg",),
     "vespo_k_pos": ("k_pos",),
@@ -431,7 +431,7 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
 
 
 def _has_instead(method: str, instead: str | Sequence[str]) -> str:
-    """What a method has in place of an option of TRL's, for a sentence about that option."""
+    """A few words on the options that a method has in place of one of TRL's."""
     if isinstance(instead, str):
         return f"here: {instead}"
     known = {one.name: one for one in catalogue()}.get(method)
