@@ -27,8 +27,9 @@ ABOVE_ZERO = "{} is above 0 on valid tokens, as no log-prob is: were probabiliti
 
 PLACEHOLDERS = {
     "rollout_logp": "rollout_logp is 0 on valid tokens that are unlikely by logp, or below -100 where they are not, as "
-    "no log-prob of a sampled token is: are these placeholders? Pass NaN where the engine reported none: such a token "
-    "gets no engine weight, and offcorr/loss/unscored counts it",
+    "no log-prob of a sampled token is: are these placeholders? Mask tokens that the model did not sample, such as a "
+    "tool's, and pass NaN where the engine reported none of one that it did: it gets no engine weight, and "
+    "offcorr/loss/unscored counts it",
     "old_logp": "old_logp is 0 on valid tokens that are unlikely by logp, or below -100 where they are not, as no "
     "log-prob of a sampled token is: are these placeholders? Pass the log-probs under the weights that sampled",
 }

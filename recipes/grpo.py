@@ -113,10 +113,12 @@ class Arguments(GRPOConfig):
             self.eval_on_start = False
         if self.dump_rollouts:
             check_writable("--dump_rollouts", self.dump_rollouts)
-            there = sorted(Path(self.dump_rollouts).glob("step_*"))
-            if there and not self.resume_from_checkpoint:
-                held = f"{self.dump_rollouts!r} holds {there[0].name}, the dump of another run"
-                raise ValueError(f"{held}; choose another --dump_rollouts")
+            for name in sorted(path.name for path in Path(self.dump_rollouts).glob("*")):
+                held = f"--dump_rollouts {self.dump_rollouts!r} holds {name}"
+                if not name.startswith("step_"):
+                    raise ValueError(f"{held}, expected a new or empty folder for the dump")
+                if not self.resume_from_checkpoint:
+                    raise ValueError(f"{held}, the dump of another run; choose another --dump_rollouts")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer warns again
             check_anchor(self, choose_correction(self))
@@ -125,8 +127,8 @@ class Arguments(GRPOConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more examples")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}, expected 0 or more")
-        if self.max_steps == 0:
-            raise ValueError("max_steps is 0, expected 1 or more updates, or -1 for num_train_epochs")
+        if self.max_steps < 1 and self.max_steps != -1:
+            raise ValueError(f"max_steps is {self.max_steps}, expected 1 or more updates, or -1 for num_train_epochs")
         check_saving(self)
         if (self.use_vllm or self.sampler != "local") and (self.lag, self.precision) != (0, "fp32"):
             other = "use_vllm" if self.use_vllm else f"sampler {self.sampler!r}"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, STAGES, Cause, Finding, Found, confidence
-from offcorr.diagnose.causes.policies import differs_by_itself
+from offcorr.diagnose.causes.policies import differs_by_itself, shown_to_be_older
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.record import Record
@@ -25,6 +25,9 @@ LEFT_OVER = 0.65
 
 BESIDE_DROPOUT = 0.5
 """Confidence at most in a further cause beside dropout, whose noise can leave its traces."""
+
+FITTED, OF_MISFIT = {"temperature", "raw_logprobs"}, {"stale_weights", "adapter_not_synced", "precision"}
+"""Causes whose fit without entropy leaves a part of d, and causes that this part looks like."""
 
 ROUNDS = 6
 """Causes named at most."""
@@ -176,6 +179,9 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
         causes = {id: cause for id, cause in CAUSES.items() if cause.stage == stage}
         if stage == "policies" and differs_by_itself(left):
             causes = {id: cause for id, cause in causes.items() if cause.of_passes}
+        named = {one.cause for one in findings}
+        if stage == "policies" and left.with_entropy is None and named & FITTED and not shown_to_be_older(left):
+            causes = {id: cause for id, cause in causes.items() if id not in OF_MISFIT}
         while causes and len(findings) < ROUNDS:
             found = {id: found for id, cause in causes.items() if (found := cause.found(left)) is not None}
             if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,14 +11,17 @@ from torch import Tensor
 from offcorr.batch import Batch, above_zero
 from offcorr.training.origins import watched_rows
 from offcorr.training.semantics import (
+    FATAL_SURPRISE,
     HEALTHY,
     NOTABLE,
+    SIGNIFICANT,
     UNCERTAIN,
     Estimate,
     Semantics,
     logprob_semantics,
     mean_of,
     not_per_token,
+    surprise_of,
 )
 
 
@@ -67,6 +71,48 @@ def batch_semantics(
     if same_weights or found.kind != "agrees" or found.gap <= NOTABLE:
         return found
     return replace(found, sentence=f"{found.sentence}, {_expected(padded)}")
+
+
+class Unscored(NamedTuple):
+    """The valid tokens of a batch without a log-prob of the sampler, which no comparison looks at.
+
+    Args:
+        number: of them.
+        share: of all valid tokens.
+        surprise: mean of -logp - entropy (nats), which is 0 where the tokens were drawn from the trainer's
+            distributions; None: not known.
+    """
+
+    number: int
+    share: float
+    surprise: Estimate | None
+
+    @property
+    def drawn_otherwise(self) -> bool:
+        """Whether they were not drawn from the trainer's distributions, by enough to matter."""
+        if self.surprise is None or self.number < UNCERTAIN:
+            return False
+        return abs(self.surprise.value) > max(FATAL_SURPRISE, SIGNIFICANT * self.surprise.error)
+
+
+def unscored(batch: Batch) -> Unscored:
+    """The tokens that the sampler reported no log-prob of, in a batch whose ``logp`` is of the weights that sampled.
+
+    Of a batch with ``origin`` it looks at the sequences that were sampled for this generation.
+    """
+    padded = batch.tokens.batch
+    if (rows := watched_rows(padded)) is not None:
+        padded = padded.rows(rows)
+    valid = padded.mask.bool()
+    without = valid if padded.rollout_logp is None else valid & ~padded.rollout_logp.isfinite()
+    number, surprise = int(without.sum()), None
+    logp = padded.logp.detach()
+    # Where sequences were left out, say those without an end, the mean of the others need not be 0.
+    if padded.entropy is not None and valid.any(1).all():
+        known = without & logp.isfinite() & padded.entropy.isfinite()
+        if known.any():
+            surprise = surprise_of(logp[known].double().cpu(), padded.entropy[known].double().cpu())
+    return Unscored(number, number / max(int(valid.sum()), 1), surprise)
 
 
 def _expected(batch: Batch) -> str:

@@ -58,6 +58,10 @@ UNLIKELY, IMPOSSIBLE = -1.5, -50.0
 """The trainer's log-prob below which an engine's exact 0 is a placeholder; an engine's log-prob that is one, where the
 trainer's is not half as far."""
 
+FILLED, FAR = 0.05, 0.3
+"""Share of the tokens with one value from which it is a placeholder, if the trainer's are so far (nats) from it for
+half of them."""
+
 LIKELY = (-0.7, -0.02)
 """The trainer's log-probs, from and to, of tokens that a truncation may leave alone."""
 
@@ -90,7 +94,8 @@ MENDS: dict[Kind, str] = {
     "unlogged": "set the sampler's temperature= for the trainer, too, sample with top_p=1.0, top_k=0, min_p=0.0, and, "
     f"where it does not yet, {PROCESSED}",
     "shifted": "the log-prob at index t must be that of the token at index t: move one of the two by one token",
-    "placeholders": "pass the engine's log-prob of every sampled token, and NaN or None where it has none; greedy "
+    "placeholders": "leave tokens that the model did not sample, such as a tool's, out of the loss (mask; env_mask of "
+    "TRL's rollout_func), and pass the engine's log-prob of every sampled token, NaN or None where it has none; greedy "
     "sampling (top_k=1), whose processed log-probs are all 0, is no distribution to correct for",
     "per_sequence": "pass the log-prob of each sampled token; where the engine gives only a sum or an average for a "
     "sequence, pass none (rollout_func: logprobs=None, and no key old_logp)",
@@ -250,7 +255,7 @@ def logprob_semantics(
     d = t - e
     gap = d.abs().mean().item()
     ratio = mean_of(d.clamp(-50, 50).exp())
-    surprise = None if h is None else _surprise(t, h)
+    surprise = None if h is None else surprise_of(t, h)
     measured = f" (mean |d| {gap:.2g} over {len(d)} tokens)"
 
     def result(kind: Kind, finding: str, carried: Estimate | None = None) -> Semantics:
@@ -338,7 +343,22 @@ def _placeholders(t: Tensor, e: Tensor) -> Tensor:
     alone = alone and zero[~unlikely].sum() > odd.sum()
     if alone or odd.sum() < SEVERAL:
         odd = torch.zeros_like(odd)
-    return odd | ((e <= IMPOSSIBLE) & (t > e / 2))
+    return odd | ((e <= IMPOSSIBLE) & (t > e / 2)) | _filled_in(t, e)
+
+
+def _filled_in(t: Tensor, e: Tensor) -> Tensor:
+    """[N] the tokens with the one value below 0 that keeps returning where the trainer's log-probs vary.
+
+    Samples of one prompt share their first tokens' values, on both sides.
+    """
+    values, which, times = e.unique(return_inverse=True, return_counts=True)
+    most = int((times * (values < -1e-6)).argmax())
+    here = which == most
+    own = t[here]
+    far = (own - values[most]).abs() > FAR
+    if len(own) < max(SEVERAL, FILLED * len(e)) or far.double().mean() < 0.5 or len(own.unique()) < 0.5 * len(own):
+        return torch.zeros_like(here)
+    return here
 
 
 def _tempered(
@@ -368,7 +388,7 @@ def mean_of(values: Tensor) -> Estimate:
     return Estimate(values.mean().item(), (values.var(correction=0) / len(values)).sqrt().item())
 
 
-def _surprise(t: Tensor, h: Tensor) -> Estimate:
+def surprise_of(t: Tensor, h: Tensor) -> Estimate:
     """Mean of -t - h, which is 0 where the tokens were drawn from the distributions with log-probs t and entropies h.
 
     Given their contexts the terms are uncorrelated.  Their variance is that of the sample, or what it is at least in a

@@ -23,6 +23,7 @@ from offcorr.training.alarms import MismatchError
 from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import lag_series
+from offcorr.training.first_batch import unscored
 from offcorr.training.monitor import Monitor
 from offcorr.training.named_loss import PREFIX
 from offcorr.training.origins import origin_lag
@@ -31,7 +32,7 @@ from offcorr.training.self_test import warning
 from offcorr.training.step import MONITORED, Step
 from offcorr.trl.config import monitor_options, weights_kl
 from offcorr.trl.resume import asked_for, cut_generation, differences, save_asked
-from offcorr.trl.sampling import lags
+from offcorr.trl.sampling import distorting, lags, unknown_to_trainer
 
 logger = logging.getLogger("offcorr")
 
@@ -332,6 +333,7 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     # At the first step there are no older weights that a sampler without versions could have used.
     current = True if batch.rollout_version is None and trainer.state.global_step == 0 else None
     found = step.semantics(batch, trainer.temperature, current) if tests else None
+    rest = _unscored(trainer, batch, dropout) if tests and trainer.state.global_step == 0 else ""
     whose = "" if trainer.correction is not None else f"{trls_loss(trainer.args)}: "
     agreement = "" if found is None or found.wrong else f"; {found.sentence}"
     if found is not None and found.kind == "unknown" and found.tokens:
@@ -345,7 +347,7 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
     described = step.describe(batch, lags(getattr(trainer, "_sampler", None)))
     if trainer.correction is not None and batch.old_logp is not None and weights_kl(trainer.args):
         described += "; the KL term and the logged kl are weighted by the ratio to old_logp (use_bias_correction_kl)"
-    logger.warning("offcorr: %s%s; sampled by %s%s%s", whose, described, sampler, bound, agreement)
+    logger.warning("offcorr: %s%s; sampled by %s%s%s", whose, described, sampler, bound, agreement + rest)
     if found is None or not found.wrong:
         return ""
     refusal = "" if step.monitor is None else step.monitor.refusal(found)
@@ -356,6 +358,30 @@ def _report(trainer: Any, batch: offcorr.Batch, sampler: str) -> str:
         said = warning(found, {}, dropout) if step.monitor is None else step.monitor.warning(found)
         warnings.warn(said, stacklevel=outside())
     return refusal
+
+
+FEW_UNSCORED = 0.01
+"""Share of the tokens without a log-prob of the sampler up to which nothing is said of them."""
+
+DRAWN_OTHERWISE = (
+    "{} of the first batch have no log-prob of the sampler, and were not drawn from the trainer's distributions: their "
+    "mean of -logp - entropy is {:.2g} +- {:.1g} nats in place of 0. Set the sampler's temperature= for the trainer, "
+    "too, sample with top_p=1.0, top_k=0, min_p=0.0, and, where the model did not sample these tokens, as a tool's, "
+    "return env_mask with 0 for them"
+)
+
+
+def _unscored(trainer: Any, batch: offcorr.Batch, dropout: float) -> str:
+    """Half a sentence on tokens that the test leaves out, with a warning where the model did not draw them as it is."""
+    left = unscored(batch)
+    if left.number == 0 or (batch.rollout_logp is not None and left.share <= FEW_UNSCORED):
+        return ""
+    sampler = getattr(trainer, "_sampler", None)
+    explained = dropout or distorting(trainer.args, sampler) or unknown_to_trainer(trainer.args, sampler)
+    who = "the tokens" if batch.rollout_logp is None else f"{left.share:.0%} of the tokens"
+    if left.drawn_otherwise and left.surprise is not None and not explained:
+        warnings.warn(DRAWN_OTHERWISE.format(who, *left.surprise), stacklevel=outside())
+    return "" if batch.rollout_logp is None else f"; {who} have no log-prob of the sampler, and were not compared"
 
 
 def _above_zero(batch: offcorr.Batch) -> list[str]:

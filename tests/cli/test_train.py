@@ -160,6 +160,8 @@ MISTAKES = {
     "--train_size 0": "train_size is 0",
     "--save_steps 4": "save_steps is 4, and save_strategy is 'no', as it is by default here, which saves nothing: add ",
     "--seed -1": "seed is -1, expected 0 or more",
+    "--max_steps -2": "max_steps is -2, expected 1 or more updates, or -1 for",
+    "--dump_rollouts .": "--dump_rollouts '.' holds here.txt, expected a new or empty folder",
     "--max_steps 0": "max_steps is 0, expected 1 or more updates, or -1 for",
     "--model runs/kept/checkpoint-99": "model is 'runs/kept/checkpoint-99', which is not a folder",
     "--task chain_summ": "task is 'chain_summ' (did you mean 'chain_sum'?)",
@@ -193,6 +195,7 @@ def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(
     monkeypatch.setattr(toy, "model_path", loaded)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", loaded)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.txt").touch()
     words = mistake.split(" ")
     if not mistake.startswith("--"):
         (tmp_path / "run.yaml").write_text(mistake)

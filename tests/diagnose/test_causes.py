@@ -583,6 +583,30 @@ def test_without_entropy_a_temperature_is_not_taken_for_something_else():
     assert diagnose(world("temperature", entropy=False).records()).verdict in ("temperature", "unknown")
 
 
+@pytest.mark.parametrize("versions", [False, True])
+@pytest.mark.parametrize("temperature", [0.6, 0.7, 0.8, 1.4])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_the_fit_of_a_temperature_leaves_is_no_second_cause(seed, temperature, versions):
+    """Softmax policies with one row of logits for each previous symbol, and no entropy."""
+    draw = np.random.default_rng(seed)
+    logits = 2.5 * draw.standard_normal((50, 50))
+    trainer = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    cooled = logits / temperature
+    sampler = cooled - np.log(np.exp(cooled).sum(-1, keepdims=True))
+    records = []
+    for _ in range(60):
+        ids = [int(draw.integers(50))]
+        for _ in range(50):
+            ids.append(int(draw.choice(50, p=np.exp(sampler[ids[-1]]))))
+        before, after = ids[:-1], ids[1:]
+        row = {"rollout_logp": sampler[before, after], "old_logp": trainer[before, after]}
+        row |= {"rollout_version": 3, "trainer_version": 3} if versions else {}
+        records.append(Record.of({"prompt_ids": ids[:1], "completion_ids": after} | row))
+    report = diagnose(records)
+    assert [one.cause for one in report.causes] == ["temperature"]
+    assert any("older weights, a lower precision or another prompt besides" in one for one in report.cannot_tell)
+
+
 @pytest.mark.parametrize("cause", ["top_k", "unnormalised", "shift", "clean"])
 def test_without_entropy_the_report_says_what_it_cannot_tell(cause):
     report = diagnose(world(cause, entropy=False).records())

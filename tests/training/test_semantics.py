@@ -515,6 +515,24 @@ def test_a_wrong_old_logp_is_named_where_the_lag_is_0(engine, factor):
     assert right is None if engine == "absent" else not right.wrong
 
 
+@pytest.mark.parametrize("value", [-1.0, -3.0, -0.01])
+def test_a_value_that_was_filled_in_is_no_truncation(value):
+    """As for a tool's tokens within the mask."""
+    logp, rollout_logp, mask, entropy = sampled()
+    rollout_logp[:, 2:5] = value
+    found = logprob_semantics(logp, rollout_logp, mask, entropy=entropy)
+    assert (
+        found.kind == "placeholders" and f"a placeholder, {value:g}, for" in found.sentence and "env_mask" in found.mend
+    )
+
+
+def test_a_first_token_that_samples_share_is_no_placeholder():
+    """Under another prompt its log-prob differs, and is the same for all samples on either side."""
+    logp, rollout_logp, mask, entropy = sampled()
+    logp[:, 0], rollout_logp[:, 0] = -0.7, -1.9
+    assert logprob_semantics(logp, rollout_logp, mask, entropy=entropy).kind != "placeholders"
+
+
 @pytest.mark.parametrize("value", [-9999.0, -100.0])
 @pytest.mark.parametrize("place", [0, 5, -1])
 def test_a_single_placeholder_is_no_shift_and_no_lost_mass(value, place):

@@ -8,7 +8,7 @@ import warnings
 import pytest
 from transformers import TrainerCallback
 
-from offcorr.rollout import OffPolicy
+from offcorr.rollout import OffPolicy, Sampling, decode
 from offcorr.training import MismatchError
 
 SETTINGS = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=6, learning_rate=1e-4)
@@ -158,6 +158,54 @@ def test_a_step_whose_completions_are_all_masked_is_noticed(make_trainer, loss_t
     assert len([1 for w in caught if "mask_truncated" in str(w.message)]) == 1
     first = min(e["step"] for e in trainer.state.log_history if "loss" in e and "offcorr/staleness/lag" not in e)
     assert any(f"step {first}: all" in str(w.message) for w in caught)
+
+
+REPLY = [7, 8, 7, 8, 7, 8]
+
+
+def first_batch(make_trainer, sampler, **settings):
+    """What a run of one update warns of its first batch, with that sampler's output changed by ``sampler``."""
+    trainer = make_trainer(
+        loss_type="minpro", rollout_func=sampler, **SETTINGS | {"max_steps": 1, "max_completion_length": 16} | settings
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    return [str(one.message) for one in caught if "of the first batch" in str(one.message)]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_text_that_the_model_did_not_write_is_noticed_without_log_probs(make_trainer, caplog, masked):
+    """A reply after each completion, with None for its log-probs, as the first batch's refusal of 0 advises."""
+    inner = OffPolicy()
+
+    def with_reply(prompts, trainer):
+        found = inner(prompts, trainer)
+        ids, logps = found["completion_ids"], found["logprobs"]
+        return {
+            "prompt_ids": found["prompt_ids"],
+            "completion_ids": [[*one, *REPLY] for one in ids],
+            "logprobs": [[*one, *[None] * len(REPLY)] for one in logps],
+            "env_mask": [[1] * len(one) + [int(not masked)] * len(REPLY) for one in ids],
+        }
+
+    said = first_batch(make_trainer, with_reply, per_device_train_batch_size=32, max_completion_length=8)
+    assert len(said) == (not masked)
+    assert masked or "return env_mask with 0 for them" in said[0]
+    assert ("have no log-prob of the sampler, and were not compared" in caplog.text) != masked
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_another_temperature_is_noticed_without_log_probs(make_trainer, temperature):
+    def unlogged(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        drawn = decode(model, ids, max_new_tokens=16, eos_token_ids=[1], sampling=Sampling(temperature=temperature))
+        return {"prompt_ids": ids, "completion_ids": drawn.completion_ids, "logprobs": None}
+
+    said = first_batch(make_trainer, unlogged, per_device_train_batch_size=64)
+    assert len(said) == (temperature != 1)
+    assert not said or "have no log-prob of the sampler, and were not drawn from the trainer's distributions" in said[0]
 
 
 @pytest.mark.parametrize("masked", [True, False])

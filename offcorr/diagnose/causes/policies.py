@@ -23,7 +23,7 @@ FAR = 0.15
 ALIKE = 0.8
 """Confidence at most in a cause that others leave the traces of: an old cache, another prompt, a change within."""
 
-UNSURE = 0.65
+UNSURE = 0.5
 """Confidence at most in other weights where a coarse precision, another prompt or a temperature may look like them."""
 
 ONE_SIGN = 0.03
@@ -85,7 +85,7 @@ def never_updated(evidence: Evidence) -> bool:
     return same_version(evidence) or (not versioned(evidence) and growth(evidence) is not None)
 
 
-def _shown_to_be_older(evidence: Evidence) -> bool:
+def shown_to_be_older(evidence: Evidence) -> bool:
     """Whether logged versions, or a d that grows over the optimizer steps, say that d is of older weights."""
     return older(evidence) or growth(evidence) is not None
 
@@ -272,7 +272,7 @@ def _one_sided(evidence: Evidence) -> bool:
 OTHER_PROMPT = Alternative(
     "another prompt, or template, that one side read",
     "give --model, or compare the prompt ids that each side read",
-    settled=_shown_to_be_older,
+    settled=shown_to_be_older,
 )
 
 

@@ -146,6 +146,15 @@ OTHER_TRANSFORM = Alternative(
 )
 
 
+BESIDES = Alternative(
+    "older weights, a lower precision or another prompt besides, as a temperature that is fitted without entropy "
+    "leaves what they leave",
+    "give --model",
+    fields=("entropy",),
+    settled=lambda evidence: evidence.with_entropy is not None,
+)
+
+
 class Temperature(Cause):
     """The sampler's log-probs carry another temperature, and it sampled from them."""
 
@@ -160,6 +169,7 @@ class Temperature(Cause):
             fields=("rollout_version", "trainer_version"),
             settled=lambda evidence: power(evidence).explained > NEARLY_ALL,
         ),
+        BESIDES,
         OTHER_TRANSFORM,
         Alternative(
             "log-probs without the temperature that the engine samples at (raw_logprobs)",
@@ -180,6 +190,7 @@ class RawLogprobs(Cause):
     title = "the engine logs log-probs without the temperature that it samples at"
     advice = PROCESSED
     not_told_from = (
+        BESIDES,
         OTHER_TRANSFORM,
         Alternative(
             "a temperature that the trainer does not apply",
