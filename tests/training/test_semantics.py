@@ -526,10 +526,10 @@ def test_a_value_that_was_filled_in_is_no_truncation(value):
     )
 
 
-def test_a_first_token_that_samples_share_is_no_placeholder():
-    """Under another prompt its log-prob differs, and is the same for all samples on either side."""
+def test_first_tokens_that_samples_share_are_no_placeholders():
+    """Under another prompt their log-prob differs, and is the same for all samples on either side."""
     logp, rollout_logp, mask, entropy = sampled()
-    logp[:, 0], rollout_logp[:, 0] = -0.7, -1.9
+    logp[:, :2], rollout_logp[:, :2] = -0.7, -1.9
     assert logprob_semantics(logp, rollout_logp, mask, entropy=entropy).kind != "placeholders"
 
 
