@@ -132,7 +132,7 @@ NOT_CORE := --ignore tests/training/test_parallel.py \
 LIBRARY_TESTS := $(filter-out %/test_packaging.py %/test_docs.py,$(wildcard tests/test_*.py)) \
     tests/cli tests/methods tests/stages tests/training tests/lab tests/extras
 
-test: test-doc test-fast  ## what continuous integration runs: about twenty minutes on two cores
+test: test-doc test-fast  ## what continuous integration runs: twenty to forty minutes on two cores
 
 test-core: .venv  ## the core alone (stages, methods, metrics, training), fewer random draws: under a minute
 	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow" --draws 12 $(NOT_CORE) $(CORE_TESTS)
