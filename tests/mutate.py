@@ -1024,7 +1024,7 @@ MUTATIONS = [
     Mutation(
         "the rewards are blamed for what the mask leaves out",
         "offcorr/trl/step.py",
-        "MASKED_ADVANTAGE if any(share < 1 for share in equal)",
+        "MASKED_ADVANTAGE if masked",
         "MASKED_ADVANTAGE if False",
         "tests/trl/test_watch.py blamed_on_the_rewards",
     ),
@@ -1150,8 +1150,8 @@ MUTATIONS = [
     Mutation(
         "an option that TRL's KL reads is called ignored",
         "offcorr/trl/config.py",
-        'if "importance_sampling_level" in ignored and weights_kl(args) else',
-        'if "importance_sampling_level" in ignored and False else',
+        'if "importance_sampling_level" in ignored and weights_kl(args)',
+        'if "importance_sampling_level" in ignored and False',
         f"{TRL}::test_an_option_that_trls_kl_still_reads_is_not_called_ignored_alone",
     ),
     Mutation(
@@ -2273,7 +2273,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: values on the grid of bfloat16 are placeholders",
         "offcorr/diagnose/causes/values.py",
-        "if not evidence.as_logged or _all_bf16(sampler) or evidence.unrelated:",
+        "if not evidence.as_logged or _on_a_grid(sampler) or evidence.unrelated:",
         "if False:",
         "tests/diagnose/test_causes.py return_by_chance",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 import weakref
 from pathlib import Path
@@ -219,8 +220,9 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
         ratios = trainer.correction is not None and "old_logp" in trainer.correction.needs
         warn_once_in_run(trainer, UNSCORED + UNANCHORED if anchored and ratios else UNSCORED)
     if step.none_advantaged and mode == "train":
-        equal = trainer._metrics[mode].get("frac_reward_zero_std", [])
-        warn_once_in_run(trainer, MASKED_ADVANTAGE if any(share < 1 for share in equal) else NO_ADVANTAGE)
+        equal, rewards = (trainer._metrics[mode].get(name, []) for name in ("frac_reward_zero_std", "reward"))
+        masked = any(share < 1 for share in equal) and all(map(math.isfinite, rewards))
+        warn_once_in_run(trainer, MASKED_ADVANTAGE if masked else NO_ADVANTAGE)
     if step.all_dropped and mode == "train":
         updates = "update" if getattr(trainer.args, "logging_steps", 1) == 1 else "updates"
         warn_once_in_run(trainer, ALL_DROPPED.format(trainer.correction.method, updates), "all dropped")
