@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -126,8 +127,10 @@ def check_kernel(method: Any, device: torch.device | str = "cpu") -> float:
 
 
 def equal_answers(loss_fn: Correction) -> None:
-    """Controllers give the same stage for the same statistics, of the fields that they declare: they keep no state."""
+    """A batch gives the same twice, and controllers give the same stage for the same statistics: none keeps a state."""
     check_controllers(loss_fn, example())
+    once, twice = loss_fn(example()), loss_fn(example())
+    _same(twice, once, "a batch that was seen before")
 
 
 def finite_on_ordinary_batches(loss_fn: Correction) -> None:
@@ -402,16 +405,14 @@ def _declared(name: str) -> bool:
 
 
 def _options_matter(method: Any) -> None:
-    """Each number among a method's options reaches its correction: none is accepted and then ignored."""
+    """Each number or choice among a method's options reaches its correction: none is accepted and then ignored."""
     known = find(method) if isinstance(method, str) else registered(method)
     if not isinstance(known, Method):
         return
     defaults = {name: option.default for name, option in known.options.items()}
     usual = known(**known.example)
     for name, value in {**defaults, **known.example}.items():
-        if not isinstance(value, (int, float)):
-            continue
-        for other in others(value):
+        for other in _other_values(value, known.options[name].annotation if name in known.options else None):
             try:
                 changed = known(**{**known.example, name: other})
             except (TypeError, ValueError):  # out of the option's range
@@ -421,6 +422,15 @@ def _options_matter(method: Any) -> None:
                 f"{name}={value!r}, expected another one; pass {name} to a stage, or leave it out"
             )
             break
+
+
+def _other_values(value: Any, annotation: Any) -> tuple[Any, ...]:
+    """Other values for an option, one of which is hopefully in its range; none where its kind is not known."""
+    if isinstance(value, int | float):
+        return others(value)
+    if value is None and re.search(r"\b(float|int|Number)\b", str(annotation)):
+        return (3.0, 1.5, 0.5, 2)
+    return tuple(choice for choice in get_args(annotation) if isinstance(choice, str) and choice != value)
 
 
 def _denominator(loss_fn: Correction, batch: Batch) -> float | None:

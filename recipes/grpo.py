@@ -45,7 +45,7 @@ from offcorr.rollout import OffPolicy, VLLMServer
 from offcorr.training.generations import check_generation
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 from offcorr.trl.config import choose_correction
-from offcorr.trl.step import check_anchor
+from offcorr.trl.step import check_anchor, check_steps
 
 OF_CHECKPOINT = ", expected a run's checkpoint, such as runs/minpro/checkpoint-20 (--save_strategy steps saves them)"
 
@@ -121,7 +121,10 @@ class Arguments(GRPOConfig):
                     raise ValueError(f"{held}, the dump of another run; choose another --dump_rollouts")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer warns again
-            check_anchor(self, choose_correction(self))
+            loss = choose_correction(self)
+            check_anchor(self, loss)
+            if loss is not None:
+                check_steps(self, loss.at(0.0))
         for name in ("train_size", "eval_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more examples")
@@ -179,6 +182,8 @@ class Arguments(GRPOConfig):
             return OffPolicy(lag=self.lag, precision=self.precision)
         if not self.sampler.startswith("vllm://"):
             raise ValueError(f"sampler is {self.sampler!r}, expected local or vllm://host:port")
+        if not self.sampler.rstrip("/").rpartition(":")[2].isdigit():
+            raise ValueError(f"sampler is {self.sampler!r}, without a port, expected vllm://host:port")
         return VLLMServer(url=self.sampler, sync_every=self.sync_every)
 
 
@@ -507,6 +512,7 @@ class History(TrainerCallback):
         """Says that the file of an earlier run is replaced, if there is one."""
         if self.file.exists():
             print(f"{self.file} is of an earlier run, and is replaced; another --output_dir keeps both", flush=True)
+            self.file.with_suffix(".png").unlink(missing_ok=True)  # of that run, too
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:

@@ -5,14 +5,14 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
 
 import offcorr
 from offcorr import controllers, gates, ops, ratios, rejections, testing, weights
-from offcorr.methods.registry import catalogue
+from offcorr.methods.registry import catalogue, unregister
 from offcorr.stages.aggregate import AGGREGATIONS
 from offcorr.stages.checks import warn_once
 from tests import fresh
@@ -573,6 +573,38 @@ def test_a_number_that_a_function_is_given_and_does_not_read_is_found():
 
 def rooted(value):
     return ops.sqrt(1 + value / 12), value == value
+
+
+@pytest.mark.parametrize(
+    ("default", "annotation"), [(None, float | None), ("hard", Literal["hard", "soft"]), (0.5, float)]
+)
+def test_an_option_that_reaches_nothing_is_found_by_its_kind(default, annotation):
+    def forgetful(ignored=default):
+        return offcorr.Correction(gate=gates.Clip(0.2, 0.2))
+
+    forgetful.__annotations__ = {"ignored": annotation}
+    build = offcorr.register("forgetful", multiplier="c")(forgetful)
+    try:
+        with pytest.raises(AssertionError, match="forgetful: the option ignored changes nothing"):
+            testing.check(build)
+    finally:
+        unregister("forgetful")
+
+
+def drawn(value):
+    return 1 + 0.01 * torch.rand_like(value), value == value
+
+
+@dataclass(frozen=True)
+class Drawn(weights.Weight):
+    """Another weight at each call."""
+
+    rule = staticmethod(drawn)
+
+
+def test_a_random_stage_is_no_fault_of_the_mask():
+    with pytest.raises(AssertionError, match="Drawn: equal_answers: loss, a batch that was seen before is"):
+        testing.check(offcorr.Correction(weight=Drawn()), on_policy=False)
 
 
 @dataclass(frozen=True)

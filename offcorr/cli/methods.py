@@ -126,6 +126,9 @@ def about(spec: str, width: int) -> str:
     shown_options = given | added or _first(method)
     in_python, in_json = (f"{shown_options!r}", json.dumps(shown_options)) if shown_options else ("", "")
     call = "".join(f", {option}={value!r}" for option, value in added.items())
+    steps = " --steps_per_generation 1" * (
+        "group_ids" in loss_fn.needs
+    )  # TRL mixes a prompt's samples over them
     illustrated = f"the values of {' and '.join(added)} in the lines below are an illustration, no recommendation"
     parts: dict[str, list[str]] = {
         "": [_sentence(method)],
@@ -142,7 +145,7 @@ def about(spec: str, width: int) -> str:
         "example": [illustrated] if added else [],
         "in TRL": [f"GRPOConfig(..., loss_type={called!r}" + (f", loss_kwargs={in_python})" if in_python else ")")],
         "in a loop": [f"offcorr.{'resolve' if ':' in name else 'get'}({spec!r}{call})"],
-        "try it": [f"offcorr train --loss_type {called}" + (f" --loss_kwargs '{in_json}'" if in_json else "")],
+        "try it": [f"offcorr train --loss_type {called}" + (f" --loss_kwargs '{in_json}'" if in_json else "") + steps],
     }
     lines = [" = ".join((method.name, *method.aliases))]
     for label, texts in parts.items():

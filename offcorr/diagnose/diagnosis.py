@@ -27,7 +27,7 @@ BESIDE_DROPOUT = 0.5
 """Confidence at most in a further cause beside dropout, whose noise can leave its traces."""
 
 FITTED, OF_MISFIT = {"temperature", "raw_logprobs"}, {"stale_weights", "adapter_not_synced", "precision"}
-"""Causes whose fit without entropy leaves a part of d, and causes that this part looks like."""
+"""Causes whose fit without entropy leaves a part of d, less than half of it, and causes that this part looks like."""
 
 ROUNDS = 6
 """Causes named at most."""
@@ -179,8 +179,8 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
         causes = {id: cause for id, cause in CAUSES.items() if cause.stage == stage}
         if stage == "policies" and differs_by_itself(left):
             causes = {id: cause for id, cause in causes.items() if cause.of_passes}
-        named = {one.cause for one in findings}
-        if stage == "policies" and left.with_entropy is None and named & FITTED and not shown_to_be_older(left):
+        fitted = sum(one.share for one in findings if one.cause in FITTED)
+        if stage == "policies" and left.with_entropy is None and fitted > 0.5 and not shown_to_be_older(left):
             causes = {id: cause for id, cause in causes.items() if id not in OF_MISFIT}
         while causes and len(findings) < ROUNDS:
             found = {id: found for id, cause in causes.items() if (found := cause.found(left)) is not None}

@@ -114,8 +114,9 @@ trainer_version, or give --model'
         said.append(f"whether the trainer's dropout is on. To find out, {_repeated_contexts(evidence)}")
     for cause in CAUSES.values():
         for other in cause.not_told_from if cause.id in named else ():
-            if other.cause not in named and not other.settled(evidence):
-                fields = lacking(evidence, other.fields)
+            fields = lacking(evidence, other.fields)
+            # Of two that are named, a field that is lacking may show one to be the only cause.
+            if (other.cause not in named or fields) and not other.settled(evidence):
                 how = f"log {' and '.join(fields)}, or {other.how}" if fields else other.how
                 said.append(f"whether the cause is {cause.id} or {other.words}. To find out, {how}")
     return said

@@ -15,8 +15,8 @@ LOWER_LEARNING_RATE = (
     "smaller lag, or a loss that corrects for it (docs/which.md)"
 )
 
-AGREES = GAP_BEGINS**-0.5
-"""Mean |d| of an optimizer step over the largest, below which the step counts as one in which both sides agree."""
+AGREES, AGREED = GAP_BEGINS**-0.5, 0.05
+"""Mean |d| of an optimizer step over the largest, and in nats, up to which both sides agree in it."""
 
 
 def of_own_updates(series: Series, records: Sequence[Record]) -> str:
@@ -26,7 +26,8 @@ def of_own_updates(series: Series, records: Sequence[Record]) -> str:
         series: of staleness.
         records: of the last batches, with ``logp`` as ``old_logp``.
     """
-    if any(age(record) is not None for record in records):
+    sampled_by = {float(np.mean(one.rollout_version)) for one in records if one.rollout_version is not None}
+    if len(sampled_by) > 1 or (sampled_by and series.aged):
         return "" if series.aged else _of_moving_versions(records)
     return _of_generation(series, records)
 
@@ -49,8 +50,9 @@ def _of_generation(series: Series, records: Sequence[Record]) -> str:
         return ""
     gaps = _gap_of_steps(records)
     recent = {step: gap for step, gap in gaps.items() if step >= max(gaps) - series.lag_max}
-    began_equal = len(recent) > 1 and min(recent.values()) <= AGREES * max(recent.values())
-    if not began_equal and not series.grown_in_generation:
+    least = min(recent.values(), default=0.0)
+    began_equal = len(recent) > 1 and least <= AGREES * max(recent.values())
+    if least > AGREED or not (began_equal or series.grown_in_generation):
         return ""
     return (
         f"the samples are used for up to {series.lag_max:g} updates after the one that they were sampled for, and "

@@ -106,6 +106,30 @@ def check_anchor(args: Any, loss: Annealed | None) -> tuple[str | None, dict[str
     return name, options
 
 
+def check_steps(args: Any, correction: offcorr.Correction, needs_window: bool = False) -> None:
+    """Refuses a loss that has to see what is not in one optimizer step.
+
+    Args:
+        needs_window: as ``Step.needs_window``; without it a loss is looked at that compares a prompt's completions.
+
+    Raises:
+        ValueError: the step's batch may lie in two generations, or a prompt's completions in several steps.
+    """
+    if needs_window and args.steps_per_generation % args.gradient_accumulation_steps:
+        who = repr(correction.method) if correction.couples else f"count_rejected=False of {correction.method!r}"
+        raise ValueError(
+            f"{who} looks at an optimizer step's whole batch before its first gradient, so a step must lie in one "
+            f"generation: steps_per_generation is {args.steps_per_generation}, expected a multiple of "
+            f"gradient_accumulation_steps, {args.gradient_accumulation_steps}"
+        )
+    if "group_ids" in correction.needs and args.steps_per_generation != args.gradient_accumulation_steps:
+        raise ValueError(
+            f"{correction.method!r} compares the completions of a prompt, which TRL shuffles over the steps of a "
+            f"generation: steps_per_generation is {args.steps_per_generation}, expected gradient_accumulation_steps, "
+            f"{args.gradient_accumulation_steps}"
+        )
+
+
 def make_step(trainer: Any, args: Any, loss: Annealed | None) -> Step:
     """The ``Step`` that the ``CorrectionOptions`` of ``args`` ask for; anchor and learning rate are made when a run
     begins.

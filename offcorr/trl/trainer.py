@@ -44,6 +44,7 @@ from offcorr.trl.sampling import distorting, distortion_warning, lag_of, precisi
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
     StepCallback,
+    check_steps,
     lag_metrics,
     log_metrics,
     make_step,
@@ -538,19 +539,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "skip_dead_sequences=True leaves sequences out of the forward pass, and the auxiliary loss of this "
                 "MoE model looks at all of them: set router_aux_loss_coef=0 or leave it out"
             )
-        if self.correction_step.needs_window and args.steps_per_generation % args.gradient_accumulation_steps:
-            who = repr(correction.method) if correction.couples else f"count_rejected=False of {correction.method!r}"
-            raise ValueError(
-                f"{who} looks at an optimizer step's whole batch before its first gradient, so a "
-                f"step must lie in one generation: steps_per_generation is {args.steps_per_generation}, expected a "
-                f"multiple of gradient_accumulation_steps, {args.gradient_accumulation_steps}"
-            )
-        if "group_ids" in correction.needs and args.steps_per_generation != args.gradient_accumulation_steps:
-            raise ValueError(
-                f"{correction.method!r} compares the completions of a prompt, which TRL shuffles over the steps "
-                f"of a generation: steps_per_generation is {args.steps_per_generation}, expected "
-                f"gradient_accumulation_steps, {args.gradient_accumulation_steps}"
-            )
+        check_steps(args, correction, self.correction_step.needs_window)
         if correction.aggregate == "sum" and self._has_other_terms:
             raise ValueError(
                 "aggregate='sum' divides by nothing, and TRL's other terms (beta, the entropy bonus, the auxiliary "

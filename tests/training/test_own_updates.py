@@ -40,6 +40,23 @@ def test_updates_within_a_generation_are_the_trainers():
     assert "no new weights were due" in str(alarm) and "still receives" not in str(alarm)
 
 
+@pytest.mark.parametrize("sampled_by", [0, 7])
+def test_versions_of_one_generation_say_no_more(sampled_by):
+    """All its samples have one, whether or not the sampler ever gets new weights."""
+    versions = {
+        "rollout_version": lambda step, lag: torch.full((8, 64), sampled_by),
+        "trainer_version": lambda step, lag: sampled_by + int(lag),
+    }
+    (alarm,) = staleness(quiet(name_cause=named("stale_weights")), [0.0, 1.0, 1.5, 2.0], [0, 1, 2, 3], **versions)
+    assert (alarm.step, alarm.cause) == (4, "policy_updates")
+
+
+def test_a_generation_that_begins_far_apart_began_no_equal():
+    """As of rows in another order: the updates make the gap seven times larger, and it was there before."""
+    alarms = staleness(quiet(name_cause=named("stale_weights")), [0.4, 2.0, 2.5, 3.0], [0, 1, 2, 3])
+    assert alarms and {alarm.cause for alarm in alarms} == {"stale_weights"}
+
+
 def test_a_generation_that_begins_with_a_gap_is_of_old_weights():
     """The sampler never got the weights of the first generation's updates: not said in that one, but in the next."""
     monitor = quiet(name_cause=named("stale_weights"))

@@ -44,6 +44,8 @@ class OtherQuantity(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
+        if both := _of_both_sides(evidence):
+            return both
         if evidence.gap < SMALLEST or len(evidence) < 32 or not evidence.as_logged:
             return None
         own = _distance(evidence.d)
@@ -68,6 +70,32 @@ class OtherQuantity(Cause):
             f"the {side}'s values are {words}: mean |d| is {evidence.gap:.2g} nats, and {left:.2g} once that is undone",
             dataclasses.replace(evidence, **changed),
         )
+
+
+def _of_both_sides(evidence: Evidence) -> Found | None:
+    """The finding where the values of both sides are above 0, as log-probs are not."""
+    sides = {"sampler": evidence.sampler, "trainer": evidence.trainer}
+    if len(evidence) < 32 or any(not np.isfinite(side).all() or _share_above(side) < 0.98 for side in sides.values()):
+        return None
+    probabilities = max(side.max() for side in sides.values()) <= 1 + 1e-6
+    undone: dict[str, Any] = {
+        name: np.log(np.maximum(side, 1e-30)) if probabilities else -side for name, side in sides.items()
+    }
+    return Found(
+        1.0,
+        0.0,
+        0.98,
+        float(len(evidence)),
+        "the values of both sides are above 0, as no log-prob is: "
+        + ("probabilities, not their logarithms" if probabilities else "the negatives of log-probs"),
+        dataclasses.replace(evidence, **undone),
+        share=1.0,
+    )
+
+
+def _share_above(values: Floats) -> float:
+    """Share of the values that are above 0."""
+    return float((values > 0).mean())
 
 
 def _other_rows(evidence: Evidence) -> Floats | None:

@@ -143,8 +143,11 @@ class Shift(Cause):
     id = "shift"
     stage = "values"
     robust = True
-    title = "the sampler's log-probs are shifted by one token"
-    advice = "the log-prob at index t must be that of the token at index t: move one of the two by one token"
+    title = "the log-probs of one side are shifted by one token"
+    advice = (
+        "the log-prob at index t must be that of the token at index t: check one known sequence by hand, and move the "
+        "side that is off by one token"
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         own = evidence.gap
