@@ -72,8 +72,8 @@ MUTATIONS = [
     Mutation(
         "the check of a method does not try its options",
         "offcorr/testing.py",
-        "        if not isinstance(value, (int, float)):\n            continue",
-        "        if not isinstance(value, str):\n            continue",
+        "    if isinstance(value, int | float):\n        return others(value)",
+        "    if isinstance(value, int | float):\n        return ()",
         f"{CONTRACT} changes_nothing",
     ),
     Mutation(
@@ -996,8 +996,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: what the fit of a temperature leaves without entropy is a second cause",
         "offcorr/diagnose/diagnosis.py",
-        "left.with_entropy is None and named & FITTED",
-        "False and named & FITTED",
+        "left.with_entropy is None and fitted > 0.5",
+        "False and fitted > 0.5",
         "tests/diagnose/test_causes.py fit_of_a_temperature",
     ),
     Mutation(
