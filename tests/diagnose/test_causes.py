@@ -630,6 +630,8 @@ def test_what_the_fit_of_a_temperature_leaves_is_no_sure_second_cause(seed, temp
     report = diagnose(records)
     named = {one.cause: one.confidence for one in report.causes}
     assert "temperature" in named and all(sure <= 0.5 for cause, sure in named.items() if cause != "temperature")
+    (fitted,) = [one.share for one in report.causes if one.cause == "temperature"]
+    assert (len(named) == 1) == (fitted > 0.5)
     assert any("older weights, a lower precision or another prompt besides" in one for one in report.cannot_tell)
     alone = any(
         "a temperature that one side applies and the other does not, alone" in one for one in report.cannot_tell
