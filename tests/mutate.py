@@ -1050,6 +1050,13 @@ MUTATIONS = [
         "tests/test_testing.py by_its_kind",
     ),
     Mutation(
+        "diagnose: sequences that have an age are of another temperature",
+        "offcorr/diagnose/diagnosis.py",
+        'of_fault = ("values",) if lag_by_versions(part) else OF_NO_UPDATE',
+        "of_fault = OF_NO_UPDATE",
+        "tests/diagnose/test_causes.py have_an_age",
+    ),
+    Mutation(
         "the rewards are blamed for what the mask leaves out",
         "offcorr/trl/step.py",
         "MASKED_ADVANTAGE if masked",

@@ -126,9 +126,7 @@ def about(spec: str, width: int) -> str:
     shown_options = given | added or _first(method)
     in_python, in_json = (f"{shown_options!r}", json.dumps(shown_options)) if shown_options else ("", "")
     call = "".join(f", {option}={value!r}" for option, value in added.items())
-    steps = " --steps_per_generation 1" * (
-        "group_ids" in loss_fn.needs
-    )  # TRL mixes a prompt's samples over them
+    steps = " --steps_per_generation 1" * ("group_ids" in loss_fn.needs)  # TRL mixes a prompt's samples over them
     illustrated = f"the values of {' and '.join(added)} in the lines below are an illustration, no recommendation"
     parts: dict[str, list[str]] = {
         "": [_sentence(method)],

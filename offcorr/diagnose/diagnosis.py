@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, STAGES, Cause, Finding, Found, confidence
-from offcorr.diagnose.causes.policies import differs_by_itself, shown_to_be_older
+from offcorr.diagnose.causes.policies import differs_by_itself, lag_by_versions, shown_to_be_older
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.record import Record
@@ -127,7 +127,9 @@ def _of_part(findings: list[Finding], left: Evidence, part: Evidence, said: str)
     if findings and all(CAUSES[one.cause].stage in OF_NO_UPDATE for one in findings):
         return findings, left
     of_part, left_of_part = _explain(part, said)
-    if of_part and CAUSES[max(of_part, key=lambda one: one.share).cause].stage in OF_NO_UPDATE:
+    # Of sequences that have an age, updates that sharpened the policy look like a temperature.
+    of_fault = ("values",) if lag_by_versions(part) else OF_NO_UPDATE
+    if of_part and CAUSES[max(of_part, key=lambda one: one.share).cause].stage in of_fault:
         return of_part, left_of_part
     of_policies = [CAUSES[one.cause].stage == "policies" for one in findings]
     said_of = [one.evidence + said * of for one, of in zip(findings, of_policies, strict=True)]

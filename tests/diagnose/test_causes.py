@@ -567,6 +567,16 @@ def test_a_fault_of_some_sequences_is_named(cause, share):
     assert f"this is of {part} of the {len(right)} sequences: in the others the log-probs agree" in found.evidence
 
 
+def test_sequences_that_have_an_age_are_no_engine_of_another_temperature():
+    """The others are of the current weights, and agree; the updates sharpened the policy."""
+    old = [dataclasses.replace(one, rollout_version=3, trainer_version=19) for one in sharper(0.05)]
+    new = [dataclasses.replace(one, rollout_version=19, trainer_version=19) for one in world("clean").records()]
+    causes = diagnose(old[:16] + new[16:]).causes
+    assert not any("this is of 16 of" in one.evidence for one in causes if one.cause in ("temperature", "raw_logprobs"))
+    dateless = [dataclasses.replace(one, rollout_version=None) for one in old[:16] + new[16:]]
+    assert "temperature" in {one.cause for one in diagnose(dateless).causes}
+
+
 def test_where_some_sequences_have_other_weights_the_report_says_how_many():
     other, right = world("stale_weights").records(), world("clean").records()
     report = diagnose(other[:10] + right[10:])
