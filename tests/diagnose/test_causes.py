@@ -649,6 +649,15 @@ def test_what_the_fit_of_a_temperature_leaves_is_no_sure_second_cause(seed, temp
     assert alone == (len(named) > 1)
 
 
+def test_beside_other_weights_a_top_p_may_leave_what_a_top_k_leaves():
+    made = world("top_k")
+    made.trainer = noise(0.2, shared=True)
+    report = diagnose(made.records())
+    found = {one.cause: one for one in report.causes}
+    assert "top_k" in found and "single top_p" not in found["top_k"].evidence
+    assert any("top_k or a top_p whose border is blurred by rounding, or by other" in one for one in report.cannot_tell)
+
+
 @pytest.mark.parametrize("cause", ["top_k", "unnormalised", "shift", "clean"])
 def test_without_entropy_the_report_says_what_it_cannot_tell(cause):
     report = diagnose(world(cause, entropy=False).records())

@@ -623,9 +623,9 @@ class TopP(Cause):
 
 
 BLURRED_TOP_P = Alternative(
-    "a top_p whose border is blurred by rounding",
+    "a top_p whose border is blurred by rounding, or by other weights besides",
     "compare the sampler's options, or give --model",
-    settled=lambda evidence: (found := kept(evidence)) is None or not found.rounded,
+    settled=lambda evidence: (found := kept(evidence)) is None or not (found.rounded or found.among_others),
 )
 
 
@@ -684,7 +684,7 @@ UNSURE_OF_TOP_K = 0.8
 
 
 def _no_top_p(found: Kept) -> str:
-    return "" if found.rounded else ", as under no single top_p"
+    return "" if found.rounded or found.among_others else ", as under no single top_p"
 
 
 class LogitMask(Cause):
@@ -697,7 +697,7 @@ class LogitMask(Cause):
         "sample without structured decoding, logit_bias, bad_words, min_tokens and ignore_eos, or, only in a loop of "
         "your own, apply the same mask in the trainer (offcorr.linear_logprob(..., support=))"
     )
-    not_told_from = (OTHER_TRUNCATION, LIKELIEST)
+    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, LIKELIEST)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -711,7 +711,13 @@ class LogitMask(Cause):
                 "the sampled tokens are hardly likelier than draws from the trainer's distributions (surprisal balance "
                 f"{found.balance.value:+.3f} nats), so what is missing is not the unlikely tokens alone"
             )
-        return _truncated(evidence, found, said, 2.0)
+        named = _truncated(evidence, found, said, 2.0)
+        # Other weights besides move the balance as well, which then says little of what is missing.
+        return named._replace(surest=min(named.surest, BESIDE_OTHERS)) if found.among_others else named
+
+
+BESIDE_OTHERS = 0.5
+"""The most that a ban is sure beside other weights."""
 
 
 def _banned(found: Kept) -> bool:
