@@ -81,7 +81,8 @@ GUIDE: dict[str, Advice] = {
         "say): it is the length. Over T tokens independent errors of standard deviation s give about e^(-T s^2): 2,000 "
         "tokens with s = .02 (`abs_mean` .016) give .45, although no token is far off. A weight per token (`tis`) "
         "hardly changes these; one per sequence keeps all of that noise. One of the two far from 1: a few tokens are "
-        "far off, and a method can reject them (`icepop`, a veto).",
+        "far off, and `icepop` leaves them out (a veto drops their whole sequences, and by default only where a ratio "
+        "is below 1e-4).",
     ),
     "offcorr/loss/multiplier_vs_ratio": Advice(
         "sum |c| / sum r over the tokens that have an advantage.",
