@@ -74,7 +74,7 @@ SHORT = (
         "ess_lr",
         "min(1, ESS / n / ess_base), its square root under ess_lr='sqrt'; ESS / n = (sum w)^2 / (n sum w^2) over "
         "sequences, w = e^(sum of logp - rollout_logp), staleness and engine together, so that the ess_seq of either "
-        "is another number",
+        "is another number; of a log that covers several optimizer steps, the mean of their factors",
     ),
     Answer(
         "ess_base",
