@@ -146,7 +146,7 @@ GUIDE: dict[str, Advice] = {
 
 CHI2 = (
     "No source names a range. ESS divides the ratios by their mean and chi2 does not: 1 + chi2 = (mean ratio)^2 / ESS, "
-    "so a mean ratio of 1.14 alone makes chi2 .3 beside an ESS of 1."
+    "where that is above 1, so a mean ratio of 1.14 alone makes chi2 .3 beside an ESS of 1."
 )
 HINTS: dict[str, str] = {
     "abs_p99": "No source names a range. It is interpolated inside a bin of a histogram that ends 40 % above where it "

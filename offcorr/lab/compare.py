@@ -23,7 +23,7 @@ import torch
 from offcorr.batch import Batch
 from offcorr.correction import Correction
 from offcorr.lab import results
-from offcorr.lab.comparison import COLUMNS, NOT_A_RANKING, SCOPE, TIMED, Row, checked, picture, table
+from offcorr.lab.comparison import COLUMNS, NOT_A_RANKING, ROUNDS, SCOPE, TIMED, Row, checked, picture, table
 from offcorr.lab.contract import warn_of_failures
 from offcorr.lab.exact import Setting, World, couples, measure
 from offcorr.lab.processes import one_thread
@@ -55,24 +55,46 @@ def compare(
         ValueError: a correction cannot be computed here; the message begins with its name.
     """
     aliases = {method.name: method.aliases for method in catalogue()}
-    rows = []
+    found = []
     for done, (name, loss_fn) in enumerate(methods):
         report(done, name)
         try:
-            measured = measure(world, loss_fn, draws=draws)
-            seconds = seconds_per_token(loss_fn) if timed else math.nan
-            rows.append(Row(name, aliases.get(name, ()), loss_fn, measured, seconds))
+            found.append(measure(world, loss_fn, draws=draws))
+            if timed:
+                seconds_per_token([loss_fn], rounds=1)  # the first call takes longer, and says what it lacks
         except (ValueError, TypeError) as error:
             raise ValueError(f"METHOD {name!r} cannot be compared: {error}") from error
-    return rows
+    seconds = seconds_per_token([loss_fn for _, loss_fn in methods]) if timed else [math.nan] * len(methods)
+    return [
+        Row(name, aliases.get(name, ()), loss_fn, measured, spent)
+        for (name, loss_fn), measured, spent in zip(methods, found, seconds, strict=True)
+    ]
 
 
-def seconds_per_token(loss_fn: Correction, repeats: int = 8) -> float:
-    """The shortest time of loss and gradient, per token, on this CPU."""
+def seconds_per_token(loss_fns: Sequence[Correction], rounds: int = ROUNDS) -> list[float]:
+    """The shortest CPU time of loss and gradient, per token, of each correction, on one thread.
+
+    They take turns, so that other work on the machine slows a round of all of them rather than one method.
+    """
+    batch = _timed_batch()
+    with one_thread():
+        taken = [[_spent(loss_fn, batch) for loss_fn in loss_fns] for _ in range(rounds)]
+    return [min(times) / batch.logp.numel() for times in zip(*taken, strict=True)]
+
+
+def _spent(loss_fn: Correction, batch: Batch) -> float:
+    """The CPU time (seconds) of one loss and gradient."""
+    loss_fn, fresh = loss_fn.with_max_length(TIMED[1]), dataclasses.replace(batch)  # a batch keeps its padded view
+    begin = time.process_time()
+    loss_fn(fresh).loss.backward()
+    return time.process_time() - begin
+
+
+def _timed_batch() -> Batch:
     draw = torch.Generator().manual_seed(0)
     logp = -torch.rand(TIMED, generator=draw) - 0.5
     old_logp = logp + 0.05 * torch.randn(TIMED, generator=draw)
-    batch = Batch(
+    return Batch(
         logp=logp.requires_grad_(),
         old_logp=old_logp,
         rollout_logp=old_logp + 0.01 * torch.randn(TIMED, generator=draw),
@@ -83,13 +105,6 @@ def seconds_per_token(loss_fn: Correction, repeats: int = 8) -> float:
         entropy=torch.rand(TIMED, generator=draw),
         sum_sq_probs=torch.rand(TIMED, generator=draw),
     )
-    loss_fn, times = loss_fn.with_max_length(TIMED[1]), []
-    for _ in range(1 + repeats):
-        fresh = dataclasses.replace(batch)  # a batch keeps its padded view
-        begin = time.perf_counter()
-        loss_fn(fresh).loss.backward()
-        times.append(time.perf_counter() - begin)
-    return min(times[1:]) / logp.numel()
 
 
 def as_data(world: World, rows: Sequence[Row], elapsed: float) -> dict[str, Any]:

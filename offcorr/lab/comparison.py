@@ -21,6 +21,8 @@ SHORT, LONG = 14, 26
 """Characters of a name before it is folded: at least; and if it fits once columns are left out."""
 TIMED = (64, 256)
 """Sequences and tokens of the batch that is timed."""
+ROUNDS = 20
+"""How often each method is timed."""
 
 
 class Row(NamedTuple):
@@ -112,8 +114,9 @@ COLUMNS = (
     Column(
         "nanoseconds_per_token",
         "ns/tok",
-        f"loss and gradient per token on this CPU, one thread, {TIMED[0]} sequences of {TIMED[1]} tokens in float32, "
-        "metrics included, best of 8",
+        f"CPU time of loss and gradient per token, one thread, {TIMED[0]} sequences of {TIMED[1]} tokens in float32, "
+        f"metrics included: the shortest of {ROUNDS} rounds, in which the methods take turns. Other work on the machine "
+        "makes it longer; a difference of a third or so says nothing",
         lambda row: 1e9 * row.seconds,
         lambda value: f"{value:.0f}",
     ),

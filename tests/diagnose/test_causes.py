@@ -416,6 +416,23 @@ def test_sampled_ends_that_are_far_off_are_not_appended():
     assert "appended_eos" not in {one.cause for one in diagnose(shorter).causes}
 
 
+def test_a_made_up_log_prob_is_not_always_of_a_made_up_end():
+    """Ends that were sampled, early, and whose log-prob somebody filled in, look as appended ones do."""
+
+    def ends(columns, world):
+        columns["completion_ids"][::3, -1] = 1
+        columns["old_logp"][::3, -1] = -4.0
+        columns["rollout_logp"][::3, -1] = 0.0
+
+    records = simulated.World(edits=[ends]).records()
+    (longest,) = diagnose(records).causes
+    assert longest.cause == "appended_eos" and longest.confidence > 0.9
+    report = diagnose([one if row % 3 else cut(one, 20 + row % 24) for row, one in enumerate(records)])
+    assert report.verdict == "appended_eos" and report.confidence == 0.5
+    assert any("that the model sampled, and whose log-prob somebody filled in" in one for one in report.cannot_tell)
+    assert not any("filled in" in one for one in diagnose(records).cannot_tell)
+
+
 def cut(record, length):
     """The record with the last token after ``length - 1`` others."""
     chosen = [*range(length - 1), len(record) - 1]
@@ -524,6 +541,17 @@ def test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision(ent
     # Where old_logp is of the weights that sampled, the lag is in another difference, and says nothing of d.
     moved = [dataclasses.replace(one, logp=one.old_logp - 3.0) for one in older]
     assert any("int4" in one for one in diagnose(moved).cannot_tell)
+
+
+def test_another_prompt_is_no_surer_than_a_coarse_precision():
+    """Unless the first token is far off, as where the text just before it differs."""
+    made = world(sequences=128)
+    made.trainer = noise(0.3)
+    report = diagnose(made.records())
+    assert report.verdict == "chat_template" and report.confidence == 0.5
+    assert any("int4" in one for one in report.cannot_tell)
+    report = diagnose(world("chat_template").records())
+    assert report.confidence > 0.5 and not any("int4" in one for one in report.cannot_tell)
 
 
 def test_before_any_update_none_is_missing():

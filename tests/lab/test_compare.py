@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -471,7 +472,21 @@ def test_the_timing_warns_of_nothing():
     warn_again()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert seconds_per_token(offcorr.get("tis"), repeats=1) > 0
+        assert seconds_per_token([offcorr.get("tis")], rounds=1)[0] > 0
+
+
+def test_a_slow_round_is_no_methods_time(monkeypatch):
+    """The methods take turns, and the shortest of the rounds counts."""
+    order = []
+
+    def spent(loss_fn, batch):
+        order.append(loss_fn)
+        return 9.0 if len(order) in (1, 2, 5) else float(loss_fn)
+
+    monkeypatch.setattr(compare, "_spent", spent)
+    tokens = math.prod(comparison.TIMED)
+    assert seconds_per_token([1, 2], rounds=3) == [1 / tokens, 2 / tokens]
+    assert order == [1, 2, 1, 2, 1, 2]
 
 
 def test_with_an_engine_gap_the_caption_says_what_is_biased(command):

@@ -7,6 +7,7 @@ import numpy as np
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.policies import (
     ALIKE,
+    COARSE_PRECISION,
     FAR,
     WEIGHTS,
     no_lag_in_d,
@@ -149,38 +150,54 @@ class ChatTemplate(Cause):
     not_told_from = (
         Alternative("a shorter prompt on one side (truncated_prompt)", "compare their prompt ids"),
         OLDER_WEIGHTS,
+        COARSE_PRECISION._replace(
+            settled=lambda evidence: _of_the_text_before(evidence) is not None or COARSE_PRECISION.settled(evidence)
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
         if evidence.gap < evidence.floor:
             return None
+        if found := _of_the_text_before(evidence):
+            return found
         profile = Profile.of(evidence)
-        first, error, count = profile.level(0, 1)
-        if not count or not np.isfinite(error):
-            first, error, count = profile.level(0, 4)
-        z = first / error
-        if count >= 4 and first > 1.6 and z > SIGNIFICANT and profile.mean > WEIGHTS:
-            return Found(
-                first,
-                error,
-                1.6,
-                first,
-                f"the relative difference |d| / (1 - p) is {np.exp(first):.0f} times larger at the first token of the "
-                f"completions than at a typical one, as where the text just before it differs{of_age(evidence)}",
-                surest=surest_beside_age(evidence),
-            )
         other = noise(evidence) and profile.mean > FAR and not older(evidence)
         # Without repeated contexts it may be dropout, without entropy a temperature.
-        if other and repeatable(evidence) and first > -1 and evidence.entropy is not None:
+        if other and repeatable(evidence) and _first(profile)[0] > -1 and evidence.entropy is not None:
             return Found(
                 profile.mean,
                 profile.error,
                 FAR,
                 0.3,
-                f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than rounding makes, "
-                "and a token id has another d in every context, as where the two sides read different prompts",
+                f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than rounding to bf16 "
+                "or int8 makes, and a token id has another d in every context, as where the two sides read different "
+                "prompts",
+                surest=0.5,  # coarse rounding leaves the same, at times
             )
         return None
+
+
+def _first(profile: Profile) -> tuple[float, float, int]:
+    """Mean log-size of the first token of the completions, relative to a typical one, its error, and their number."""
+    first, error, count = profile.level(0, 1)
+    return (first, error, count) if count and np.isfinite(error) else profile.level(0, 4)
+
+
+def _of_the_text_before(evidence: Evidence) -> Found | None:
+    """The finding that the first token is much further off than the others."""
+    profile = Profile.of(evidence)
+    first, error, count = _first(profile)
+    if count < 4 or first <= 1.6 or first / error <= SIGNIFICANT or profile.mean <= WEIGHTS:
+        return None
+    return Found(
+        first,
+        error,
+        1.6,
+        first,
+        f"the relative difference |d| / (1 - p) is {np.exp(first):.0f} times larger at the first token of the "
+        f"completions than at a typical one, as where the text just before it differs{of_age(evidence)}",
+        surest=surest_beside_age(evidence),
+    )
 
 
 def _decay(profile: Profile) -> Estimate:

@@ -7,7 +7,7 @@ import numpy as np
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
-from offcorr.diagnose.causes.sampling import SIGNIFICANT, away, power
+from offcorr.diagnose.causes.sampling import OTHER_TRANSFORM, SIGNIFICANT, away, power
 from offcorr.diagnose.causes.values import GROSS
 from offcorr.diagnose.evidence import SAME, Estimate, Evidence, mean_by_sequence
 
@@ -410,6 +410,7 @@ class StaleWeights(Cause):
         ),
         COARSE_PRECISION,
         OTHER_TEMPERATURE,
+        OTHER_TRANSFORM._replace(settled=_lag_in_d),
         Alternative(
             "the trainer's own updates on the batch, where the log-prob that it logged is of after them",
             "log both old_logp and logp",

@@ -141,7 +141,7 @@ def _huber(residual: Floats) -> Floats:
 
 
 OTHER_TRANSFORM = Alternative(
-    "another change of the logits that one side makes, such as a softcap, a clamp or a scale",
+    "another change of the logits that one side makes, such as a softcap, a clamp, a scale or a logit_bias",
     "compare how each side computes its logits, or give --model",
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import Cause, Found
+from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.evidence import Booleans, Evidence
 from offcorr.diagnose.record import Floats
 
@@ -100,6 +100,18 @@ def _cut(evidence: Evidence, ends: Booleans) -> bool:
     return max(float((length[rows] == length.max()).mean()) for length in (own, whole)) >= 0.8
 
 
+def _far_ends(evidence: Evidence) -> tuple[Booleans, float]:
+    """The last tokens whose |d| is far beyond that of the others, and the share of the others that are as far off."""
+    inside = evidence.size[~evidence.last]
+    far = evidence.size > max(0.5, 1.5 * float(np.quantile(inside, 0.995)) if len(inside) else 0.0)
+    return far & evidence.last, float(far[~evidence.last].mean()) if len(inside) else 0.0
+
+
+def _made_up(evidence: Evidence, ends: Booleans) -> bool:
+    """Whether the sampler has one value for all of them."""
+    return bool(np.ptp(evidence.sampler[ends]) <= PLACEHOLDER)
+
+
 class AppendedEOS(Cause):
     """The last token alone disagrees."""
 
@@ -107,16 +119,25 @@ class AppendedEOS(Cause):
     stage = "values"
     robust = True
     title = "an end token was appended that the model did not sample"
-    advice = "take an end token out of the mask that was appended to a completion which the length limit had cut"
+    advice = (
+        "take an end token out of the mask that was appended to a completion which the length limit had cut; one that "
+        "the model sampled stays in, with NaN where the engine gave no log-prob of it"
+    )
+    not_told_from = (
+        Alternative(
+            "an end token that the model sampled, and whose log-prob somebody filled in",
+            "look whether these completions were cut by the length limit, and where their last log-prob comes from",
+            settled=lambda evidence: _cut(evidence, _far_ends(evidence)[0]),
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
-        inside = evidence.size[~evidence.last]
-        far = evidence.size > max(0.5, 1.5 * float(np.quantile(inside, 0.995)) if len(inside) else 0.0)
-        ends = far & evidence.last
-        count, others = int(ends.sum()), float(far[~evidence.last].mean()) if (~evidence.last).any() else 0.0
+        ends, others = _far_ends(evidence)
+        count = int(ends.sum())
         if count < FEWEST or count < 0.1 * len(evidence.records):
             return None
-        if not _cut(evidence, ends) and np.ptp(evidence.sampler[ends]) > PLACEHOLDER:
+        cut = _cut(evidence, ends)
+        if not cut and not _made_up(evidence, ends):
             return None  # ends that were sampled, where unlikely tokens are far off as such
         ids, times = np.unique(evidence.ids[ends], return_counts=True)
         same = int(times.max())
@@ -126,14 +147,17 @@ class AppendedEOS(Cause):
         depth = float(evidence.size[ends].mean())
         if depth < 4 * float(evidence.size[~evidence.last].mean()):
             return None
+        made_up = f", where the sampler has {evidence.sampler[ends][0]:.3g} each time"
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / max(int(evidence.last.sum()), 1))),
             max(10 * others, FEWEST / len(evidence.records)),
             count / FEWEST,
-            f"{count} completions have a |d| of {depth:.1f} nats on average at their last token, mostly token id "
-            f"{ids[times.argmax()]}; of all other tokens {others:.2%} are as far off",
+            f"{count} completions, {'' if cut else 'not '}the longest ones, have a |d| of {depth:.1f} nats on average "
+            f"at their last token, mostly token id {ids[times.argmax()]}{made_up * _made_up(evidence, ends)}; of all "
+            f"other tokens {others:.2%} are as far off",
             evidence.keep(~ends),
+            surest=1.0 if cut else 0.5,
         )
 
 
