@@ -115,8 +115,8 @@ COLUMNS = (
         "nanoseconds_per_token",
         "ns/tok",
         f"CPU time of loss and gradient per token, one thread, {TIMED[0]} sequences of {TIMED[1]} tokens in float32, "
-        f"metrics included: the shortest of {ROUNDS} rounds, in which the methods take turns. Other work on the machine "
-        "makes it longer; a difference of a third or so says nothing",
+        f"metrics included: the shortest of {ROUNDS} rounds, in which the methods take turns. Other work on the "
+        "machine makes it longer; a difference of a third or so says nothing",
         lambda row: 1e9 * row.seconds,
         lambda value: f"{value:.0f}",
     ),

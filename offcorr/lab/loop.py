@@ -488,8 +488,8 @@ def _planned(options: argparse.Namespace) -> Plan:
     for word in options.settings:
         if word not in (*known, *PARTS, "all"):
             raise ValueError(
-                f"--settings has {word!r}{nearest(word, [*known, *PARTS, 'all'], '.')} Expected all, {', '.join(PARTS)} "
-                "or the names that --help lists"
+                f"--settings has {word!r}{nearest(word, [*known, *PARTS, 'all'], '.')} Expected all, "
+                f"{', '.join(PARTS)} or the names that --help lists"
             )
         wanted |= {name for name, part in known.items() if word in (name, part, "all")}
     parts = {}

@@ -212,9 +212,11 @@ def form(kind: str, name: str) -> Callable[..., Any]:
             return found
     if (kind, name) not in _FORMS:
         known = forms(kind)
+        plain = snake_case(name.partition("(")[0])
+        options = f" Options stand beside the name: {{'name': {plain!r}, ...}}." if "(" in name else ""
         raise ValueError(
-            f"unknown {kind} {name!r}{nearest(name, known, '.')} Known: {', '.join(known)}; your own are known once "
-            "the module that defines them is imported"
+            f"unknown {kind} {name!r}{nearest(name, known, '.')}{options} Known: {', '.join(known)}; your own are "
+            "known once the module that defines them is imported"
         )
     return _FORMS[kind, name]
 

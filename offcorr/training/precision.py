@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from offcorr.stages.checks import nearest
+
 
 def quantise_int(weight: Tensor, bits: int) -> Tensor:
     """Symmetric integers, one scale per output channel.  w -> round(w / s) * s, s = max|w_row| / (2^(bits - 1) - 1)
@@ -61,7 +63,8 @@ class Precision:
             ValueError: the name is unknown, or this torch has no such dtype.
         """
         if not isinstance(name, str) or name not in PRECISIONS:
-            raise ValueError(f"precision is {name!r}, expected one of {', '.join(PRECISIONS)}")
+            near = nearest(name, PRECISIONS, ",") if isinstance(name, str) else ","
+            raise ValueError(f"precision is {name!r}{near} expected one of {', '.join(PRECISIONS)}")
         precision = PRECISIONS[name]
         if precision.storage is not None and not hasattr(torch, precision.storage):
             raise ValueError(

@@ -274,7 +274,12 @@ def logprob_semantics(
     if number := int(stands_in.sum()):
         constant = e[stands_in].mode().values.item()
         tokens = f"{number / len(e):.0%} of the tokens" if number > 0.01 * len(e) else f"{number} of the tokens"
-        return result("placeholders", f"the engine reported a placeholder, {constant:g}, for {tokens}")
+        others = seen.clone()
+        others[seen] = ~stands_in
+        finding = f"the engine reported a placeholder, {constant:g}, for {tokens}"
+        if neighbour := _shift(ours, theirs, others):
+            finding += f", and its other log-probs are those of the {neighbour} token"
+        return result("placeholders", finding)
     if neighbour := _shift(ours, theirs, seen):
         return result("shifted", f"the engine's log-probs are those of the {neighbour} token")
 

@@ -203,6 +203,12 @@ def test_a_logp_that_differs_where_no_update_was_made_is_dropout():
     assert (report.verdict, report.confidence, len(report.causes)) == ("dropout", 0.65, 1)
     assert "where, by the logged versions, no update was made" in report.causes[0].evidence
     assert any("computed in another way than logp" in one for one in report.cannot_tell)
+    own_updates = "own updates on the batch, where trainer_version is that of the weights of old_logp"
+    assert any(own_updates in one for one in report.cannot_tell)
+    alone = diagnose(versioned_dropout(0)[::4])  # no context twice
+    assert (alone.verdict, alone.confidence) == ("dropout", 0.5)
+    repeated = [dataclasses.replace(one, logp=one.old_logp - 0.2 * (one.old_logp < -1)) for one in versioned_dropout(0)]
+    assert diagnose(repeated).verdict == "policy_updates"  # one log-prob for one context: trainer_version is old_logp's
     some = diagnose([*versioned_dropout(0)[:8], *versioned_dropout(3)[8:]])
     assert [one.cause for one in some.causes] == ["dropout"]
     for others in (versioned_dropout(3), versioned_dropout(0, size=0.01)):

@@ -283,6 +283,16 @@ def test_what_differs_may_be_a_quantised_engine():
     assert "quantised" in found(noise=0.4).mend and found(noise=0.4).kind == "differs"
 
 
+@pytest.mark.parametrize(("move", "neighbour"), [((1, 0), "next"), ((0, 1), "previous")])
+def test_a_shift_with_a_filled_end_is_said_beside_the_placeholder(move, neighbour):
+    logp = -4 * torch.rand(16, 12, generator=torch.Generator().manual_seed(0)) - 0.05
+    filled = torch.nn.functional.pad(logp, (move[1], move[0]))[:, move[0] : move[0] + 12]
+    found = logprob_semantics(logp, filled, torch.ones_like(logp).bool())
+    assert found.kind == "placeholders" and f"its other log-probs are those of the {neighbour} token" in found.sentence
+    ended = torch.cat([logp[:, :-1], torch.zeros(16, 1)], 1)
+    assert "its other" not in logprob_semantics(logp, ended, torch.ones_like(logp).bool()).sentence
+
+
 @pytest.mark.parametrize("placeholder", [-20.0, -1.0])
 def test_a_few_placeholders_hide_no_temperature(placeholder):
     for seed in range(10):

@@ -154,9 +154,14 @@ def moved_by_nothing(evidence: Evidence) -> Estimate | None:
 
 
 def _noisy(evidence: Evidence) -> Estimate | None:
-    """The same, where it is more than low precision leaves, and much of what all sequences have."""
+    """The same, where it is more than low precision leaves, and much of what all sequences have.
+
+    Under dropout one token after one context does not have the same log-prob (logp) twice.
+    """
     noise = moved_by_nothing(evidence)
-    return None if noise is None or noise.value < max(NOISE, evidence.moved / 2) else noise
+    if noise is None or noise.value < max(NOISE, evidence.moved / 2) or repeats_itself_now(evidence):
+        return None
+    return noise
 
 
 def repeats_itself_now(evidence: Evidence) -> bool:
@@ -196,22 +201,18 @@ class Dropout(Cause):
             "compute both for one sequence, with dropout off",
             settled=lambda evidence: _noisy(evidence) is None,
         ),
+        Alternative(
+            "the trainer's own updates on the batch, where trainer_version is that of the weights of old_logp",
+            "score one sequence twice as the training does",
+            settled=lambda evidence: _noisy(evidence) is None or updated(evidence),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        if noise := _noisy(evidence):
-            return Found(
-                noise.value,
-                noise.error,
-                NOISE,
-                2 * float(np.log(noise.value / NOISE)),
-                f"the trainer's log-probs (logp) differ from old_logp by {noise.value:.2g} nats on average where, by "
-                "the logged versions, no update was made between them",
-                evidence,
-                noise.value / (noise.value + evidence.gap),
-                surest=ALSO_OLDER,
-                of_d=False,
-            )
+        return self._of_contexts(evidence) or self._of_updates(evidence)
+
+    def _of_contexts(self, evidence: Evidence) -> Found | None:
+        """From ``old_logp`` of one token after one context, which the trainer scored more than once."""
         trainer, sampler = evidence.same_context.trainer, evidence.same_context.sampler
         if len(trainer) < REPEATED or evidence.gap < SAME:
             return None
@@ -229,6 +230,24 @@ class Dropout(Cause):
             f"probability ({len(trainer)} tokens); the sampler's are by {other:.2g}, and without dropout the trainer's "
             "would agree, too",
             surest=0.5 if _by_batch(evidence) else 1.0,
+        )
+
+    def _of_updates(self, evidence: Evidence) -> Found | None:
+        """From ``logp`` and ``old_logp``, where the logged versions say that no update lies between them."""
+        noise = _noisy(evidence)
+        if noise is None:
+            return None
+        return Found(
+            noise.value,
+            noise.error,
+            NOISE,
+            2 * float(np.log(noise.value / NOISE)),
+            f"the trainer's log-probs (logp) differ from old_logp by {noise.value:.2g} nats on average where, by the "
+            "logged versions, no update was made between them",
+            evidence,
+            noise.value / (noise.value + evidence.gap),
+            surest=ALSO_OLDER if updated(evidence) or differs_by_itself_now(evidence) else OLDER,
+            of_d=False,
         )
 
 
