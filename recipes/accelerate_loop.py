@@ -41,7 +41,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, se
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, TrainerState
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedTokenizerBase, TrainerState
 
 import offcorr
 from offcorr import Batch, Output, toy
@@ -64,7 +64,7 @@ from offcorr.training.baselines import check_proportional
 from offcorr.trl.config import monitor_options
 
 sys.path.insert(0, str(Path(__file__).parent))
-from grpo import History, Task, load_task, plot, summarise  # noqa: E402
+from grpo import History, Task, load_task, model_and_tokenizer, plot, summarise  # noqa: E402
 
 
 @dataclass
@@ -171,8 +171,7 @@ def main() -> None:
         parser.error(unknown_flag(unknown[0].partition("=")[0].removeprefix("--"), known))
     accelerator = start_accelerator(args)
     set_seed(args.seed)
-    path = toy.model_path(seed=args.seed) if args.model == "toy" else args.model
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    path, tokenizer = model_and_tokenizer(args.model, args.seed)
     task = load_task(args, tokenizer)
     loss_fn = offcorr.resolve(args.loss, **json.loads(args.loss_kwargs))
     if "group_ids" in loss_fn.needs:

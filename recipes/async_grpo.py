@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, ProgressCallback, TrainerCallback
 
 from offcorr import toy
 from offcorr.rollout import Sampling, decode
@@ -32,7 +32,18 @@ from offcorr.trl.async_grpo import ASYNC_HELP, AsyncGRPOConfig, AsyncGRPOTrainer
 from offcorr.trl.local_worker import LocalWorker, VLLMWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
-from grpo import Bar, History, Task, check_saving, load_task, parse, plot, say_measuring, summarise  # noqa: E402
+from grpo import (  # noqa: E402
+    Bar,
+    History,
+    Task,
+    check_saving,
+    load_task,
+    model_and_tokenizer,
+    parse,
+    plot,
+    say_measuring,
+    summarise,
+)
 
 
 @dataclass
@@ -79,8 +90,7 @@ class Arguments(AsyncGRPOConfig):
 def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     args = parse(Arguments)
-    path = toy.model_path(seed=args.seed) if args.model == "toy" else args.model
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    path, tokenizer = model_and_tokenizer(args.model, args.seed)
     task = load_task(args, tokenizer)
 
     backend: dict[str, Any] = {}

@@ -339,6 +339,21 @@ def text_of(completion: Any) -> str:
 # -- the run -------------------------------------------------------------------------------------------------
 
 
+def model_and_tokenizer(model: str, seed: int) -> tuple[str, PreTrainedTokenizerBase]:
+    """The folder or hub name of the model, and its tokenizer."""
+    path = toy.model_path(seed=seed) if model == "toy" else model
+    if not Path(path).exists() and int(os.environ.get("RANK", 0)) == 0:  # without a network it takes a minute
+        print(f"model is {model!r}, which is no folder here: looking for it on the hub", file=sys.stderr, flush=True)
+    try:
+        return path, AutoTokenizer.from_pretrained(path)
+    except OSError as error:
+        leave_it_to_the_first_process()
+        raise SystemExit(
+            f"model is {model!r}, which is no folder here with a model and its tokenizer, and the hub did not "
+            f"give one: {str(error).splitlines()[0]}"
+        ) from None
+
+
 def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer] = GRPOTrainer) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is experimental in TRL, and wanted here
@@ -350,15 +365,7 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     args = parse(arguments)
-    path = toy.model_path(seed=args.seed) if args.model == "toy" else args.model
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except OSError as error:
-        leave_it_to_the_first_process()
-        raise SystemExit(
-            f"model is {args.model!r}, which is no folder here with a model and its tokenizer, and the hub did not "
-            f"give one: {str(error).splitlines()[0]}"
-        ) from None
+    path, tokenizer = model_and_tokenizer(args.model, args.seed)
     task = load_task(args, tokenizer)
 
     history = History(Path(args.output_dir))

@@ -209,9 +209,16 @@ def _unloadable(flag: str, name: str, error: Exception) -> ValueError:
     return ValueError(f"{flag} {name} cannot be loaded: {reason}")
 
 
+def _say_where(flag: str, name: str) -> None:
+    """A line where the hub is asked, which without a network takes a minute."""
+    if not Path(name).exists():
+        print(f"{flag} {name} is no folder here: looking for it on the hub", file=sys.stderr, flush=True)
+
+
 def _decode(name: str) -> Decode:
     from transformers import AutoTokenizer
 
+    _say_where("--tokenizer", name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # transformers raises errors of many kinds for what is no tokenizer
@@ -223,6 +230,7 @@ def _loaded(flag: str, name: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    _say_where(flag, name)
     try:
         with no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
