@@ -42,10 +42,10 @@ LOOKED_AT = {
     "architectures": ("llama", "qwen2", "qwen3", "gpt_neox", "gpt2", "mixtral", "qwen3_moe", "toy", "random"),
     "seeds": (
         *(0, 1, 2, 3, 6, 9, 12, 20, 21, 22, 30, 31, 32, 40, 50, 51, 52, 60, 61, 62, 63),
-        *(*range(70, 75), 80, 81, *range(83, 87), *range(90, 94), *range(100, 104), *range(110, 114)),
+        *(*range(70, 75), 80, 81, *range(83, 87), *range(90, 94), *range(100, 104), *range(110, 116)),
     ),
 }
-HELD_OUT = {"architectures": ("qwen3", "qwen3_moe", "gpt_neox"), "seeds": (114, 115, 116, 117)}
+HELD_OUT = {"architectures": ("qwen3", "qwen3_moe", "gpt_neox"), "seeds": (116, 117, 118, 119)}
 SIZES = (32, 16, 8)
 PAIRS = (
     ("temperature", "stale_weights"),

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, STAGES, Cause, Finding, Found, confidence
-from offcorr.diagnose.causes.policies import differs_by_itself, lag_by_versions, shown_to_be_older
+from offcorr.diagnose.causes.policies import (
+    differs_by_itself,
+    lag_by_versions,
+    same_version,
+    shown_to_be_older,
+)
+from offcorr.diagnose.causes.sampling import loses_mass
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.record import Record
@@ -27,7 +33,8 @@ BESIDE_DROPOUT = 0.5
 """Confidence at most in a further cause beside dropout, whose noise can leave its traces."""
 
 FITTED, OF_MISFIT = {"temperature", "raw_logprobs"}, {"stale_weights", "adapter_not_synced", "precision"}
-"""Causes whose fit without entropy leaves a part of d, less than half of it, and causes that this part looks like."""
+"""Causes whose fit, without entropy or beside a truncation, leaves a part of d, less than half of it, and causes that
+this part looks like."""
 
 ROUNDS = 6
 """Causes named at most."""
@@ -95,10 +102,11 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         if not of_steps and (part := differing_sequences(evidence)):
             findings, left = _of_part(findings, left, *part)
         questions = []
-        if (current := _without_copies(evidence)) and (found := _explain(current))[0]:
-            if CAUSES[found[0][0].cause].stage in OF_NO_UPDATE:
+        if (current := _of_logp(evidence)) is not None:
+            found = _explain(current)
+            if current.unrelated or (found[0] and _stage_of_most(found[0]) in OF_NO_UPDATE):
+                questions = [COPIED if _copied(evidence) else OF_ONE_VERSION]
                 evidence, (findings, left) = current, found
-                questions = [COPIED]
         numbers = _numbers(evidence) | whole
         cannot = [*questions, *open_questions(evidence, [finding.cause for finding in findings])]
     # The trainer's updates are a gap of their own, between logp and old_logp, while other shares are of mean |d|.  Of
@@ -116,6 +124,11 @@ OF_NO_UPDATE = ("values", "sampling")
 """The stages of the causes that no update of the weights leaves."""
 
 
+def _stage_of_most(findings: Sequence[Finding]) -> str:
+    """The stage of the cause that explains most."""
+    return CAUSES[max(findings, key=lambda one: one.share).cause].stage
+
+
 def _of_part(findings: list[Finding], left: Evidence, part: Evidence, said: str) -> tuple[list[Finding], Evidence]:
     """The causes of all sequences; or those of a part that alone differs, where it shows a fault of the values or of
     the sampling, which beside sequences without it looks like another policy.
@@ -129,7 +142,7 @@ def _of_part(findings: list[Finding], left: Evidence, part: Evidence, said: str)
     of_part, left_of_part = _explain(part, said)
     # Of sequences that have an age, updates that sharpened the policy look like a temperature.
     of_fault = ("values",) if lag_by_versions(part) else OF_NO_UPDATE
-    if of_part and CAUSES[max(of_part, key=lambda one: one.share).cause].stage in of_fault:
+    if of_part and _stage_of_most(of_part) in of_fault:
         return of_part, left_of_part
     of_policies = [CAUSES[one.cause].stage == "policies" for one in findings]
     said_of = [one.evidence + said * of for one, of in zip(findings, of_policies, strict=True)]
@@ -142,11 +155,29 @@ COPIED = (
 )
 
 
-def _without_copies(evidence: Evidence) -> Evidence | None:
-    """``logp`` in place of an ``old_logp`` that is a copy of ``rollout_logp``; None where it is no copy, or ``logp``
-    is one, too.
+OF_ONE_VERSION = (
+    "why logp is another than old_logp, although by the versions no update lies between them: old_logp is about "
+    "rollout_logp, and may have its fault, so that logp was compared in its place. To find out, score one sequence by "
+    "hand as the trainer does, or, where trainer_version is that of the weights of old_logp, log that of logp"
+)
+
+FAR, ABOUT = 0.05, 0.1
+"""Mean |logp - old_logp| (nats) above which the two are not of one policy, and mean |d|, as a share of it, up to which
+``old_logp`` is about ``rollout_logp``."""
+
+
+def _copied(evidence: Evidence) -> bool:
+    """Whether ``old_logp`` is ``rollout_logp``, number for number."""
+    return np.array_equal(evidence.trainer, evidence.sampler)
+
+
+def _of_logp(evidence: Evidence) -> Evidence | None:
+    """``logp`` in place of an ``old_logp`` that may have the fault of ``rollout_logp``; None: nothing says so.
+
+    It may if it is a copy, or if, by the versions, it should be ``logp`` and is far from it.
     """
-    if not np.array_equal(evidence.trainer, evidence.sampler) or evidence.moved <= SAME:
+    of_one_version = same_version(evidence) and evidence.moved > FAR and evidence.gap < ABOUT * evidence.moved
+    if evidence.moved <= SAME or not (_copied(evidence) or of_one_version):
         return None
     return Evidence.of(
         [dataclasses.replace(one, old_logp=one.logp, logp=None) for one in evidence.records if one.logp is not None]
@@ -182,7 +213,8 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
         if stage == "policies" and differs_by_itself(left):
             causes = {id: cause for id, cause in causes.items() if cause.of_passes}
         fitted = sum(one.share for one in findings if one.cause in FITTED)
-        if stage == "policies" and left.with_entropy is None and fitted > 0.5 and not shown_to_be_older(left):
+        blurred = left.with_entropy is None or loses_mass(evidence)
+        if stage == "policies" and blurred and fitted > 0.5 and not shown_to_be_older(left):
             causes = {id: cause for id, cause in causes.items() if id not in OF_MISFIT}
         while causes and len(findings) < ROUNDS:
             found = {id: found for id, cause in causes.items() if (found := cause.found(left)) is not None}

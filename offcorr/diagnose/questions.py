@@ -14,6 +14,7 @@ from offcorr.diagnose.causes.policies import (
     repeatable,
     updated,
 )
+from offcorr.diagnose.causes.sampling import loses_mass
 from offcorr.diagnose.causes.values import zeros_of_truncation
 from offcorr.diagnose.evidence import Evidence
 
@@ -87,8 +88,9 @@ trainer_version, or give --model'
     if "temperature" in named and not draws_known and _lost(evidence, named):
         said.append(
             f"why the mean ratio e^d is {evidence.ratio_identity.value:.2f}, further below 1 than a temperature makes "
-            "it: the sampler may also leave tokens out. To find out, give --model, or read the engine's top_p, top_k "
-            "and min_p"
+            "it, unless it is so low that the unlikely tokens were not drawn: the sampler may also leave tokens out "
+            "(top_p, top_k, min_p), and part of the difference is then theirs. To find out, give --model, or read the "
+            "engine's sampling options"
         )
     if "dropout" in named and not draws_known:
         said.append(HIDDEN_BY_DROPOUT)
@@ -130,15 +132,10 @@ def _unexplained(evidence: Evidence, named: Sequence[str]) -> str:
     return "less" if balance.value < 0 else "more"
 
 
-LOST = 0.9
-"""Mean ratio below which a temperature alone is no explanation: both sides can draw every token."""
-
-
 def _lost(evidence: Evidence, named: Sequence[str]) -> bool:
-    """Whether the mean ratio is far below 1, and no cause was found that lowers it."""
-    ratio = evidence.ratio_identity
+    """Whether the mean ratio is below 1, and no cause was found that lowers it."""
     others = {id for id in named if CAUSES[id].stage in ("values", "sampling")} - {"temperature", "repetition_penalty"}
-    return not others and ratio.value < LOST and ratio.value - 1 < -2 * OFF * ratio.error
+    return not others and loses_mass(evidence)
 
 
 def _repeated_contexts(evidence: Evidence) -> str:

@@ -24,6 +24,9 @@ from offcorr.training.semantics import (
     surprise_of,
 )
 
+BORNE_OUT = 0.1
+"""Mean |old_logp - rollout_logp|, as a share of their distance from logp, up to which the two are one number."""
+
 
 def batch_semantics(
     batch: Batch, *, temperature: float = 1.0, sampled: bool = True, current: bool | None = None
@@ -55,7 +58,8 @@ def batch_semantics(
     if not mask.any(1).all():
         # Sequences were left out, say those without an end: the mean of -logp - entropy of the others need not be 0.
         entropy = None
-    if sampled and padded.old_logp is not None and not (current and _is_the_engines(padded)):
+    of_both = sampled and current and _bears_the_engine_out(padded)
+    if sampled and padded.old_logp is not None and not (current and (of_both or _is_the_engines(padded))):
         moved = (logp - padded.old_logp)[mask].nan_to_num().abs().mean()
         logp, entropy = padded.old_logp, entropy if moved < 0.01 else None
     elif padded.rollout_version is not None and padded.trainer_version is not None:
@@ -68,6 +72,8 @@ def batch_semantics(
         temperature=temperature,
         same_weights=same_weights,
     )
+    if of_both:
+        return replace(found, sentence=f"{found.sentence}; the sampler's old_logp is as far from the trainer's")
     if same_weights or found.kind != "agrees" or found.gap <= NOTABLE:
         return found
     return replace(found, sentence=f"{found.sentence}, {_expected(padded)}")
@@ -151,6 +157,19 @@ def _is_the_engines(batch: Batch) -> bool:
     assert batch.old_logp is not None and batch.rollout_logp is not None
     same = batch.old_logp == batch.rollout_logp
     return bool(same[batch.mask.bool() & batch.rollout_logp.isfinite()].all())
+
+
+def _bears_the_engine_out(batch: Batch) -> bool:
+    """Whether ``old_logp`` agrees with ``rollout_logp``, and both are far from ``logp``, which has the same weights:
+    both may have the same mistake."""
+    if batch.old_logp is None or batch.rollout_logp is None:
+        return False
+    logp, old_logp, rollout_logp = batch.logp.detach(), batch.old_logp, batch.rollout_logp
+    seen = batch.mask.bool() & logp.isfinite() & old_logp.isfinite() & rollout_logp.isfinite()
+    if seen.sum() < UNCERTAIN:
+        return False
+    far = min((logp - other)[seen].abs().mean().item() for other in (old_logp, rollout_logp))
+    return far > HEALTHY and (old_logp - rollout_logp)[seen].abs().mean().item() < BORNE_OUT * far
 
 
 def _wrong_old_logp(batch: Batch) -> Semantics | None:

@@ -44,13 +44,13 @@ TRL_LOSS_OPTIONS = {
     "vespo_lambda_neg": ("lam_neg",),
     "off_policy_mask_threshold": 'reject={"name": "opsm", "delta": ...}',
     "vllm_importance_sampling_correction": "weight=None and reject=None, or a loss that compares with no engine",
-    "vllm_importance_sampling_mode": 'weight={"name": "truncate", "cap": ...} or {"name": "mask", ...}',
-    "vllm_importance_sampling_clip_max": 'the cap of weight={"name": "truncate", "cap": ...}',
-    "vllm_importance_sampling_clip_min": 'the low of weight={"name": "mask", "low": ...}',
-    "vllm_importance_sampling_cap": 'the cap of weight={"name": "truncate", "cap": ...}',
+    "vllm_importance_sampling_mode": "",
+    "vllm_importance_sampling_clip_max": "",
+    "vllm_importance_sampling_clip_min": "",
+    "vllm_importance_sampling_cap": "",
 }
 """The options of TRL's own losses, which a correction ignores, and what has the same effect here: a method's options of
-these names, where it has one, or what is said."""
+these names, where it has one, or what is said; "": what ``_engine_weight`` says."""
 
 TRL_DEFAULTS = {name: f.default for name, f in trl.GRPOConfig.__dataclass_fields__.items()}
 """The defaults of TRL's options, as TRL has them: its class may be replaced after this library was imported."""
@@ -416,7 +416,7 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
         ignored["epsilon"] = ("eps_low", "eps_high")
     if ignored:
         listed = ", ".join(
-            f"{name}={getattr(args, name)!r} ({_has_instead(correction.method, instead)})"
+            f"{name}={getattr(args, name)!r} ({_has_instead(correction.method, instead or _engine_weight(args))})"
             for name, instead in ignored.items()
         )
         but = (
@@ -428,6 +428,14 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
             f"TRL's own losses read {listed}; the correction {correction.method!r} ignores this{but}",
             stacklevel=outside(),
         )
+
+
+def _engine_weight(args: Any) -> str:
+    """The weight that TRL's options of its engine correction describe together, in this library's terms."""
+    level, _, outside = getattr(args, "vllm_importance_sampling_mode", "sequence_mask").partition("_")
+    low, high = (getattr(args, f"vllm_importance_sampling_clip_{end}", None) for end in ("min", "max"))
+    name = "mask" if outside == "mask" else "bound"  # which truncates
+    return "weight=" + repr({"name": name, "low": low, "high": high, "level": level})
 
 
 def _has_instead(method: str, instead: str | Sequence[str]) -> str:

@@ -567,3 +567,18 @@ def test_an_old_logp_that_is_a_copy_of_the_engines_bears_nothing_out():
     batch = batch_of(logp, rollout_logp, mask, entropy, old_logp=rollout_logp)
     found = step.semantics(step.place(batch), 1.0, True)
     assert found.kind == "temperature" and "about 0.7" in found.sentence
+
+
+@pytest.mark.parametrize("kind", ["temperature", "shifted"])
+def test_an_old_logp_with_the_mistake_of_the_engines_bears_nothing_out(kind):
+    """The sampler scored the tokens again, and made the same mistake; the trainer has the same weights."""
+    logp, rollout_logp, mask, entropy = sampled(temperature=0.7) if kind == "temperature" else sampled()
+    rollout_logp = rollout_logp if kind == "temperature" else rollout_logp.roll(-1, 1)
+    again = rollout_logp + 1e-6 * torch.randn(logp.shape, generator=torch.Generator().manual_seed(0))
+    step = Step(offcorr.get("minpro"))
+    placed = step.place(batch_of(logp, rollout_logp, mask, entropy, old_logp=again))
+    found = step.semantics(placed, 1.0, True)
+    assert found.kind == kind and found.fatal
+    assert found.sentence.endswith("; the sampler's old_logp is as far from the trainer's")
+    later = step.semantics(placed, 1.0, False)  # the trainer has moved on: old_logp is what compares
+    assert later.kind == "agrees"

@@ -18,6 +18,7 @@ from transformers import Qwen3ForCausalLM
 
 import offcorr
 from offcorr.rollout import OffPolicy
+from offcorr.stages import weights
 from offcorr.stages.checks import warn_again
 from offcorr.training import Step
 from offcorr.training.field_metrics import ALIASES
@@ -932,6 +933,19 @@ def test_each_switch_of_trls_engine_correction_is_named_where_it_was_set():
     for name, value in {"mode": "token_mask", "clip_max": 7.0, "clip_min": 0.5}.items():
         (said,) = warnings_of_ignored("tis", **{f"vllm_importance_sampling_{name}": value})
         assert f"read vllm_importance_sampling_{name}={value!r} (" in said
+
+
+@pytest.mark.parametrize("method", ["tis", "seq_mis", "minpro"])
+def test_the_weight_that_is_named_is_that_of_trls_mode(method):
+    def said(**options):
+        (words,) = warnings_of_ignored(method, **{f"vllm_importance_sampling_{one}": options[one] for one in options})
+        return offcorr.get("ppo", weight=ast.literal_eval(re.search(r"weight=({.*?})", words)[1])).weight
+
+    assert said(clip_max=5.0) == weights.Mask(None, 5.0, level="sequence")
+    assert said(clip_min=0.5) == weights.Mask(0.5, 3.0, level="sequence")
+    assert said(mode="token_truncate") == weights.Bound(high=3.0)
+    assert said(mode="sequence_truncate", clip_max=2.0) == weights.Bound(high=2.0, level="sequence")
+    assert said(mode="token_mask", clip_min=0.5) == weights.Mask(0.5, 3.0)
 
 
 @pytest.mark.parametrize("options", [{"eps_high": 0.28}, None])

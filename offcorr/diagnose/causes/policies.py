@@ -627,6 +627,12 @@ class PrecisionOf(Cause):
         return found._replace(surest=0.5)  # a little dropout is as likely
 
 
+def _surest_of_updates(evidence: Evidence) -> float:
+    if same_version(evidence):
+        return 0.5  # the versions say that there were none
+    return 1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_OLDER
+
+
 class PolicyUpdates(Cause):
     """The current log-probs differ from those under the weights that sampled."""
 
@@ -646,15 +652,21 @@ class PolicyUpdates(Cause):
             fields=VERSIONS,
             settled=lambda evidence: updated(evidence) or repeats_itself_now(evidence),
         ),
+        Alternative(
+            "an old_logp, or rows in another order, with a fault that rollout_logp has, too: by the versions no update "
+            "lies between old_logp and logp, unless trainer_version is that of the weights of old_logp",
+            "score one sequence by hand as the trainer does",
+            settled=lambda evidence: not same_version(evidence),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
         moved = evidence.moved
         if moved < 10 * SAME or moved < 0.2 * evidence.gap or _noisy(evidence):
             return None
-        spread = evidence.same_context.trainer
-        if len(spread) >= REPEATED and spread.mean() > max(0.02, 0.1 * moved):  # each forward pass differs
-            return None
+        spread, other = evidence.same_context.trainer, evidence.same_context.sampler
+        if len(spread) >= REPEATED and spread.mean() > max(0.02, 0.1 * moved, 5 * other.mean()):
+            return None  # each forward pass of the trainer differs
         share = moved / (moved + evidence.gap)
         return Found(
             moved,
@@ -665,6 +677,6 @@ class PolicyUpdates(Cause):
             f"(old_logp) by {moved:.2g} nats on average",
             evidence,
             share,
-            surest=1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_OLDER,
+            surest=_surest_of_updates(evidence),
             of_d=False,
         )

@@ -140,6 +140,17 @@ def _huber(residual: Floats) -> Floats:
     return np.minimum(3 * np.abs(residual).mean() / np.maximum(np.abs(residual), 1e-12), 1)
 
 
+LOST, OFF = 0.97, 10.0
+"""Mean ratio below which a temperature alone is hardly an explanation, as under it both sides can draw every token, and
+the standard errors by which it has to be below 1."""
+
+
+def loses_mass(evidence: Evidence) -> bool:
+    """Whether the mean ratio e^d is below 1, as where the sampler cannot draw some of the trainer's tokens."""
+    ratio = evidence.ratio_identity
+    return bool(ratio.value < LOST and ratio.value - 1 < -OFF * ratio.error)
+
+
 OTHER_TRANSFORM = Alternative(
     "another change of the logits that one side makes, such as a softcap, a clamp, a scale or a logit_bias",
     "compare how each side computes its logits, or give --model",
@@ -629,6 +640,16 @@ BLURRED_TOP_P = Alternative(
 )
 
 
+TOP_P_AND_K = Alternative(
+    "top_p and top_k together, as a model's generation_config.json may set them (Qwen3: .95 and 20), or one of them "
+    "beside a temperature",
+    "compare the sampler's options, or give --model",
+)
+
+UNSURE_OF_MIN_P = 0.65
+"""The most that a min_p is sure: top_p and top_k together leave the same."""
+
+
 class MinP(Cause):
     """One-sided d that no share of the mass explains; a token can be alone."""
 
@@ -636,7 +657,7 @@ class MinP(Cause):
     stage = "sampling"
     title = "the sampler draws from the tokens with at least min_p of the likeliest one's probability"
     advice = ADVICE
-    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, BAN)
+    not_told_from = (TOP_P_AND_K, BLURRED_TOP_P, OTHER_TRUNCATION, BAN)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -644,9 +665,10 @@ class MinP(Cause):
             return None
         said = (
             f"it differs from context to context, from {found.least:.3f} on{_no_top_p(found)}, and "
-            f"{found.alone} of the sampled tokens have probability 1 at the sampler, as under no top_k"
+            f"{found.alone} of the sampled tokens have probability 1 at the sampler, as under no top_k alone"
         )
-        return _truncated(evidence, found, said, 2.0)
+        named = _truncated(evidence, found, said, 2.0)
+        return named._replace(surest=min(named.surest, UNSURE_OF_MIN_P))
 
 
 class TopK(Cause):

@@ -24,6 +24,13 @@ class Sentinel(Cause):
     robust = True
     title = "placeholders among the sampler's log-probs"
     advice = "log NaN or None where the engine reports nothing, and mask those tokens; never -9999, -100 or 0"
+    not_told_from = (
+        Alternative(
+            "greedy sampling (temperature 0, top_k=1), whose log-probs are 0: it is no distribution to correct for",
+            "read the engine's sampling options",
+            settled=lambda evidence: bool((evidence.sampler != 0).any()),
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         constant = _constant(evidence)
@@ -65,6 +72,13 @@ class Mask(Cause):
     advice = (
         "set mask to 0 for tool, prompt and pad tokens, and check that it is not shifted by one against completion_ids"
     )
+    not_told_from = (
+        Alternative(
+            "tokens that a truncation (top_p) left alone, which the trainer's other weights make unlikely",
+            "compare the sampler's options, and look what these tokens are",
+            settled=lambda evidence: not _far_policies(evidence),
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         zeros = _zeros(evidence)
@@ -85,7 +99,18 @@ class Mask(Cause):
             f"{count} of {len(evidence)} tokens, mostly {'side by side' if in_runs else 'beside masked ones'}, have a "
             f"log-prob of exactly 0 from the sampler, and of {depth:.1f} nats on average from the trainer",
             evidence.keep(~_with_neighbours(evidence, zeros) & ~((evidence.sampler == 0) & evidence.beside_masked)),
+            surest=FEW if _far_policies(evidence) else 1.0,
         )
+
+
+FAR = 0.5
+"""Mean |d| (nats) of the tokens without an exact 0, from which a 0 at a token that is unlikely to the trainer may be of
+one that was certain to the sampler."""
+
+
+def _far_policies(evidence: Evidence) -> bool:
+    others = evidence.size[evidence.sampler != 0]
+    return len(others) > 0 and float(others.mean()) > FAR
 
 
 PLACEHOLDER = 0.01
@@ -430,6 +455,7 @@ def _constant(evidence: Evidence) -> Found | None:
         f"in {len(same)} of {len(rows)} sequences with uncertain tokens the sampler's value is the same at every token "
         f"({what}), so it is no log-prob of single tokens",
         share=1.0,
+        surest=1.0 if (evidence.sampler != 0).any() else FEW,  # a greedy sampler's are 0
     )
 
 
