@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -133,6 +132,8 @@ class Arguments(GRPOConfig):
         if self.max_steps < 1 and self.max_steps != -1:
             raise ValueError(f"max_steps is {self.max_steps}, expected 1 or more updates, or -1 for num_train_epochs")
         check_saving(self)
+        if self.sampler != "local" and not self.sampler.startswith("vllm://"):
+            raise ValueError(f"sampler is {self.sampler!r}, expected local or vllm://host:port")
         if (self.use_vllm or self.sampler != "local") and (self.lag, self.precision) != (0, "fp32"):
             other = "use_vllm" if self.use_vllm else f"sampler {self.sampler!r}"
             raise ValueError(
@@ -180,8 +181,6 @@ class Arguments(GRPOConfig):
             return None
         if self.sampler == "local":
             return OffPolicy(lag=self.lag, precision=self.precision)
-        if not self.sampler.startswith("vllm://"):
-            raise ValueError(f"sampler is {self.sampler!r}, expected local or vllm://host:port")
         if not self.sampler.rstrip("/").rpartition(":")[2].isdigit():
             raise ValueError(f"sampler is {self.sampler!r}, without a port, expected vllm://host:port")
         return VLLMServer(url=self.sampler, sync_every=self.sync_every)
@@ -556,13 +555,16 @@ def accuracy(logs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def means(logs: list[dict[str, float]], names: tuple[str, ...]) -> dict[str, float]:
-    """Mean over the run's updates of each of these quantities that was logged."""
+    """Mean of each of these quantities over the updates that its logs cover, each of which ends a log of training."""
+    other = ("step", "epoch", "eval_", "train_")
+    steps = sorted({entry["step"] for entry in logs if any(not name.startswith(other) for name in entry)})
+    updates = {step: step - before for before, step in pairwise([0, *steps])}
     found = {}
     for name in names:
-        steps, values = series(logs, name)
-        updates = [step - before for before, step in pairwise([0, *steps])]
+        logged, values = series(logs, name)
         if values:
-            found[name] = sum(map(mul, updates, values)) / sum(updates)
+            found[name] = sum(updates[step] * value for step, value in zip(logged, values, strict=True))
+            found[name] /= sum(updates[step] for step in logged)
     return found
 
 

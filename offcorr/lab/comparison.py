@@ -141,7 +141,7 @@ ENGINE_OF = {
     "the bias that is left.",
 }
 """Effects of the mismatch on methods, said where one of them is in the table."""
-COLLAPSES = "in training with old samples it is among the first to collapse (docs/which.md)."
+COLLAPSES = "in the arena, training with old samples, it is among the first to collapse (docs/which.md)."
 REACHED = (
     "A clip is a trust region, not an estimator: a small kept or a direction of 0 or below says that the trainer has "
     "moved as far as the clip allows, so that it lets little through, or a part that points away from the true "

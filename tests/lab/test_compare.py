@@ -117,7 +117,9 @@ def test_above_the_table_reinforce_is_set_against_what_it_beats():
         return " ".join(scope.split())
 
     assert above("ppo", "ctpo") == f"{comparison.SCOPE} {comparison.REACHED}" and above("minpro") == comparison.SCOPE
-    assert "nearer to the true one here than that of ppo and ctpo; yet in training" in above("reinforce", "ppo", "ctpo")
+    assert "nearer to the true one here than that of ppo and ctpo; yet in the arena, training" in above(
+        "reinforce", "ppo", "ctpo"
+    )
     assert "than that of 4 of the 4 other methods; yet" in above("ppo", "ctpo", "gspo", "dapo", "reinforce")
     assert above("reinforce") == f"{comparison.SCOPE} reinforce corrects nothing, and {comparison.COLLAPSES}"
     on_policy = compare.compare(World.of(Setting(gap=0.0)), [(n, offcorr.get(n)) for n in ("reinforce", "ppo")])

@@ -140,6 +140,15 @@ def test_the_last_updates_are_logged_and_count_as_many_as_they_are(capsys):
         assert control.should_log == logs
     logs = [{"step": 4 * window, "lag": float(window)} for window in range(1, 8)] + [{"step": 30, "lag": 20.0}]
     assert grpo.means(logs, ("lag",)) == {"lag": (4 * 28 + 2 * 20) / 30}
+    evaluated = [{"step": 2, "eval_reward": 0.5, "epoch": 0.1}, *logs, {"step": 30, "train_loss": 0.1}]
+    assert grpo.means(evaluated, ("lag",)) == grpo.means(logs, ("lag",))
+
+
+def test_a_quantity_that_is_logged_from_some_step_on_counts_from_there():
+    """As those of a correction do in a run that was resumed with one."""
+    logs = [{"step": 8, "lag": 1.0}, {"step": 16, "lag": 2.0}, {"step": 20, "lag": 3.0, "c": 0.5}]
+    logs.append({"step": 24, "lag": 3.0, "c": 0.7})
+    assert grpo.means(logs, ("lag", "c")) == {"lag": pytest.approx(2.0), "c": pytest.approx(0.6)}
 
 
 def test_a_resumed_run_does_not_measure_before_training(capsys):
