@@ -996,8 +996,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: what the fit of a temperature leaves without entropy is a second cause",
         "offcorr/diagnose/diagnosis.py",
-        "left.with_entropy is None and fitted > 0.5",
-        "False and fitted > 0.5",
+        "blurred = left.with_entropy is None or loses_mass(evidence)",
+        "blurred = False",
         "tests/diagnose/test_causes.py fit_of_a_temperature",
     ),
     Mutation(
@@ -2420,8 +2420,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: every end that is far off was appended",
         "offcorr/diagnose/causes/values.py",
-        "if not _cut(evidence, ends) and",
-        "if False and",
+        "if not cut and not _made_up(evidence, ends):",
+        "if False:",
         "tests/diagnose/test_causes.py sampled_ends",
     ),
     Mutation(
@@ -2462,8 +2462,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a copied old_logp is clean",
         "offcorr/diagnose/diagnosis.py",
-        "if not np.array_equal(evidence.trainer, evidence.sampler) or",
-        "if True or not np.array_equal(evidence.trainer, evidence.sampler) or",
+        "    return np.array_equal(evidence.trainer, evidence.sampler)",
+        "    return False",
         "tests/diagnose/test_causes.py copy_of_the_samplers",
     ),
     Mutation(
@@ -2609,8 +2609,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: without versions updates are no dropout for sure",
         "offcorr/diagnose/causes/policies.py",
-        "surest=1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_OLDER,",
-        "surest=1.0,",
+        "return 1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_OLDER",
+        "return 1.0",
         "tests/diagnose/test_causes.py without_versions_a_logp",
     ),
     Mutation(
@@ -2655,6 +2655,104 @@ MUTATIONS = [
         "return method.with_max_length(32), True",
         "tests/test_testing.py takes_what_resolve",
     ),
+    Mutation(
+        "diagnose: a filled-in end token is surely appended",
+        "offcorr/diagnose/causes/values.py",
+        "surest=1.0 if cut else 0.5,",
+        "surest=1.0,",
+        "tests/diagnose/test_causes.py made_up_log_prob",
+    ),
+    Mutation(
+        "diagnose: another prompt is surer than a coarse precision",
+        "offcorr/diagnose/causes/contexts.py",
+        "surest=0.5,  # coarse rounding leaves the same, at times",
+        "",
+        "tests/diagnose/test_causes.py another_prompt_is_no_surer",
+    ),
+    Mutation(
+        "diagnose: dropout where one context has one log-prob",
+        "offcorr/diagnose/causes/policies.py",
+        " or repeats_itself_now(evidence):\n        return None\n    return noise",
+        ":\n        return None\n    return noise",
+        "tests/diagnose/test_causes.py versions_deny",
+    ),
+    Mutation(
+        "diagnose: updates that the versions deny are sure",
+        "offcorr/diagnose/causes/policies.py",
+        "        return 0.5  # the versions say that there were none",
+        "        return 1.0",
+        "tests/diagnose/test_causes.py versions_deny",
+    ),
+    Mutation(
+        "diagnose: an old_logp with the sampler's fault is believed",
+        "offcorr/diagnose/diagnosis.py",
+        "if evidence.moved <= SAME or not (_copied(evidence) or of_one_version):",
+        "if evidence.moved <= SAME or not _copied(evidence):",
+        "tests/diagnose/test_causes.py fault_of_the_samplers",
+    ),
+    Mutation(
+        "diagnose: no question about a truncation beside a temperature",
+        "offcorr/diagnose/causes/sampling.py",
+        "LOST, OFF = 0.97, 10.0",
+        "LOST, OFF = 0.5, 10.0",
+        "tests/diagnose/test_causes.py truncation_beside",
+    ),
+    Mutation(
+        "diagnose: min_p is sure",
+        "offcorr/diagnose/causes/sampling.py",
+        "surest=min(named.surest, UNSURE_OF_MIN_P)",
+        "surest=named.surest",
+        "tests/diagnose/test_causes.py top_p_and_top_k",
+    ),
+    Mutation(
+        "diagnose: greedy zeros are surely placeholders",
+        "offcorr/diagnose/causes/values.py",
+        "surest=1.0 if (evidence.sampler != 0).any() else FEW,",
+        "surest=1.0,",
+        "tests/diagnose/test_causes.py greedy",
+    ),
+    Mutation(
+        "diagnose: zeros of a truncation are surely a mask",
+        "offcorr/diagnose/causes/values.py",
+        "surest=FEW if _far_policies(evidence) else 1.0,",
+        "surest=1.0,",
+        "tests/diagnose/test_causes.py far_apart",
+    ),
+    Mutation(
+        "first batch: an old_logp with the engine's mistake bears it out",
+        "offcorr/training/first_batch.py",
+        "return far > HEALTHY and",
+        "return False and",
+        "tests/training/test_semantics.py mistake_of_the_engines",
+    ),
+    Mutation(
+        "first batch: no shift beside placeholders",
+        "offcorr/training/semantics.py",
+        "if neighbour := _shift(ours, theirs, others):",
+        "if False:",
+        "tests/training/test_semantics.py filled_end",
+    ),
+    Mutation(
+        "TRL's truncation is named for its mask",
+        "offcorr/trl/config.py",
+        'name = "mask" if outside == "mask" else "bound"',
+        'name = "bound"',
+        "tests/trl/test_trainer.py weight_that_is_named",
+    ),
+    Mutation(
+        "compare: the slowest round is the time",
+        "offcorr/lab/compare.py",
+        "return [min(times) / batch",
+        "return [max(times) / batch",
+        "tests/lab/test_compare.py slow_round",
+    ),
+    Mutation(
+        "recipes: a log counts from the last with the same key",
+        "recipes/grpo.py",
+        'steps = sorted({entry["step"] for entry in logs if any(not name.startswith(other) for name in entry)})',
+        "steps = series(logs, names[-1])[0]",
+        "tests/recipes/test_summary.py from_some_step_on",
+    ),
 ]
 
 
@@ -2679,7 +2777,7 @@ def survives(mutation: Mutation, trust: bool) -> str | None:
     source = (ROOT / mutation.file).read_text()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for part in ("offcorr", "tests", "benchmarks", "pyproject.toml"):
+        for part in ("offcorr", "recipes", "tests", "benchmarks", "pyproject.toml"):
             take = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             take(ROOT / part, copy / part)
         if not trust and _test(copy, mutation) != 0:
