@@ -395,7 +395,10 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         trainer.evaluate()
 
     if trainer.accelerator.is_main_process:
-        summarise(history.logs, title=f"{args.loss_type} {sampled_by(args)}", file=history.summary)
+        title = f"{args.loss_type} {sampled_by(args)}"
+        if args.resume_from_checkpoint:
+            title += f"\n(the updates before {args.resume_from_checkpoint} with the settings of their own run)"
+        summarise(history.logs, title=title, file=history.summary)
         print(f"history: {history.file}")
         if args.picture:
             print(f"picture: {plot(history.logs, history.file.with_suffix('.png'))}")

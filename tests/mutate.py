@@ -2753,6 +2753,20 @@ MUTATIONS = [
         "steps = series(logs, names[-1])[0]",
         "tests/recipes/test_summary.py from_some_step_on",
     ),
+    Mutation(
+        "diagnose: what a softcap leaves is another cause for sure",
+        "offcorr/diagnose/diagnosis.py",
+        "BESIDE_A_FIT = 0.5",
+        "BESIDE_A_FIT = 1.0",
+        "tests/diagnose/test_causes.py another_change_of_the_logits",
+    ),
+    Mutation(
+        "first batch: surprising tokens are the sampler's",
+        "offcorr/training/semantics.py",
+        "return MENDS[self.kind] + NOT_SAMPLED * surprising",
+        "return MENDS[self.kind]",
+        "tests/training/test_semantics.py none_of_the_models",
+    ),
 ]
 
 

@@ -32,6 +32,17 @@ LEFT_OVER = 0.65
 BESIDE_DROPOUT = 0.5
 """Confidence at most in a further cause beside dropout, whose noise can leave its traces."""
 
+BESIDE_A_FIT = 0.5
+"""Confidence at most in what the fit of a temperature leaves."""
+
+OF_OTHERS = {"stale_weights", "adapter_not_synced", "precision", "moe_routing"}
+"""Causes that what it leaves may look like, where the logits were changed otherwise."""
+
+OF_OTHER_CHANGES = (
+    "; it is what the temperature leaves, and where that is another change of the logits, such as a softcap, it is of "
+    "the same cause"
+)
+
 FITTED, OF_MISFIT = {"temperature", "raw_logprobs"}, {"stale_weights", "adapter_not_synced", "precision"}
 """Causes whose fit, without entropy or beside a truncation, leaves a part of d, less than half of it, and causes that
 this part looks like."""
@@ -229,6 +240,10 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
             one = _finding(causes.pop(best), found[best], min(max(share, 0.0), 1.0), of_steps)
             if stage == "policies" and any(other.cause == "retokenised" for other in findings):
                 one = dataclasses.replace(one, confidence=min(one.confidence, LEFT_OVER))
+            if stage == "policies" and fitted > 0.5 and one.cause in OF_OTHERS and not lag_by_versions(left):
+                one = dataclasses.replace(
+                    one, confidence=min(one.confidence, BESIDE_A_FIT), evidence=one.evidence + OF_OTHER_CHANGES
+                )
             findings.append(one)
             if after is None or not len(after):
                 left = left.with_floor(np.inf)

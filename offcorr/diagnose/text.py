@@ -70,7 +70,8 @@ def headline(report: Report) -> str:
         more = f"; {count} more cause{'s' * (count > 1)} below" if count else ""
         of_d = next((one for one in report.causes if one.of_d), None)
         if of_d is not None and not report.causes[0].of_d:
-            more += f", of the gap d itself: {of_d.cause} (confidence {of_d.confidence:.2f})"
+            of = ", and it may as well be another" * (of_d.confidence <= UNSURE)
+            more += f", of the gap d itself: {of_d.cause} (confidence {of_d.confidence:.2f}{of})"
         unsure = ": it may as well be another, see what these data cannot tell" * (report.confidence <= UNSURE)
         return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}{unsure}){more}"
     said = {

@@ -109,6 +109,12 @@ MENDS: dict[Kind, str] = {
 }
 """For each kind what to change, with TRL's and vLLM's option names."""
 
+NOT_SAMPLED = (
+    "; or, where the model did not write some of these tokens, as a tool's text or a trace of another writer, leave "
+    "them out of the loss (mask; env_mask of TRL's rollout_func), or say whose they are (origin)"
+)
+"""The change to make where surprising tokens may not have been sampled at all."""
+
 
 class Estimate(NamedTuple):
     """An estimated number and its standard error."""
@@ -161,7 +167,8 @@ class Semantics:
     @property
     def mend(self) -> str:
         """The change to make; empty where nothing is wrong."""
-        return MENDS[self.kind]
+        surprising = self.kind == "unlogged" and self.surprise is not None and self.surprise.value > 0
+        return MENDS[self.kind] + NOT_SAMPLED * surprising
 
     @property
     def wrong(self) -> bool:
@@ -317,12 +324,13 @@ def logprob_semantics(
     if gap > NOTABLE and not same_weights:
         return result("agrees", "the engine's log-probs differ from the trainer's as those of other weights do")
     if same_weights and surprising is not None:
-        sharper = "more" if surprising.value < 0 else "less"
+        drawn = "were drawn from a distribution that is more certain"
+        if surprising.value > 0:
+            drawn = "were drawn from a distribution that is less certain, or not all sampled by this model"
         return result(
             "unlogged",
-            f"the engine's log-probs {near} the trainer's, but the tokens were drawn from a distribution that is "
-            f"{sharper} certain: mean of -logp - entropy {surprising.value:.2g} +- {surprising.error:.1g} in place "
-            "of 0",
+            f"the engine's log-probs {near} the trainer's, but the tokens {drawn}: mean of -logp - entropy "
+            f"{surprising.value:.2g} +- {surprising.error:.1g} in place of 0",
         )
     if gap > HEALTHY:
         sentence = f"the engine's log-probs differ from the trainer's by mean |d| {gap:.2g} over {len(d)} tokens"
@@ -440,6 +448,8 @@ def not_per_token(values: Tensor, others: Tensor, seen: Tensor) -> str:
     if tokens < UNCERTAIN or max(sum(constant), sum(falling), sum(rising)) < wanted:
         return ""
     if sum(constant) >= wanted:
+        if not values[seen].any():
+            return "are 0 at every token: they are placeholders, and no log-probs"
         return (
             "are the same at every token of a sequence: they are no log-probs of single tokens (an average or a sum?)"
         )

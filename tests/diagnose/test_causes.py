@@ -1225,6 +1225,25 @@ def test_a_truncation_beside_a_temperature_is_asked_about(temperature):
     assert not any("leave tokens out" in one for one in diagnose(world("temperature").records()).cannot_tell)
 
 
+@pytest.mark.parametrize("cap", [8, 12])
+def test_what_another_change_of_the_logits_leaves_beside_its_temperature_is_half_sure(cap):
+    """A softcap: the temperature that fits it leaves some, which is of the same cause."""
+    made = world()
+    made.sampler = lambda logits, world: cap * np.tanh(logits / cap)
+    report = diagnose(made.records())
+    assert report.verdict == "temperature" and any("softcap" in one for one in report.cannot_tell)
+    assert all(one.confidence <= 0.5 and "softcap" in one.evidence for one in report.causes[1:])
+    assert len(report.causes) > 1
+
+
+def test_surprising_tokens_may_be_none_that_the_model_sampled():
+    asked = "tokens that the model did not sample, such as a tool's text"
+    made = world()
+    made.sampler, made.logged = (lambda logits, world: logits / 1.5), (lambda drawn, plain: plain)
+    assert any(asked in one for one in diagnose(made.records()).cannot_tell)
+    assert not any(asked in one for one in diagnose(world("temperature_silent").records()).cannot_tell)
+
+
 def test_top_p_and_top_k_together_are_asked_about_beside_min_p():
     made = world()
     made.sampler = lambda logits, world: simulated.nucleus(0.9)(simulated.top_k(logits, world), world)

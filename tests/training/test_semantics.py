@@ -582,3 +582,14 @@ def test_an_old_logp_with_the_mistake_of_the_engines_bears_nothing_out(kind):
     assert found.sentence.endswith("; the sampler's old_logp is as far from the trainer's")
     later = step.semantics(placed, 1.0, False)  # the trainer has moved on: old_logp is what compares
     assert later.kind == "agrees"
+
+
+def test_surprising_tokens_may_be_none_of_the_models():
+    """A tool's text that the model scored, within the mask: both log-probs agree, whatever the sampler is set to."""
+    logp, _, mask, entropy = sampled()
+    logp[:, 3:6] = -6.0
+    found = logprob_semantics(logp, logp, mask, entropy=entropy)
+    assert found.kind == "unlogged" and "not all sampled by this model" in found.sentence
+    assert "env_mask" in found.mend and "origin" in found.mend
+    sharper = logprob_semantics(0.5 * logp.clamp(min=-2), 0.5 * logp.clamp(min=-2), mask, entropy=entropy)
+    assert sharper.kind == "unlogged" and "more certain" in sharper.sentence and "env_mask" not in sharper.mend

@@ -64,6 +64,11 @@ class TemperatureSilent(Cause):
             f"{OPTIONS}, and when it gets new weights",
             settled=lambda evidence: _surprise(evidence) < 0,
         ),
+        Alternative(
+            "tokens that the model did not sample, such as a tool's text or a trace, within the mask",
+            "decode the tokens with the lowest log-probs (env_mask of TRL's rollout_func leaves a tool's out)",
+            settled=lambda evidence: _surprise(evidence) < 0,
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
