@@ -175,7 +175,7 @@ def _data(numbers: Mapping[str, float]) -> str:
 
 
 def _with_error(value: float, error: float, digits: str) -> str:
-    return f"{value:{digits}} +- {error:.1g}"
+    return f"{value:{digits}} +- {error:.2g}"
 
 
 def _numbered(place: int, finding: Finding) -> str:
