@@ -110,9 +110,10 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     with np.errstate(invalid="ignore", over="ignore"):  # infinite log-probs are data
         differing, of_steps = differing_steps(evidence)
         findings, left = _explain(differing, of_steps)
+        questions = []
         if not of_steps and (part := differing_sequences(evidence)):
             findings, left = _of_part(findings, left, *part)
-        questions = []
+            questions = [] if findings else [SOME_DIFFER.format(part[1])]
         if (current := _of_logp(evidence)) is not None:
             found = _explain(current)
             if current.unrelated or (found[0] and _stage_of_most(found[0]) in OF_NO_UPDATE):
@@ -170,6 +171,11 @@ OF_ONE_VERSION = (
     "why logp is another than old_logp, although by the versions no update lies between them: old_logp is about "
     "rollout_logp, and may have its fault, so that logp was compared in its place. To find out, score one sequence by "
     "hand as the trainer does, or, where trainer_version is that of the weights of old_logp, log that of logp"
+)
+
+SOME_DIFFER = (
+    "why some sequences differ and others do not{}. To find out, compare them by the engine, or the worker, that "
+    "sampled them"
 )
 
 FAR, ABOUT = 0.05, 0.1
