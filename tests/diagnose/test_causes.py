@@ -616,6 +616,16 @@ def test_where_some_sequences_have_other_weights_the_report_says_how_many():
     assert f"of 10 of the {len(right)} sequences: in the others the log-probs agree" in report.causes[0].evidence
 
 
+def test_where_no_cause_of_some_sequences_fits_the_report_says_that_they_alone_differ():
+    made = world()
+    made.trainer = noise(0.1)
+    right = world("clean").records()
+    report = diagnose([one if row % 2 else right[row] for row, one in enumerate(made.records())])
+    assert report.verdict == "unknown"
+    said = "why some sequences differ and others do not; this is of 16 of the 32 sequences"
+    assert any(said in one for one in report.cannot_tell)
+
+
 @pytest.mark.parametrize("side", ["rollout_logp", "old_logp"])
 @pytest.mark.parametrize(
     ("rounded", "said"),
