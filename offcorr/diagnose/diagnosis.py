@@ -141,6 +141,16 @@ def _stage_of_most(findings: Sequence[Finding]) -> str:
     return CAUSES[max(findings, key=lambda one: one.share).cause].stage
 
 
+def _explained(findings: Sequence[Finding]) -> float:
+    """The share of the mean |d| that the faults among them explain."""
+    return sum(one.share for one in findings if CAUSES[one.cause].stage in OF_NO_UPDATE)
+
+
+MORE = 0.1
+"""Share of the mean |d| by which the faults of a part explain more than those of all sequences, where it is a part that
+has them."""
+
+
 def _of_part(findings: list[Finding], left: Evidence, part: Evidence, said: str) -> tuple[list[Finding], Evidence]:
     """The causes of all sequences; or those of a part that alone differs, where it shows a fault of the values or of
     the sampling, which beside sequences without it looks like another policy.
@@ -149,12 +159,10 @@ def _of_part(findings: list[Finding], left: Evidence, part: Evidence, said: str)
         findings, left: as read from all sequences.
         part, said: what ``differing_sequences`` gives.
     """
-    if findings and all(CAUSES[one.cause].stage in OF_NO_UPDATE for one in findings):
-        return findings, left
     of_part, left_of_part = _explain(part, said)
     # Of sequences that have an age, updates that sharpened the policy look like a temperature.
     of_fault = ("values",) if lag_by_versions(part) else OF_NO_UPDATE
-    if of_part and _stage_of_most(of_part) in of_fault:
+    if of_part and _stage_of_most(of_part) in of_fault and _explained(of_part) > _explained(findings) + MORE:
         return of_part, left_of_part
     of_policies = [CAUSES[one.cause].stage == "policies" for one in findings]
     said_of = [one.evidence + said * of for one, of in zip(findings, of_policies, strict=True)]

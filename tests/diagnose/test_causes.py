@@ -247,7 +247,31 @@ def test_without_entropy_a_ban_is_no_sure_top_k():
     assert report.verdict == "top_k" and report.confidence == 0.6
     assert any("top_k or a ban of some tokens" in one and "log entropy" in one for one in report.cannot_tell)
     assert diagnose(world("logit_mask", seed=4).records()).verdict == "logit_mask"
-    assert diagnose([dataclasses.replace(one, entropy=None) for one in world("top_k").records()]).confidence == 0.8
+    kept = diagnose([dataclasses.replace(one, entropy=None) for one in world("top_k").records()])
+    assert kept.confidence == 0.6 and any("top_k or a ban of some tokens" in one for one in kept.cannot_tell)
+    known = diagnose(world("top_k").records())
+    assert known.confidence == 0.8 and not any("a ban of some tokens" in one for one in known.cannot_tell)
+
+
+def test_log_probs_that_the_tokens_were_not_drawn_with_are_of_no_other_weights():
+    """Scored after another prompt: the mean ratio is above 1, as for no two policies."""
+    made = world(sequences=96)
+    made.logged = lambda drawn, plain: simulated.log_softmax(noise(1.5, shared=True)(plain, made))
+    report = diagnose(made.records())
+    assert report.verdict == "chat_template" and report.confidence == 0.5
+    assert "the tokens were not drawn with the sampler's log-probs" in report.causes[0].evidence
+    assert any("rows in another order" in one for one in report.cannot_tell)
+    assert not any("int4" in one or "weights that are older" in one for one in report.cannot_tell)
+
+
+def test_the_share_that_is_explained_decides_between_all_sequences_and_a_part():
+    """Half of the sequences at another temperature, in which the fit on all of them finds a little of it."""
+    cold, right = world("temperature").records(), world("clean").records()
+    for seed in range(3):
+        mixed = [cold[row] if row % 2 else right[row] for row in range(len(right))]
+        np.random.default_rng(seed).shuffle(mixed)
+        (found,) = diagnose(mixed).causes
+        assert found.cause == "temperature" and found.share > 0.8 and "16 of the 32 sequences" in found.evidence
 
 
 def test_a_placeholder_of_zero_is_taken_away_where_the_token_is_likely_too():

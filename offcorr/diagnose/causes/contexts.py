@@ -12,6 +12,7 @@ from offcorr.diagnose.causes.policies import (
     WEIGHTS,
     no_lag_in_d,
     noise,
+    not_drawn_so,
     of_age,
     older,
     repeatable,
@@ -149,9 +150,18 @@ class ChatTemplate(Cause):
     advice = "send the engine token ids, the same that the trainer scores, rather than messages or text"
     not_told_from = (
         Alternative("a shorter prompt on one side (truncated_prompt)", "compare their prompt ids"),
-        OLDER_WEIGHTS,
+        OLDER_WEIGHTS._replace(settled=lambda evidence: not_drawn_so(evidence) or OLDER_WEIGHTS.settled(evidence)),
         COARSE_PRECISION._replace(
-            settled=lambda evidence: _of_the_text_before(evidence) is not None or COARSE_PRECISION.settled(evidence)
+            settled=lambda evidence: (
+                _of_the_text_before(evidence) is not None
+                or not_drawn_so(evidence)
+                or COARSE_PRECISION.settled(evidence)
+            )
+        ),
+        Alternative(
+            "sampler's log-probs of other tokens, or rows in another order",
+            "score one sequence by hand on both sides",
+            settled=lambda evidence: not not_drawn_so(evidence),
         ),
     )
 
@@ -161,6 +171,17 @@ class ChatTemplate(Cause):
         if found := _of_the_text_before(evidence):
             return found
         profile = Profile.of(evidence)
+        if not_drawn_so(evidence) and profile.mean > FAR:
+            ratio = evidence.ratio_identity
+            return Found(
+                ratio.value,
+                ratio.error,
+                1.0,
+                0.3,
+                f"the mean ratio e^d is {ratio.value:.3g} +- {ratio.error:.2g}, where it is 1 for any two policies: "
+                "the tokens were not drawn with the sampler's log-probs, as where another prompt was scored with them",
+                surest=0.5,
+            )
         other = noise(evidence) and profile.mean > FAR and not older(evidence)
         # Without repeated contexts it may be dropout, without entropy a temperature.
         if other and repeatable(evidence) and _first(profile)[0] > -1 and evidence.entropy is not None:

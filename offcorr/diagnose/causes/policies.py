@@ -527,8 +527,16 @@ def _two_policies(evidence: Evidence) -> bool:
     return evidence.with_entropy is not None or not away(power(evidence).power)
 
 
+def not_drawn_so(evidence: Evidence) -> bool:
+    """Whether the mean ratio e^d is above 1, as for no two policies if the tokens were drawn from the sampler's."""
+    ratio = evidence.ratio_identity
+    return evidence.as_logged and ratio.value > 1.1 and ratio.value - 1 > SIGNIFICANT * ratio.error
+
+
 def _other_weights(evidence: Evidence) -> Found | None:
     profile = Profile.of(evidence)
+    if not_drawn_so(evidence):
+        return None
     if evidence.gap < evidence.floor or profile.mean < WEIGHTS or (noise(evidence) and not older(evidence)):
         return None
     drift = evidence.by_token_id

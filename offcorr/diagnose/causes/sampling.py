@@ -591,7 +591,7 @@ BAN = Alternative(
     "a ban of some tokens (logit_bias, bad_words, structured decoding)",
     "compare the sampler's options, or give --model",
     ("entropy",),
-    settled=lambda evidence: not _told_by_tail(evidence),
+    settled=lambda evidence: evidence.with_entropy is not None and not _told_by_tail(evidence),
 )
 LIKELIEST = BAN._replace(words="a truncation to the likeliest tokens (top_k, min_p)")
 
@@ -668,7 +668,7 @@ class MinP(Cause):
             f"{found.alone} of the sampled tokens have probability 1 at the sampler, as under no top_k alone"
         )
         named = _truncated(evidence, found, said, 2.0)
-        return named._replace(surest=min(named.surest, UNSURE_OF_MIN_P))
+        return named._replace(surest=min(named.surest, UNSURE_OF_MIN_P if found.balance is not None else LOOK_ALIKE))
 
 
 class TopK(Cause):
@@ -698,7 +698,7 @@ class TopK(Cause):
         )
         # Other weights that were sampled at another temperature than is logged leave this, too.
         named = _truncated(evidence, found, said, 0.1 if found.among_others else 2.0)
-        return named._replace(surest=min(named.surest, UNSURE_OF_TOP_K))
+        return named._replace(surest=min(named.surest, UNSURE_OF_TOP_K if found.balance is not None else LOOK_ALIKE))
 
 
 UNSURE_OF_TOP_K = 0.8
