@@ -2700,8 +2700,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: min_p is sure",
         "offcorr/diagnose/causes/sampling.py",
-        "surest=min(named.surest, UNSURE_OF_MIN_P)",
-        "surest=named.surest",
+        "UNSURE_OF_MIN_P = 0.65",
+        "UNSURE_OF_MIN_P = 1.0",
         "tests/diagnose/test_causes.py top_p_and_top_k",
     ),
     Mutation(
@@ -2766,6 +2766,27 @@ MUTATIONS = [
         "return MENDS[self.kind] + NOT_SAMPLED * surprising",
         "return MENDS[self.kind]",
         "tests/training/test_semantics.py none_of_the_models",
+    ),
+    Mutation(
+        "diagnose: without entropy a ban is an asserted top_k",
+        "offcorr/diagnose/causes/sampling.py",
+        "UNSURE_OF_TOP_K if found.balance is not None else LOOK_ALIKE",
+        "UNSURE_OF_TOP_K",
+        "tests/diagnose/test_causes.py sure_top_k",
+    ),
+    Mutation(
+        "diagnose: other weights at any mean ratio",
+        "offcorr/diagnose/causes/policies.py",
+        "return evidence.as_logged and ratio.value > 1.1",
+        "return False and ratio.value > 1.1",
+        "tests/diagnose/test_causes.py of_no_other_weights",
+    ),
+    Mutation(
+        "diagnose: a fault that is found in all sequences hides that it is of some",
+        "offcorr/diagnose/diagnosis.py",
+        "> _explained(findings) + MORE",
+        "> 2",
+        "tests/diagnose/test_causes.py between_all_sequences",
     ),
 ]
 
