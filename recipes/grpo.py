@@ -342,7 +342,7 @@ def model_and_tokenizer(model: str, seed: int) -> tuple[str, PreTrainedTokenizer
     """The folder or hub name of the model, and its tokenizer."""
     path = toy.model_path(seed=seed) if model == "toy" else model
     if not Path(path).exists() and int(os.environ.get("RANK", 0)) == 0:  # without a network it takes a minute
-        print(f"model is {model!r}, which is no folder here: looking for it on the hub", file=sys.stderr, flush=True)
+        print(f"looking for the model {model!r} on the hub, as it is no folder here", file=sys.stderr, flush=True)
     try:
         return path, AutoTokenizer.from_pretrained(path)
     except OSError as error:
