@@ -2357,7 +2357,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: rows in another order are compared as policies",
         "offcorr/diagnose/diagnosis.py",
-        'if stage == "policies" and left.unrelated:',
+        'if stage in ("sampling", "policies") and left.unrelated:',
         "if False:",
         "tests/diagnose/test_causes.py another_order",
     ),

@@ -232,7 +232,7 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
     for stage in STAGES:
         if not np.isfinite(left.floor) and stage != "updates":  # nothing of d is left to explain
             continue
-        if stage == "policies" and left.unrelated:
+        if stage in ("sampling", "policies") and left.unrelated:
             continue
         causes = {id: cause for id, cause in CAUSES.items() if cause.stage == stage}
         if stage == "policies" and differs_by_itself(left):

@@ -413,7 +413,9 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
     if "vllm_importance_sampling_cap" in ignored:  # which TRL copies
         ignored.pop("vllm_importance_sampling_clip_max", None)
     if "epsilon" in ignored and getattr(args, "epsilon_high", None) is None:  # which TRL then takes for both
-        ignored["epsilon"] = ("eps_low", "eps_high")
+        ignored["epsilon"] = ("eps_low", "eps_high", "cap")
+    if "delta" in ignored and args.delta <= 1 + (getattr(args, "epsilon_high", None) or args.epsilon):
+        ignored["delta"] = "nothing: at 1 + epsilon_high or below it bounds positive advantages, too"
     if ignored:
         listed = ", ".join(
             f"{name}={getattr(args, name)!r} ({_has_instead(correction.method, instead or _engine_weight(args))})"

@@ -935,6 +935,16 @@ def test_each_switch_of_trls_engine_correction_is_named_where_it_was_set():
         assert f"read vllm_importance_sampling_{name}={value!r} (" in said
 
 
+def test_epsilon_is_the_cap_of_a_method_that_has_one_and_a_low_delta_is_nothing_here():
+    """TRL's CISPO reads epsilon as its cap where epsilon_high is unset; its delta bounds both signs where it is low."""
+    (said,) = warnings_of_ignored("offcorr:cispo", epsilon=0.1)
+    assert "epsilon=0.1 (here: cap)" in said
+    (said,) = warnings_of_ignored("ppo", epsilon=0.1)
+    assert "epsilon=0.1 (here: eps_low" in said
+    (low,), (high,) = warnings_of_ignored("ppo", delta=1.1), warnings_of_ignored("ppo", delta=1.5)
+    assert "bounds positive advantages, too" in low and "here: dual_clip" in high
+
+
 @pytest.mark.parametrize("method", ["tis", "seq_mis", "minpro"])
 def test_the_weight_that_is_named_is_that_of_trls_mode(method):
     def said(**options):

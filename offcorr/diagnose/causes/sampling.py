@@ -600,6 +600,10 @@ CROWDED = 0.012
 """Share of the tokens that rounding can make superfluous under top_p: it moves probabilities across the border."""
 
 
+UNSURE_OF_TOP_P = 0.8
+"""The most that a top_p is sure: a low min_p may keep about as much in every context of a peaked policy."""
+
+
 class TopP(Cause):
     """One-sided d; no kept token is superfluous for one share of the mass, the same in every context."""
 
@@ -609,9 +613,8 @@ class TopP(Cause):
     advice = ADVICE
     not_told_from = (
         Alternative(
-            "a top_k or min_p in contexts that are alike",
+            "a top_k or min_p that keeps about as much in every context, as a low min_p does in a peaked policy",
             "compare the sampler's options, or give --model",
-            settled=lambda evidence: (found := kept(evidence)) is None or (found.exact_nucleus and not _high(found)),
         ),
         OTHER_TRUNCATION,
     )
@@ -630,7 +633,8 @@ class TopP(Cause):
                 f"it is much the same in every context, from {found.least:.3f} on, as under a top_p whose border is "
                 "blurred by a difference as small as rounding makes, which these numbers then hold as well"
             )
-        return _truncated(evidence, found, said, 2.0)
+        named = _truncated(evidence, found, said, 2.0)
+        return named._replace(surest=min(named.surest, UNSURE_OF_TOP_P))
 
 
 BLURRED_TOP_P = Alternative(
@@ -683,6 +687,10 @@ class TopK(Cause):
         OTHER_TRUNCATION,
         BAN,
         Alternative(
+            "a low min_p, which leaves no token alone where the policy is flat",
+            "compare the sampler's options, or give --model",
+        ),
+        Alternative(
             "log-probs of the trainer that were divided by its temperature after the softmax",
             "compare how each side computes its log-probs, or give --model",
         ),
@@ -701,8 +709,9 @@ class TopK(Cause):
         return named._replace(surest=min(named.surest, UNSURE_OF_TOP_K if found.balance is not None else LOOK_ALIKE))
 
 
-UNSURE_OF_TOP_K = 0.8
-"""The most that a top_k is sure: the trainer's probabilities may sum to less than 1 as well."""
+UNSURE_OF_TOP_K = 0.65
+"""The most that a top_k is sure: a low min_p may leave the same, and the trainer's probabilities may sum to less than
+1 as well."""
 
 
 def _no_top_p(found: Kept) -> str:
