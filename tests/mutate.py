@@ -2788,6 +2788,27 @@ MUTATIONS = [
         "> 2",
         "tests/diagnose/test_causes.py between_all_sequences",
     ),
+    Mutation(
+        "diagnose: log-probs of another model are a truncation",
+        "offcorr/diagnose/diagnosis.py",
+        'if stage in ("sampling", "policies") and left.unrelated:',
+        'if stage == "policies" and left.unrelated:',
+        "tests/diagnose/test_causes.py hardly_correlate",
+    ),
+    Mutation(
+        "TRL's epsilon is no cap",
+        "offcorr/trl/config.py",
+        'ignored["epsilon"] = ("eps_low", "eps_high", "cap")',
+        'ignored["epsilon"] = ("eps_low", "eps_high")',
+        "tests/trl/test_trainer.py epsilon_is_the_cap",
+    ),
+    Mutation(
+        "diagnose: a top_p is sure",
+        "offcorr/diagnose/causes/sampling.py",
+        "UNSURE_OF_TOP_P = 0.8",
+        "UNSURE_OF_TOP_P = 1.0",
+        "tests/diagnose/test_causes.py top_p_beside_int8",
+    ),
 ]
 
 

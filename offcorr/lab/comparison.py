@@ -22,7 +22,7 @@ SHORT, LONG = 14, 26
 TIMED = (64, 256)
 """Sequences and tokens of the batch that is timed."""
 ROUNDS = 20
-"""How often each method is timed."""
+"""The number of rounds in which each method is timed once."""
 
 
 class Row(NamedTuple):
