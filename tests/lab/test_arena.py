@@ -129,7 +129,7 @@ def test_the_pictures_are_drawn_without_the_methods_that_have_no_run(tmp_path):
         (["--lags", "-1"], "--lags is -1, expected 0 or more"),
         (["--processes", "0"], "--processes is 0, expected 1 or more"),
         (["--learning-rates", "0"], "--learning-rates is 0.0, expected numbers above 0"),
-        (["--precisions", "int3"], "precision is 'int3', expected one of fp32"),
+        (["--precisions", "int3"], "precision is 'int3', did you mean 'int4' or 'int8'? expected one of fp32"),
         (["--ess-lr", "sqrt", "sqrt"], "--ess-lr 'sqrt' is given twice"),
         (["--quick", "--grid", "gpu"], "leave one out"),
         (["--config", "gsm9k"], "--config is 'gsm9k', which is not a file; expected one, or one of ctpo, gsm8k"),
