@@ -117,8 +117,9 @@ class OffPolicy(Sampler):
         if steps > 0 and self.lag > 0 and self.lag >= oldest and trainer.accelerator.is_main_process:
             smaller = f"a lag below {oldest}, or " if oldest > 1 else ""
             warnings.warn(
-                f"lag={self.lag} keeps the sampler at the first weights: of {steps} optimizer steps the last "
-                f"generation is sampled after {oldest}, so all come from the weights that the run begins with. "
+                f"lag={self.lag} keeps the sampler at the first weights, unless the run resumes from older ones: of "
+                f"{steps} optimizer steps the last generation is sampled after {oldest}, so all come from the weights "
+                "that the run begins with. "
                 f"Take {smaller}more steps",
                 stacklevel=outside(),
             )

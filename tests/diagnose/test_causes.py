@@ -69,6 +69,19 @@ def test_another_quantity_than_the_log_prob_is_named(side, quantity, said, besid
         assert [one.cause for one in found[1:]] == [beside] * (beside != "clean")
 
 
+@pytest.mark.parametrize("side", ["rollout_logp", "old_logp"])
+@pytest.mark.parametrize("constant", [-0.05, 0.2])
+def test_a_constant_beside_the_log_probs_is_no_ban(side, constant):
+    def edit(columns, world):
+        columns[side] = columns[side] + constant
+
+    made = world()
+    made.edits = [edit]
+    (found,) = diagnose(made.records()).causes
+    said = f"{abs(constant):.3g} nats, one number at every token, or the other side's are"
+    assert found.cause == "other_quantity" and said in found.evidence
+
+
 @pytest.mark.parametrize(("quantity", "said"), [(np.exp, "probabilities, not"), (np.negative, "the negatives of")])
 @pytest.mark.parametrize("beside", ["clean", "precision", "stale_weights"])
 def test_both_sides_of_another_quantity_are_no_placeholders(quantity, said, beside):
@@ -611,6 +624,34 @@ def test_a_gap_that_is_there_before_any_update_is_of_none():
     report = diagnose(later)
     assert report.verdict == "adapter_not_synced" and report.confidence <= 0.65
     assert any("int4" in one for one in report.cannot_tell)
+
+
+def test_more_steps_do_not_take_away_what_the_first_says():
+    """A coarse sampler that is two updates behind, too, which adds little to the gap."""
+    made = world()
+    made.trainer = noise(0.3, shared=True)
+    steps = [at * 6 // len(made.records()) for at in range(len(made.records()))]
+    dated = [
+        dataclasses.replace(one, step=at + 1, rollout_version=max(at - 2, 0), trainer_version=at)
+        for one, at in zip(made.records(), steps, strict=True)
+    ]
+    report = diagnose(dated)
+    assert (report.verdict, report.confidence) == ("precision", 0.5)
+    assert any("weights that are a little older" in one for one in report.cannot_tell)
+    later = diagnose([one for one in dated if one.trainer_version])
+    assert later.verdict == "stale_weights"
+
+
+def test_a_temperature_of_few_tokens_stands_beside_other_weights():
+    """A fit needs 64 tokens; with fewer nothing speaks against a temperature, whatever the versions say."""
+    made = world("stale_weights", sequences=8)
+    made.edits = [simulated.versions(3)]
+    few = [dataclasses.replace(one, mask=np.arange(len(one)) < 7) for one in made.records()]
+    report = diagnose(few)
+    assert (report.verdict, report.confidence) == ("stale_weights", 0.5)
+    assert any("a temperature that one side" in one for one in report.cannot_tell)
+    report = diagnose(made.records())
+    assert report.confidence > 0.5 and not any("a temperature that one side" in one for one in report.cannot_tell)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
@@ -1200,8 +1241,17 @@ def test_weights_that_are_the_trainers_from_one_token_on_were_swapped(size):
     made = world()
     made.sampler = noise(size, shared=True, where=simulated.positions(lambda t: t < 22))
     report = diagnose(made.records())
-    assert [one.cause for one in report.causes] == ["weights_swapped"] and report.confidence > 0.65
+    assert [one.cause for one in report.causes] == ["weights_swapped"] and report.confidence == 0.65
     assert "agree in the last part of the completion" in report.causes[0].evidence
+
+
+def test_a_prompt_that_a_recurrent_model_forgets_looks_like_weights_that_were_swapped():
+    """Its state is soon the same to the last digit."""
+    made = world()
+    made.sampler = noise(2.0, where=simulated.positions(lambda t: np.exp(-0.7 * t)))
+    report = diagnose(made.records())
+    assert (report.verdict, report.confidence) == ("weights_swapped", 0.65)
+    assert any("another prompt, or template" in one for one in report.cannot_tell)
 
 
 @pytest.mark.parametrize(("name", "named"), [("shift", "shift"), ("temperature", "temperature")])

@@ -7,7 +7,7 @@ import numpy as np
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
-from offcorr.diagnose.causes.sampling import OTHER_TRANSFORM, SIGNIFICANT, away, power
+from offcorr.diagnose.causes.sampling import ENOUGH_FOR_A_FIT, OTHER_TRANSFORM, SIGNIFICANT, away, power
 from offcorr.diagnose.causes.values import GROSS
 from offcorr.diagnose.evidence import SAME, Estimate, Evidence, mean_by_sequence
 
@@ -67,12 +67,12 @@ def same_version(evidence: Evidence) -> bool:
 
 
 def before_any_update(evidence: Evidence) -> bool:
-    """Whether sampler and trainer have the same versions, and the gap is there where these are 0, before any update.
+    """Whether both sides have versions, and the gap is there where both are 0, before any update, and hardly grows.
 
     Then it is of no update that the sampler lacks.
     """
     first = np.array([not np.any(record.trainer_version) for record in evidence.records])[evidence.sequence]
-    if not same_version(evidence) or not first.any():
+    if not versioned(evidence) or not first.any():
         return False
     return bool(first.all()) or float(evidence.size[first].mean()) > 0.5 * float(evidence.size[~first].mean())
 
@@ -194,6 +194,10 @@ class Dropout(Cause):
             "the same log-prob, as under dropout none do",
             "score one sequence twice, in two batches",
             settled=lambda evidence: not _by_batch(evidence) or _noisy(evidence) is not None,
+        ),
+        Alternative(
+            "other noise of the trainer's forward pass, such as a router that draws",
+            "score one sequence twice with every dropout set to 0",
         ),
         Alternative(
             "an old_logp that is computed in another way than logp, such as in another precision, or with other "
@@ -329,7 +333,8 @@ class WeightsSwapped(Cause):
                 f"{'first' if first > 0.5 else 'last'} part of the completion, and differ in the "
                 f"{'last' if first > 0.5 else 'first'}; the change is mostly between index "
                 f"{np.quantile(cuts, 0.1):.0f} and {np.quantile(cuts, 0.9):.0f}",
-                surest=ALIKE,
+                # a model with a recurrent state forgets another prompt after some tokens, and agrees from then on
+                surest=ALIKE if first > 0.5 or shown_to_be_older(evidence) else ALSO_OLDER,
             )
         if profile.mean < WEIGHTS:  # what rounding leaves follows the text, whose order of tokens may have a step
             profile = profile.within_ids
@@ -385,7 +390,8 @@ OTHER_TEMPERATURE = Alternative(
     fields=("entropy",),
     # Where the updates since have moved logp from old_logp, that difference has the age, or some of it.
     settled=lambda evidence: (
-        not _drawn_sharper(evidence)
+        len(evidence) >= ENOUGH_FOR_A_FIT
+        and not _drawn_sharper(evidence)
         and (
             evidence.with_entropy is not None
             or growth(evidence) is not None
@@ -441,7 +447,7 @@ class StaleWeights(Cause):
     def found(self, evidence: Evidence) -> Found | None:
         if older(evidence) and (growing := _growing(evidence)):
             return growing
-        return None if never_updated(evidence) else _other_weights(evidence)
+        return None if never_updated(evidence) or before_any_update(evidence) else _other_weights(evidence)
 
 
 EARLIER = "give --model and, as --checkpoint, the base model and earlier checkpoints"

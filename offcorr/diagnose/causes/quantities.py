@@ -15,8 +15,9 @@ from offcorr.diagnose.record import Floats
 SMALLEST = 0.003
 """Mean |d| (nats), at least, that another quantity leaves."""
 
-FITS, FITS_BASE = 0.3, 0.02
-"""Share of the mean |d| that may be left; of a base, as a temperature can be near to one."""
+FITS, FITS_BASE, FITS_CONSTANT = 0.3, 0.02, 1e-3
+"""Share of the mean |d| that may be left; of a base, as a temperature can be near to one; and of a constant, which a
+truncation of a flat policy is near to."""
 
 AT_BOUND = 8
 """Tokens, at least, whose value is the bound of log-probs that were cut off."""
@@ -40,7 +41,7 @@ class OtherQuantity(Cause):
     title = "the values of one side are another quantity than the log-probs of these tokens"
     advice = (
         "log, in the order of the rows, ln p of each token, where p is its own probability: not p itself, -ln p, a sum "
-        "or mean over tokens or a logarithm to another base, with no bound and with nothing added to p"
+        "or mean over tokens or a logarithm to another base, with no bound and with nothing added to p or to ln p"
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -138,6 +139,9 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
     if added > SMALLEST_ADDED:
         probabilities = np.maximum(np.exp(np.minimum(values, 0)) - added, 1e-30)
         yield f"log(p + {added:.2g}), where p is the probability", FITS_BASE, np.log(probabilities)
+    if (constant := float(np.median(values - wanted))) != 0:
+        words = f"off by {constant:+.3g} nats, one number at every token, or the other side's are"
+        yield words, FITS_CONSTANT, values - constant
     at_bound = values <= values.min() + 1e-6
     if at_bound.sum() >= AT_BOUND and (wanted[at_bound] < values.min()).mean() > 0.9:
         words = f"cut off at {values.min():.4g}, where {at_bound.sum()} of {len(values)} of them stand"

@@ -232,6 +232,9 @@ ALSO_UPDATES = 0.65
 """Confidence in a temperature at most, where updates that sharpened the policy can leave the same."""
 
 
+ENOUGH_FOR_A_FIT = 64
+"""Tokens that a temperature is fitted to, at least."""
+
 TEMPERED = 256
 """Tokens with entropy from which on a temperature is read of these alone."""
 
@@ -244,7 +247,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     known = evidence.with_entropy
     if known is not None and known is not evidence and len(known) >= TEMPERED:
         return _tempered(known, sampled_by_trainer)  # those without entropy tell less, and look like something else
-    if evidence.gap < max(0.002, evidence.floor) or len(evidence) < 64 or evidence.selected:
+    if evidence.gap < max(0.002, evidence.floor) or len(evidence) < ENOUGH_FOR_A_FIT or evidence.selected:
         return None
     if (evidence.d.sum() > 0) != sampled_by_trainer:
         return None
