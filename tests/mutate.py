@@ -1093,7 +1093,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: a few largest d tell a ban from a top-k for sure",
-        "offcorr/diagnose/causes/sampling.py",
+        "offcorr/diagnose/causes/truncation.py",
         "return found.balance is None and found.tail > LONG_TAIL",
         "return found.balance is not None and found.tail > LONG_TAIL",
         "tests/diagnose/test_causes.py::test_without_entropy_a_ban_is_no_sure_top_k",
@@ -1254,7 +1254,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: a top-p beside rounding is another truncation",
-        "offcorr/diagnose/causes/sampling.py",
+        "offcorr/diagnose/causes/truncation.py",
         "NARROW = 0.05",
         "NARROW = 0.0",
         "tests/diagnose/test_causes.py::test_a_top_p_beside_int8_weights_is_named_with_its_alternatives",
@@ -2230,7 +2230,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: a top-p by the smallest kept mass alone, which rounding blurs",
-        "offcorr/diagnose/causes/sampling.py",
+        "offcorr/diagnose/causes/truncation.py",
         "return self.share.fits or (self.noisy and self.coarse)",
         "return not self.certain <= 0.98 and self.crowded < CROWDED",
         "tests/diagnose/test_causes.py truncation_beside_rounding",
@@ -2419,14 +2419,14 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: truncations of a flat policy are sure",
-        "offcorr/diagnose/causes/sampling.py",
+        "offcorr/diagnose/causes/truncation.py",
         "return int((evidence.trainer > LIKELY).sum()) < ALONE",
         "return False",
         "tests/diagnose/test_causes.py flat_policy",
     ),
     Mutation(
         "diagnose: unlikely tokens that are missing are a mask",
-        "offcorr/diagnose/causes/sampling.py",
+        "offcorr/diagnose/causes/truncation.py",
         "if found.exact_nucleus and found.balance.z < -4:",
         "if False:",
         "tests/diagnose/test_causes.py no_mask",
@@ -2727,7 +2727,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: min_p is sure",
-        "offcorr/diagnose/causes/sampling.py",
+        "offcorr/diagnose/causes/truncation.py",
         "UNSURE_OF_MIN_P = 0.65",
         "UNSURE_OF_MIN_P = 1.0",
         "tests/diagnose/test_causes.py top_p_and_top_k",
@@ -2797,7 +2797,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: without entropy a ban is an asserted top_k",
-        "offcorr/diagnose/causes/sampling.py",
+        "offcorr/diagnose/causes/truncation.py",
         "UNSURE_OF_TOP_K if found.balance is not None else LOOK_ALIKE",
         "UNSURE_OF_TOP_K",
         "tests/diagnose/test_causes.py sure_top_k",
@@ -2832,7 +2832,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: a top_p is sure",
-        "offcorr/diagnose/causes/sampling.py",
+        "offcorr/diagnose/causes/truncation.py",
         "UNSURE_OF_TOP_P = 0.8",
         "UNSURE_OF_TOP_P = 1.0",
         "tests/diagnose/test_causes.py top_p_beside_int8",

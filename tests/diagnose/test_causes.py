@@ -1119,17 +1119,17 @@ def test_a_silent_temperature_is_no_surer_than_its_alternatives(hotter):
 
 
 def test_a_truncation_among_other_differences_is_unsure_without_a_token_that_is_alone(monkeypatch):
-    from offcorr.diagnose.causes import sampling
+    from offcorr.diagnose.causes import truncation
 
     evidence = Evidence.of(world("top_k").records())
     clear = CAUSES["top_k"].found(evidence)
-    monkeypatch.setattr(sampling, "kept", lambda _: dataclasses.replace(found, among_others=True))
+    monkeypatch.setattr(truncation, "kept", lambda _: dataclasses.replace(found, among_others=True))
     found = dataclasses.replace(_kept_of(evidence))
     assert CAUSES["top_k"].found(evidence).margin < 0.2 < clear.margin
 
 
 def _kept_of(evidence):
-    from offcorr.diagnose.causes.sampling import Kept
+    from offcorr.diagnose.causes.truncation import Kept
 
     return Kept(evidence.ratio_identity, 0, 0.0, 0.5, evidence.balance, evidence, 0.7, 2.0)
 

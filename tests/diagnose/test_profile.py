@@ -7,7 +7,8 @@ import pytest
 
 from offcorr.diagnose import Evidence, Record, diagnose
 from offcorr.diagnose.causes.profile import Profile
-from offcorr.diagnose.causes.sampling import Unnormalised, kept
+from offcorr.diagnose.causes.sampling import Unnormalised
+from offcorr.diagnose.causes.truncation import kept
 from tests.diagnose.simulated import noise, positions, world
 
 
