@@ -61,7 +61,7 @@ from offcorr.training import (
     token_baseline,
 )
 from offcorr.training.baselines import check_proportional
-from offcorr.trl.config import monitor_options
+from offcorr.training.monitor_option import monitor_options
 
 sys.path.insert(0, str(Path(__file__).parent))
 from grpo import History, Task, load_task, model_and_tokenizer, plot, summarise  # noqa: E402

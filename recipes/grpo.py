@@ -41,7 +41,7 @@ from offcorr.folders import check_writable
 from offcorr.lab.text import listed
 from offcorr.optional import configuration_keys
 from offcorr.rollout import OffPolicy, VLLMServer
-from offcorr.training.generations import check_generation
+from offcorr.training.generations import check_generation, check_max_steps
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 from offcorr.trl.config import choose_correction
 from offcorr.trl.step import check_anchor, check_steps
@@ -129,8 +129,7 @@ class Arguments(GRPOConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more examples")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}, expected 0 or more")
-        if self.max_steps < 1 and self.max_steps != -1:
-            raise ValueError(f"max_steps is {self.max_steps}, expected 1 or more updates, or -1 for num_train_epochs")
+        check_max_steps(self.max_steps)
         check_saving(self)
         if self.sampler != "local" and not self.sampler.startswith("vllm://"):
             raise ValueError(f"sampler is {self.sampler!r}, expected local or vllm://host:port")

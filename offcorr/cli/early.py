@@ -6,7 +6,8 @@ import argparse
 import importlib.util
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ from offcorr.cli.output import Refusal
 from offcorr.flags import Option, declared, unknown_flag
 from offcorr.folders import check_writable
 from offcorr.methods.registry import available
+from offcorr.stages.checks import one_of
 from offcorr.training.anchors import check_anchor
-from offcorr.training.generations import check_generation
+from offcorr.training.ess_lr import RULES
+from offcorr.training.generations import check_generation, check_max_steps
+from offcorr.training.logged import CHOICES
+from offcorr.training.monitor_option import monitor_options
 from offcorr.training.named_loss import TRL_LOSSES, named_loss
 from offcorr.training.precision import Precision
+from offcorr.training.snapshots import check_steps
 
 __all__ = ["check", "options_of"]
 
@@ -34,7 +40,7 @@ def check(recipe: Path, flags: Sequence[str], config: Path | None = None, proces
 
     Raises:
         Refusal: an unknown or abbreviated flag or key, a number that is none, an unknown method or option of it, a
-            folder that cannot be written to, or batches that do not divide.
+            value that an option cannot have, a folder that cannot be written to, or batches that do not divide.
     """
     try:
         options = options_of(recipe)
@@ -115,14 +121,30 @@ def _check_file(config: Path, values: Mapping[str, Any], options: Mapping[str, O
             raise Refusal(f"{config}: {name}: invalid {kind} value: {value!r}")
 
 
+def _check_chosen(name: str, choices: Collection[str], value: Any) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}{one_of(value, choices)}")
+
+
+CHECKS: Mapping[str, Callable[[Any], object]] = {
+    "anchor": check_anchor,
+    "precision": Precision.named,
+    "lag": partial(check_steps, "lag"),
+    "ess_lr": partial(_check_chosen, "ess_lr", RULES),
+    "log_metrics": partial(_check_chosen, "log_metrics", CHOICES),
+    "monitor": monitor_options,
+    "max_steps": check_max_steps,
+}
+"""The check of each option's value, by which the recipe or its trainer refuses it as well."""
+
+
 def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], processes: int | None) -> None:
     loss_type = values.get("loss_type")
     if isinstance(loss_type, str) and loss_type not in TRL_LOSSES:
         named_loss(loss_type, _mapping(values.get("loss_kwargs")))
-    if values.get("anchor") is not None:
-        check_anchor(values["anchor"])
-    if "precision" in values:
-        Precision.named(values["precision"])
+    for name, check_one in CHECKS.items():
+        if values.get(name) is not None:
+            check_one(_words(values[name]))
     for name in ("output_dir", "dump_rollouts"):
         if isinstance(values.get(name), str):
             check_writable(f"--{name}", values[name])
@@ -133,6 +155,11 @@ def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], proc
         return
     if all(isinstance(one, int) for one in numbers):
         check_generation(size, processes, steps or accumulation, generations)
+
+
+def _words(given: Any) -> Any:
+    """One text, where the parser made several words of it."""
+    return " ".join(given) if isinstance(given, list) else given
 
 
 def _is_number(text: str, kind: type) -> bool:
@@ -146,7 +173,7 @@ def _is_number(text: str, kind: type) -> bool:
 def _mapping(given: Any) -> Mapping[str, Any]:
     """The options of a method."""
     wanted = """expected a mapping or a JSON object, for instance '{"eps_high": 0.28}'"""
-    text = " ".join(given) if isinstance(given, list) else given
+    text = _words(given)
     try:
         read = json.loads(text) if isinstance(text, str) else text
     except ValueError as error:

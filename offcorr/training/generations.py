@@ -1,8 +1,8 @@
-"""``check_generation``: the samples of a generation are whole groups of one prompt."""
+"""Checks of how long a training is, and that the samples of a generation are whole groups of one prompt."""
 
 from __future__ import annotations
 
-__all__ = ["check_generation"]
+__all__ = ["check_generation", "check_max_steps"]
 
 
 def check_generation(per_device: int, processes: int, steps: int, generations: int) -> None:
@@ -25,3 +25,9 @@ def check_generation(per_device: int, processes: int, steps: int, generations: i
             f"are {per_device} x {processes} x {steps}: --per_device_train_batch_size x --num_processes x "
             "--steps_per_generation"
         )
+
+
+def check_max_steps(max_steps: int) -> None:
+    """Raises ``ValueError`` for a number of optimizer updates that trains nothing."""
+    if max_steps < 1 and max_steps != -1:
+        raise ValueError(f"max_steps is {max_steps}, expected 1 or more updates, or -1 for num_train_epochs")

@@ -14,13 +14,12 @@ import trl
 
 import offcorr
 from offcorr.methods.registry import catalogue
-from offcorr.stages.checks import nearest, one_of, outside
-from offcorr.training.alarms import ACTIONS
+from offcorr.stages.checks import one_of, outside
 from offcorr.training.anchors import ANCHORS
 from offcorr.training.described import in_short
 from offcorr.training.ess_lr import AUTO, RULES
 from offcorr.training.logged import CHOICES
-from offcorr.training.monitor import Monitor
+from offcorr.training.monitor_option import monitor_options
 from offcorr.training.named_loss import PREFIX, TRL_LOSSES, named_loss, ours
 from offcorr.training.schedules import Annealed
 from offcorr.trl.convex_kl import EXAMPLE, ConvexKL
@@ -274,49 +273,6 @@ class GRPOConfig(CorrectionOptions, trl.GRPOConfig):
                 f"skip_dead_sequences=True leaves sequences out before the forward pass, and anchor={self.anchor!r} "
                 "has no log-probs before it: leave one of the two out"
             )
-
-
-MONITOR_OPTIONS = ("warning", "critical", "self_test", "warmup", "drift", "threshold", "persistence", "folder")
-"""The options of ``offcorr.Monitor`` that ``monitor`` takes."""
-
-
-def monitor_options(given: Any) -> dict[str, Any] | None:
-    """The keyword arguments of ``offcorr.Monitor`` that ``monitor`` stands for; None: "off".
-
-    Raises:
-        ValueError: it is no action, or has an option that is unknown or wrong.
-
-    >>> monitor_options("stop")
-    {'warning': 'stop', 'critical': 'stop'}
-    >>> monitor_options('{"self_test": "warn"}')
-    {'self_test': 'warn'}
-    >>> monitor_options(None) is monitor_options("off") is None
-    True
-    """
-    wanted = f"expected 'off', one of {list(ACTIONS)}, or a mapping of options of offcorr.Monitor"
-    options = given
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        try:
-            options = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"monitor is {given!r}, {wanted} ({error})") from error
-    if options is None or options == "off":
-        return None
-    if isinstance(options, str):
-        if options not in ACTIONS:
-            raise ValueError(f"monitor is {given!r}{nearest(options, ('off', *ACTIONS), ', ' + wanted)}")
-        return {"warning": options, "critical": options}
-    if not isinstance(options, Mapping):
-        raise ValueError(f"monitor is {given!r}, {wanted}")
-    for name in options:
-        if name not in MONITOR_OPTIONS:
-            raise ValueError(f"monitor has the option {name!r}{one_of(name, MONITOR_OPTIONS)}")
-    try:
-        Path(options.get("folder", "."))
-        Monitor(**{name: value for name, value in options.items() if name != "folder"})  # which may warn
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"monitor: {error}") from error
-    return dict(options)
 
 
 def _ess_base(base: Any) -> float | str:

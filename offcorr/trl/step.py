@@ -26,12 +26,13 @@ from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import lag_series
 from offcorr.training.first_batch import unscored
 from offcorr.training.monitor import Monitor
+from offcorr.training.monitor_option import monitor_options
 from offcorr.training.named_loss import PREFIX
 from offcorr.training.origins import origin_lag
 from offcorr.training.schedules import Annealed
 from offcorr.training.self_test import warning
 from offcorr.training.step import MONITORED, Step
-from offcorr.trl.config import monitor_options, weights_kl
+from offcorr.trl.config import weights_kl
 from offcorr.trl.resume import asked_for, cut_generation, differences, save_asked
 from offcorr.trl.sampling import distorting, lags, unknown_to_trainer
 

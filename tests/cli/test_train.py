@@ -154,6 +154,9 @@ MISTAKES = {
     "--lag -3": "lag is -3",
     "--precision int9": "precision is 'int9'",
     "--anchor snapsht": "'snapsht'",
+    "--ess_lr sqr": "'sqr'",
+    "--log_metrics ful": "log_metrics is 'ful', did you mean 'full'?",
+    "--monitor stopp": "monitor is 'stopp', did you mean 'stop'?",
     "--loss_type minprop": "loss_type: unknown method 'minprop', did you mean 'minpro'?",
     '--loss_type minpro --loss_kwargs {"eps_hihg":1}': "loss_kwargs: minpro has no option 'eps_hihg', did you mean",
     "--use_vllm true --lag 4": "lag is 4",
@@ -214,6 +217,11 @@ EARLY = [
     "--lag two",
     "--precision int9",
     "--anchor snapsht",
+    "--lag -3",
+    "--ess_lr sqr",
+    "--log_metrics ful",
+    "--monitor stopp",
+    "--max_steps 0",
     "--loss_type minprop",
     '--loss_type minpro --loss_kwargs {"eps_hihg":1}',
     "learning_rat: 1e-4",
@@ -330,7 +338,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(tmp_
     assert cli.main(["train", "--output_dir", "notes.txt/run"]) == 2
     said = capsys.readouterr().err
     assert "cannot write to 'notes.txt/run' (" in said and "notes.txt is a file); choose another --output_dir" in said
-    assert cli.main(["train", "--output_dir", "run", "--max_steps", "0", "--train_size", "0"]) == 2
+    assert cli.main(["train", "--output_dir", "run", "--train_size", "0"]) == 2
     assert "train_size is 0" in capsys.readouterr().err and not (tmp_path / "run").exists()  # the trial leaves nothing
 
 

@@ -21,8 +21,8 @@ from offcorr.diagnose import Record
 from offcorr.rollout import OffPolicy
 from offcorr.training import MismatchError, Precision
 from offcorr.training.monitor import PREFIX
+from offcorr.training.monitor_option import monitor_options
 from offcorr.trl import GRPOConfig
-from offcorr.trl.config import monitor_options
 
 FAULT = 9
 """Number of optimizer steps after which the faults begin."""

@@ -317,6 +317,7 @@ def test_a_lag_that_no_sample_reaches_is_said_when_the_trainer_is_made(make_trai
 
 def test_a_lag_that_no_sample_reaches_in_an_epoch_is_said_when_it_begins(make_trainer):
     epoch = {"max_steps": -1, "num_train_epochs": 0.1}
-    with pytest.warns(UserWarning, match=r"lag=100 keeps the sampler at the first weights, unless the run resumes from older ones: of \d+ optimizer") as caught:
+    said = r"lag=100 keeps the sampler at the first weights, unless the run resumes from older ones: of \d+ optimizer"
+    with pytest.warns(UserWarning, match=said) as caught:
         make_trainer(loss_type="minpro", rollout_func=OffPolicy(lag=100), **epoch).train()
     assert sum("keeps the sampler at the first weights" in str(one.message) for one in caught) == 1
