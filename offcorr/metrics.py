@@ -85,7 +85,12 @@ finite, before any weight, gate or rejection.  ESS / n is left out of one value,
 
 LOSS = (
     Metric("clipped", "mean over valid tokens of the share of ratio * A that the gate removed", Mean),
-    Metric("truncated", "share of valid tokens whose weight is not the ratio, such as a bounded one", Mean),
+    Metric(
+        "truncated",
+        "share of valid tokens whose weight is another number than the ratio, such as its bound; not those that the "
+        "weight drops, and also those that a rejection drops (both are in rejected)",
+        Mean,
+    ),
     Metric("rejected", "share of valid tokens dropped by a weight or a rejection", Mean),
     Metric("vetoed", "share of valid tokens dropped by a veto", Mean),
     Metric("kept", "share of valid tokens that no weight or rejection dropped", Mean),

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from offcorr.stages.checks import nearest
+
 __all__ = ["RECIPE_NEEDS", "configuration", "configuration_keys", "configurations", "recipes", "require"]
 
 RECIPE_NEEDS = ("trl>=1.9.2", "transformers", "accelerate", "datasets", "rich", "matplotlib", "reasoning-gym")
@@ -42,8 +44,9 @@ def configuration(flag: str, given: str, folder: str) -> Path:
     for file in (Path(given), *([own] if "/" not in given else [])):
         if file.is_file():
             return file
-    known = ", ".join(configurations(folder))
-    raise ValueError(f"{flag} is {given!r}, which is not a file; expected one, or one of {known}")
+    known = configurations(folder)
+    meant = nearest(given.removesuffix(".yaml"), known)
+    raise ValueError(f"{flag} is {given!r}, which is not a file; expected one, or one of {', '.join(known)}{meant}")
 
 
 def configuration_keys(file: Path) -> list[str]:

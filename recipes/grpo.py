@@ -32,6 +32,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 from trl import TrlParser
 
 from offcorr import available, toy
@@ -40,10 +41,11 @@ from offcorr.flags import unknown_flag
 from offcorr.folders import check_writable
 from offcorr.lab.text import listed
 from offcorr.optional import configuration_keys
-from offcorr.rollout import OffPolicy, VLLMServer
+from offcorr.rollout import EngineError, OffPolicy, VLLMServer
 from offcorr.training.generations import check_generation, check_max_steps
 from offcorr.trl import GRPOConfig, GRPOTrainer  # line 1 of the swap: this was `from trl import ...`
 from offcorr.trl.config import choose_correction
+from offcorr.trl.resume import updates_of
 from offcorr.trl.step import check_anchor, check_steps
 
 OF_CHECKPOINT = ", expected a run's checkpoint, such as runs/minpro/checkpoint-20 (--save_strategy steps saves them)"
@@ -107,6 +109,7 @@ class Arguments(GRPOConfig):
         if self.output_dir is None:
             self.output_dir = "runs/" + re.sub(r"[^\w.=-]+", "-", self.loss_type)
         check_writable("--output_dir", self.output_dir)
+        check_resumed(self)
         self._check_by_trl()
         if self.eval_strategy == "no":
             self.eval_on_start = False
@@ -142,12 +145,10 @@ class Arguments(GRPOConfig):
         if self.sampler == "local" and self.sync_every != 1:
             raise ValueError(f"sync_every is {self.sync_every}, which goes with --sampler vllm://host:port")
         self.make_sampler()
-        for name in ("model", "resume_from_checkpoint"):
-            path = getattr(self, name)
-            # A hub name has one "/" at most.
-            folder = path and (path.startswith((".", "/", "~")) or path.count("/") > 1 or name != "model")
-            if folder and not Path(path).is_dir():
-                raise ValueError(f"{name} is {path!r}, which is not a folder{OF_CHECKPOINT * (name != 'model')}")
+        # A hub name has one "/" at most.
+        is_path = self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
+        if is_path and not Path(self.model).is_dir():
+            raise ValueError(f"model is {self.model!r}, which is not a folder")
         if self.task.endswith(".jsonl"):
             if not Path(self.task).is_file():
                 raise ValueError(f"task is {self.task!r}, which is not a file")
@@ -194,6 +195,28 @@ def check_saving(args: GRPOConfig) -> None:
                 f"{name} is {value:g}, and save_strategy is 'no', as it is by default here, which saves nothing: add "
                 f"--save_strategy steps, or leave {name} out"
             )
+
+
+def check_resumed(args: GRPOConfig) -> None:
+    """Takes ``true`` for the last checkpoint in output_dir; refuses what is none, and one that has all updates."""
+    folder = args.resume_from_checkpoint
+    if str(folder).lower() == "true":
+        folder = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        if folder is None:
+            raise ValueError(
+                f"resume_from_checkpoint is true, the last checkpoint in output_dir, and {args.output_dir!r} holds none"
+                f"{OF_CHECKPOINT}"
+            )
+        args.resume_from_checkpoint = folder
+    if not folder:
+        return
+    if not Path(folder).is_dir():
+        raise ValueError(f"resume_from_checkpoint is {folder!r}, which is not a folder{OF_CHECKPOINT}")
+    if 0 < args.max_steps <= (done := updates_of(folder)):
+        raise ValueError(
+            f"max_steps is {args.max_steps}, the number of updates in all, and {folder} has {done} already: nothing is "
+            f"left to train, expected {done + 1} or more"
+        )
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -389,6 +412,9 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         if trainer.accelerator.is_main_process:
             print(f"\n{what_is_left(trainer, history)}", file=sys.stderr, flush=True)
         raise
+    except EngineError as error:  # its message says what to do, and no line of this code is at fault
+        leave_it_to_the_first_process()
+        raise SystemExit(f"\n{error}") from None
     evaluated, _ = series(trainer.state.log_history, "eval_reward")
     if trainer.state.global_step not in evaluated and args.eval_strategy != "no":
         trainer.evaluate()

@@ -53,7 +53,7 @@ class Weight(Stage, kind="weight"):
 
     PARTS: ClassVar[Mapping[str, int]] = {"measure": 1, "rule": 2}
     counts_as: str = "truncated"
-    """The metric it feeds: "truncated", kept tokens whose factor is not exp(value), or "vetoed", dropped tokens."""
+    """The metric it feeds: "truncated", tokens kept with another factor than exp(value), or "vetoed", dropped ones."""
     limit: float = LOG_LIMIT
     """The span's value is clamped to +-``limit`` (nats) before the rule."""
 

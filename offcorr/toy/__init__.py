@@ -10,7 +10,7 @@ known before the high digit is written. A `.` may follow a step. It has no meani
 and entropy in a way that the reward ignores. The answer is the last two digits, low digit first.
 
 The model is a Qwen3 of 0.1M parameters, warm-started by supervised learning on demonstrations with
-mistakes. Greedy decoding is right nearly always, but about half of the sampled answers are wrong,
+mistakes. Greedy decoding is right nearly always, but some three fifths of the sampled answers are wrong,
 which leaves room for reinforcement learning.
 """
 

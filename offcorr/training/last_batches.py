@@ -81,6 +81,16 @@ def of_updates(records: list[Record]) -> list[Record]:
     return [replace(record, old_logp=record.logp, logp=None) for record in records if record.logp is not None]
 
 
+def against_old_logp(records: list[Record]) -> list[Record]:
+    """The records of ``of_updates`` with ``old_logp`` in the place of the sampler's log-probs where it logged none."""
+    return [
+        moved if np.isfinite(moved.rollout_logp).any() else replace(moved, rollout_logp=record.old_logp)
+        for record in records
+        if record.logp is not None
+        for moved in of_updates([record])
+    ]
+
+
 def without_ids(batch: Batch) -> dict[str, Any]:
     """Stand-ins for the ids of a batch: empty prompts, and 0 up to the last valid token of each sequence."""
     mask = batch.padded().mask.bool()

@@ -21,7 +21,15 @@ from offcorr.training.arrivals import Arrivals
 from offcorr.training.cusum import Cusum
 from offcorr.training.field_metrics import ENGINE, STALENESS, field_metrics
 from offcorr.training.first_batch import batch_semantics
-from offcorr.training.last_batches import STEPS_KEPT, Ids, LastBatches, check_comparable, of_updates, without_ids
+from offcorr.training.last_batches import (
+    STEPS_KEPT,
+    Ids,
+    LastBatches,
+    against_old_logp,
+    check_comparable,
+    of_updates,
+    without_ids,
+)
 from offcorr.training.masking import unmasked
 from offcorr.training.named_cause import NamedCause, named_cause, stays, still
 from offcorr.training.origins import watched
@@ -430,9 +438,10 @@ class Monitor:
 
     def _named(self, series: Series, records: list[Record], actions: tuple[str, ...]) -> tuple[NamedCause, bool]:
         """The cause by this rank's records, and whether no rank finds any: asked where actions depend on it."""
+        compared = records
         if series.name == "staleness":
-            records = of_updates(records)
-        report = self._diagnosed(records)
+            compared, records = of_updates(records), against_old_logp(records)
+        report = self._diagnosed(compared)
         named = named_cause(
             series,
             report,

@@ -64,6 +64,16 @@ OWN_LAG = (
     "Which losses correct for it, docs/which.md says; a smaller lag or learning rate makes it smaller"
 )
 
+OWN_LOG_PROBS = (
+    "the sampler reports no log-probs, and the gap is one between logp and old_logp, which the trainer computes itself "
+    "where no rollout_func returns it"
+)
+
+OWN_ADVICE = (
+    f"{LOWER_LEARNING_RATE}; switch dropout off, where it is on; and where a rollout_func returns old_logp, see "
+    "whether its sampler still receives new weights"
+)
+
 APART = "; anchor='snapshot' measures the lag and the engine's own mismatch apart"
 
 ALSO_A_LAG = "a sampler that stays some updates behind leaves the same until k3 levels off (no version tells)"
@@ -128,12 +138,14 @@ def named_cause(
         same_weights: ``old_logp`` is of the weights that sampled, so their age explains no gap of the engine.
         precision: of the sampler's weights, where the sampler says it.
         lag: that the sampler is set to, in optimizer steps, where it says it.
-        records: those that the report is on.
+        records: those that the report is on; of staleness with ``old_logp`` where the sampler logged nothing.
     """
     if series.overdue:  # the versions say it, whatever else the data look like
         return NamedCause("stale_weights", BY_VERSIONS, (), LOST_UPDATES)
     if isinstance(report, Exception):
         if isinstance(report, NothingToCompare):
+            if series.name == "staleness" and records:
+                return _of_own_log_probs(series, records)
             unknown = NamedCause("unknown", 0.0, (str(report),), ADVICE[series.name])
             return _configured(unknown, sampling) if sampling and series.name == "surprise" else unknown
         failed = f"the diagnosis failed ({type(report).__name__}: {report})"
@@ -243,6 +255,14 @@ def _by_own_updates(named: NamedCause, series: Series, records: Sequence[Record]
     if not (said := of_own_updates(series, records)):
         return None
     return NamedCause("policy_updates", max(named.confidence, 0.75), (said,), LOWER_LEARNING_RATE)
+
+
+def _of_own_log_probs(series: Series, records: Sequence[Record]) -> NamedCause:
+    """The cause where the sampler reports no log-probs, as TRL's own generation does: ``logp`` moved from ``old_logp``,
+    which the trainer computed."""
+    if said := of_own_updates(series, records):
+        return NamedCause("policy_updates", 0.75, (OWN_LOG_PROBS, said), LOWER_LEARNING_RATE)
+    return NamedCause("unknown", 0.0, (OWN_LOG_PROBS,), OWN_ADVICE)
 
 
 def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCause:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer import TRAINER_STATE_NAME
+
 from offcorr.training.described import in_short
 
 ASKED_FILE = "offcorr_run.json"
@@ -176,6 +178,23 @@ def _said(name: str, saved: dict[str, str], asked: dict[str, str]) -> tuple[str,
 def _saved(checkpoint: Path) -> dict[str, str]:
     file = checkpoint / ASKED_FILE
     return json.loads(file.read_text()) if file.exists() else {}
+
+
+def updates_of(checkpoint: str | Path) -> int:
+    """The optimizer updates that the run of a checkpoint had made; 0: it does not say."""
+    file = Path(checkpoint) / TRAINER_STATE_NAME
+    return int(json.loads(file.read_text())["global_step"]) if file.exists() else 0
+
+
+def nothing_left(trainer: Any, checkpoint: Path) -> str:
+    """A sentence where ``checkpoint`` has all the updates that ``max_steps`` asks for; "": some are left."""
+    most, done = trainer.args.max_steps, updates_of(checkpoint)
+    if not 0 < most <= done:
+        return ""
+    return (
+        f"max_steps={most} counts the updates in all, and {checkpoint} has {done} already: nothing is left to train, "
+        "and transformers makes one more update"
+    )
 
 
 def cut_generation(trainer: Any, checkpoint: Path) -> str:

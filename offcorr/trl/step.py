@@ -33,7 +33,7 @@ from offcorr.training.schedules import Annealed
 from offcorr.training.self_test import warning
 from offcorr.training.step import MONITORED, Step
 from offcorr.trl.config import weights_kl
-from offcorr.trl.resume import asked_for, cut_generation, differences, save_asked
+from offcorr.trl.resume import asked_for, cut_generation, differences, nothing_left, save_asked
 from offcorr.trl.sampling import distorting, lags, unknown_to_trainer
 
 logger = logging.getLogger("offcorr")
@@ -454,7 +454,8 @@ class StepCallback(TrainerCallback):
         if self.checkpoint is None:
             return
         folder = Path(self.checkpoint)
-        for sentence in (differences(self._asked, folder), cut_generation(self._trainer, folder)):
+        said = (differences(self._asked, folder), cut_generation(self._trainer, folder))
+        for sentence in (*said, nothing_left(self._trainer, folder)):
             if sentence:
                 warn_on_main(self._trainer, sentence)
         path = Path(self.checkpoint, STATE_FILE)

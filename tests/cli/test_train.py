@@ -72,6 +72,7 @@ def test_several_gpus(started, monkeypatch, refused, capsys):
     "flags, said",
     [
         (["--config", "no.yaml"], "--config is 'no.yaml', which is not a file; expected one, or one of ctpo, gsm8k"),
+        (["--config", "minpor"], "vcpo, did you mean 'minpro'?"),
         (["--config_file", "zero9"], "--config_file is 'zero9', which is not a file; expected one, or one of ddp"),
         (["--num_processes", "two"], "--num_processes is 'two', expected 1, 2, ..."),
         (["--num_processes", "0"], "--num_processes is '0', expected 1, 2, ..."),
@@ -173,6 +174,9 @@ MISTAKES = {
     "--task no.jsonl": "task is 'no.jsonl', which is not a file",
     "--model ./no": "model is './no', which is not a folder",
     "--resume_from_checkpoint no": "resume_from_checkpoint is 'no', which is not a folder",
+    "resume_from_checkpoint: true": "resume_from_checkpoint is true, the last checkpoint in output_dir, and 'out'",
+    "--resume_from_checkpoint runs/16 --max_steps 16": "max_steps is 16, the number of updates in all, and runs/16 has "
+    "16 already: nothing is left to train, expected 17 or more",
     "learning_rat: 1e-4": "'learning_rat', did you mean 'learning_rate'",
     "lag: sixteen": "run.yaml: lag: invalid int value: 'sixteen'",
     "max_steps: three": "run.yaml: max_steps: invalid int value: 'three'",
@@ -201,6 +205,8 @@ def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", loaded)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.txt").touch()
+    (tmp_path / "runs" / "16").mkdir(parents=True)
+    (tmp_path / "runs" / "16" / "trainer_state.json").write_text('{"global_step": 16}')
     words = mistake.split(" ")
     if not mistake.startswith("--"):
         (tmp_path / "run.yaml").write_text(mistake)

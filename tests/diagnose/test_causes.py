@@ -626,6 +626,18 @@ def test_a_gap_that_is_there_before_any_update_is_of_none():
     assert any("int4" in one for one in report.cannot_tell)
 
 
+@pytest.mark.parametrize(("size", "verdict"), [(0.0, "temperature"), (0.01, "temperature"), (0.05, "stale_weights")])
+def test_other_weights_that_are_a_little_flatter_leave_no_temperature(size, verdict):
+    """As int4 rounds them: near 1 a temperature explains nearly all of d, or is none."""
+    other = noise(size, shared=True)
+    report = diagnose(World(sampler=lambda logits, world: other(logits, world) / 1.03).records())
+    assert (report.verdict, report.confidence) == (verdict, 0.5)
+    assert ("temperature" in {one.cause for one in report.causes}) == (verdict == "temperature")
+    assert any("another change of the logits" in one for one in report.cannot_tell)
+    if verdict == "stale_weights":
+        assert any("int4" in one for one in report.cannot_tell)
+
+
 def test_more_steps_do_not_take_away_what_the_first_says():
     """A coarse sampler that is two updates behind, too, which adds little to the gap."""
     made = world()

@@ -192,3 +192,16 @@ def test_a_penalty_that_raises_nothing_as_a_whole_is_not_named(monkeypatch):
     assert diagnose(records).verdict == "clean"
     found = Repeats(overall=Estimate(0.08, 0.04), seen=Estimate(0.7, 0.18))
     assert diagnose(records).verdict == "penalty_silent"
+
+
+@pytest.mark.parametrize(("noise", "named"), [(0.01, True), (0.3, False)])
+def test_two_policies_that_differ_surprise_as_a_penalty_does(monkeypatch, noise, named):
+    """As where the sampler read another prompt: the balance has to be twice what the two can make."""
+    found = Repeats(overall=Estimate(0.3, 0.04), seen=Estimate(2.0, 0.4))
+    monkeypatch.setattr(unlogged, "repeats", lambda evidence: found)
+    draws = np.random.default_rng(0)
+    records = [
+        dataclasses.replace(one, rollout_logp=one.rollout_logp + noise * draws.standard_normal(len(one)))
+        for one in chain(lambda logits, seen: np.where(seen, logits - 1.0, logits))
+    ]
+    assert ("penalty_silent" in {one.cause for one in diagnose(records).causes}) == named

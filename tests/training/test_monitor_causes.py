@@ -239,7 +239,7 @@ def test_a_diagnosis_without_log_probs_of_the_engine_is_a_sentence():
         monitor.observe(unscored, step=step)
         monitor.end(step)
     (alarm, *_) = [alarm for alarm in monitor.alarms if alarm.series == "staleness"]
-    assert "the last sequences have no log-probs of the engine" in str(alarm) and "ValueError" not in str(alarm)
+    assert "the sampler reports no log-probs" in str(alarm) and "ValueError" not in str(alarm)
 
 
 @pytest.mark.parametrize(

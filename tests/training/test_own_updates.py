@@ -21,13 +21,17 @@ from tests.training.test_monitor_causes import named
 LAG, K3 = "offcorr/staleness/lag", "offcorr/staleness/k3"
 
 
-def staleness(monitor, gaps, lags, *, name="staleness", **versions):
-    """The alarms of a run whose k3 is half the square of each gap, at each reported lag."""
+def staleness(monitor, gaps, lags, *, name="staleness", engine=True, **versions):
+    """The alarms of a run whose k3 is half the square of each gap, at each reported lag.
+
+    engine: False: the sampler reports no log-probs.
+    """
     for step, (gap, lag) in enumerate(zip(gaps, lags, strict=True), 1):
         logp = batch_of(0.0, seed=step).logp
         noise = gap * torch.randn(logp.shape, generator=torch.Generator().manual_seed(step))
         batch = batch_of(0.0, seed=step, **{key: value(step, lag) for key, value in versions.items()})
-        monitor.observe(batch.replaced(logp=logp + noise), step=step)
+        unscored = {} if engine else {"rollout_logp": torch.full_like(logp, torch.nan), "old_logp": logp}
+        monitor.observe(batch.replaced(logp=logp + noise, **unscored), step=step)
         k3 = {f"offcorr/{name}/k3": gap**2 / 2, "offcorr/staleness/ess_token": 1.0 if gap < 1 else 0.1}
         monitor.end(step, k3 | {LAG: float(lag), "offcorr/staleness/lag_max": float(lag)})
     return monitor.alarms
@@ -38,6 +42,16 @@ def test_updates_within_a_generation_are_the_trainers():
     (alarm,) = staleness(quiet(name_cause=named("stale_weights")), [0.0, 1.0, 1.5, 2.0], [0, 1, 2, 3])
     assert (alarm.step, alarm.cause) == (4, "policy_updates") and alarm.advice.startswith("lower the learning rate")
     assert "no new weights were due" in str(alarm) and "still receives" not in str(alarm)
+
+
+def test_updates_are_seen_without_log_probs_of_the_sampler():
+    """As TRL's own generation reports none: old_logp, which the trainer computed as the generation was new, stands for
+    them."""
+    (alarm,) = staleness(quiet(), [0.0, 1.0, 1.5, 2.0], [0, 1, 2, 3], engine=False)
+    assert (alarm.step, alarm.cause) == (4, "policy_updates") and alarm.advice.startswith("lower the learning rate")
+    assert "the sampler reports no log-probs" in str(alarm) and "still receives" not in str(alarm)
+    first, *_ = staleness(quiet(), [1.0, 1.0, 1.5, 2.0], [0, 1, 2, 3], engine=False)
+    assert first.cause == "unknown" and "switch dropout off" in first.advice
 
 
 @pytest.mark.parametrize("sampled_by", [0, 7])
@@ -67,14 +81,16 @@ def test_a_generation_that_begins_with_a_gap_is_of_old_weights():
     ]
 
 
+@pytest.mark.parametrize("engine", [True, False])
 @pytest.mark.parametrize("every", [1, 4])
-def test_a_log_that_averages_over_generations(every):
+def test_a_log_that_averages_over_generations(every, engine):
     """With logging_steps=4 no logged lag is 0; the records of the steps show where a generation began."""
     monitor = quiet(name_cause=named("stale_weights"))
     gaps, lags = [0.0, 1.0, 1.5, 2.0] * 4, [0, 1, 2, 3] * 4
     for step, gap in enumerate(gaps, 1):
         batch = batch_of(0.0, seed=step)
-        monitor.observe(batch.replaced(logp=batch.logp + gap), step=step)
+        unscored = {} if engine else {"rollout_logp": torch.full_like(batch.logp, torch.nan), "old_logp": batch.logp}
+        monitor.observe(batch.replaced(logp=batch.logp + gap, **unscored), step=step)
         if step % every == 0:
             last = lags[step - every : step]
             mean = {K3: sum(g * g / 2 for g in gaps[step - every : step]) / every, LAG: sum(last) / every}

@@ -124,6 +124,19 @@ def test_a_checkpoint_within_a_generation_is_named_at_resume(make_trainer, tmp_p
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_checkpoint_that_has_all_updates_is_named_at_resume(make_trainer, uninterrupted, tmp_path, more):
+    """``max_steps`` counts those before the checkpoint, too."""
+    settings = SETTINGS | {"max_steps": 4 + more}
+    resumed = make_trainer(rollout_func=OffPolicy(lag=3, precision="int8"), output_dir=str(tmp_path / "x"), **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    said = [str(one.message) for one in caught if "nothing is left to train" in str(one.message)]
+    assert len(said) == (not more) and all("max_steps=4 counts the updates in all" in one for one in said)
+    assert resumed.state.global_step == 5  # which transformers makes in either case
+
+
 def test_another_length_of_a_generation_is_named_at_resume(make_trainer, uninterrupted, tmp_path):
     """The checkpoint of step 4 lies between two generations of the run that saved it, whatever the resumed run has."""
     settings = SETTINGS | {"num_iterations": 3, "max_steps": 5}

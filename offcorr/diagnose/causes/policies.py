@@ -402,7 +402,8 @@ OTHER_TEMPERATURE = Alternative(
 )
 
 COARSE_PRECISION = Alternative(
-    "a coarse precision of the sampler's weights, such as int4 or fp8 (int8, in a model that bears rounding badly)",
+    "a coarse precision of the sampler's weights, such as int4 or fp8 (int8 or bf16, in a model that bears rounding "
+    "badly)",
     "give --model, or look at the engine's quantisation",
     settled=_lag_in_d,
 )
@@ -560,7 +561,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         WEIGHTS,
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to 0.02 that "
-        f"rounding to bf16 or int8 makes{profile.course}{said if shared else ''}",
+        f"rounding to bf16 or int8 mostly makes{profile.course}{said if shared else ''}",
         surest=1.0 if all(other.settled(evidence) for other in open_to) else UNSURE,
     )
 

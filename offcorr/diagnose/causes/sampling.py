@@ -227,6 +227,10 @@ DRAWN = 4.0
 UNKNOWN_DRAWS = 0.5
 """Confidence at most in one of the two causes, where the tokens do not say it."""
 
+NEAR, EXPLAINED = 0.05, 0.8
+"""Distance of the power from 1 within which weights that are rounded coarsely look like a temperature, and the share of
+the spread of d that a temperature explains there at least: int4 has left .54 of it to a power of .98."""
+
 ALSO_UPDATES = 0.65
 """Confidence in a temperature at most, where updates that sharpened the policy can leave the same."""
 
@@ -258,6 +262,8 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     usual = needed = 0.5 if evidence.with_entropy is evidence or not likely else 0.25
     if fit.power.value > 1 and not sampled_by_trainer and evidence.balance is not None and evidence.balance.z < -6:
         needed = 0.15  # how the tokens were drawn says the same as how their log-probs differ
+    if abs(fit.power.value - 1) < NEAR:
+        needed = usual = EXPLAINED
     if fit.explained < needed or not away(fit.power) or not 0.35 < fit.power.value < 5:
         return None
     below = float(np.maximum(-evidence.d, 0).mean())

@@ -180,4 +180,7 @@ def _penalised(evidence: Evidence) -> Repeats | None:
         return None
     if found.overall.z < RAISES:  # a penalty makes the tokens more surprising as a whole, too
         return None
+    known = evidence.with_entropy or evidence
+    if _surprise(evidence) < 2 * known.gap:  # two policies that differ can, as where the sampler read another prompt
+        return None
     return found if 0.5 * found.seen.value > _other_policies(evidence) else None
