@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import importlib.util
 import json
@@ -9,8 +10,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from offcorr.stages.checks import nearest
 
 __all__ = ["RECIPE_NEEDS", "configuration", "configuration_keys", "configurations", "recipes", "require"]
 
@@ -45,7 +44,7 @@ def configuration(flag: str, given: str, folder: str) -> Path:
         if file.is_file():
             return file
     known = configurations(folder)
-    meant = nearest(given.removesuffix(".yaml"), known)
+    meant = "".join(f", did you mean {one!r}?" for one in difflib.get_close_matches(given, known, n=1))
     raise ValueError(f"{flag} is {given!r}, which is not a file; expected one, or one of {', '.join(known)}{meant}")
 
 
