@@ -947,20 +947,20 @@ MUTATIONS = [
     Mutation(
         "diagnose: a coarse precision is excluded by the size of d",
         "offcorr/diagnose/causes/policies.py",
-        "    settled=_lag_in_d,",
-        "    settled=lambda evidence: _lag_in_d(evidence) or Profile.of(evidence).mean > 0.5,",
+        "    settled=lag_in_d,",
+        "    settled=lambda evidence: lag_in_d(evidence) or Profile.of(evidence).mean > 0.5,",
         "tests/diagnose/test_causes.py::test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision",
     ),
     Mutation(
         "diagnose: a gap at version 0 counts only where there is no other version",
-        "offcorr/diagnose/causes/policies.py",
+        "offcorr/diagnose/causes/versions.py",
         "return bool(first.all()) or float(",
         "return bool(first.all()) or 0 * float(",
         "tests/diagnose/test_causes.py there_before_any_update",
     ),
     Mutation(
         "diagnose: later steps take away what version 0 says",
-        "offcorr/diagnose/causes/policies.py",
+        "offcorr/diagnose/causes/versions.py",
         "if not versioned(evidence) or not first.any():",
         "if not same_version(evidence) or not first.any():",
         "tests/diagnose/test_causes.py more_steps_do_not_take_away",
@@ -1191,7 +1191,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: versions speak of d where the lag is in logp",
-        "offcorr/diagnose/causes/policies.py",
+        "offcorr/diagnose/causes/versions.py",
         "return older(evidence) and evidence.moved <= evidence.gap",
         "return older(evidence)",
         "tests/diagnose/test_causes.py::test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision",

@@ -11,13 +11,9 @@ from typing import Any
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, STAGES, Cause, Finding, Found, confidence
-from offcorr.diagnose.causes.policies import (
-    differs_by_itself,
-    lag_by_versions,
-    same_version,
-    shown_to_be_older,
-)
+from offcorr.diagnose.causes.policies import differs_by_itself
 from offcorr.diagnose.causes.sampling import loses_mass
+from offcorr.diagnose.causes.versions import lag_by_versions, same_version, shown_to_be_older
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import open_questions
 from offcorr.diagnose.record import Record

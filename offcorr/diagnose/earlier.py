@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from offcorr.diagnose.adapters import adapter_alone, has_adapter
-from offcorr.diagnose.causes.policies import age
+from offcorr.diagnose.causes.versions import age
 from offcorr.diagnose.hypotheses import Name
 from offcorr.diagnose.passes import Before
 from offcorr.diagnose.record import Floats, Record

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, Finding
-from offcorr.diagnose.causes.policies import EARLIER, FAR, same_version
+from offcorr.diagnose.causes.policies import EARLIER, FAR
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.unlogged import SELECTED
+from offcorr.diagnose.causes.versions import same_version
 from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import HIDDEN_BY_DROPOUT, open_questions

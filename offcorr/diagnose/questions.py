@@ -7,15 +7,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES
-from offcorr.diagnose.causes.policies import (
-    VERSIONS,
-    differs_by_itself,
-    differs_by_itself_now,
-    repeatable,
-    updated,
-)
+from offcorr.diagnose.causes.policies import differs_by_itself, differs_by_itself_now, repeatable, updated
 from offcorr.diagnose.causes.sampling import loses_mass
 from offcorr.diagnose.causes.values import zeros_of_truncation
+from offcorr.diagnose.causes.versions import VERSIONS
 from offcorr.diagnose.evidence import Evidence
 
 OFF = 5.0

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from offcorr.diagnose import CAUSES, Record, Report
 from offcorr.diagnose.causes import confidence
 from offcorr.diagnose.causes.over_steps import growth
-from offcorr.diagnose.causes.policies import gap_without_age, older, versioned
 from offcorr.diagnose.causes.sampling import ALSO_UPDATES
+from offcorr.diagnose.causes.versions import gap_without_age, older, versioned
 from offcorr.training.alarms import ADVICE
 from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.own_updates import LOWER_LEARNING_RATE, of_own_updates

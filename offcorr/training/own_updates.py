@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from offcorr.diagnose import Record
-from offcorr.diagnose.causes.policies import age
+from offcorr.diagnose.causes.versions import age
 from offcorr.training.series import GAP_BEGINS, Series
 
 LOWER_LEARNING_RATE = (

@@ -357,6 +357,7 @@ def test_two_sequences_that_differ_from_some_token_on_are_no_sure_other_text():
     own = world(sequences=32).records()
     few = diagnose(records[:4] + own[4:])
     assert [one.cause for one in few.causes] == ["retokenised"] and few.confidence <= 0.65
+    assert any("another model, or weights far from those" in one for one in few.cannot_tell)
     assert diagnose(records).confidence > 0.9
 
 
@@ -732,6 +733,21 @@ def sharper(others):
     by_id = simulated.noise(others, shared=True)
     made.trainer = lambda logits, world: by_id(1.2 * logits, world) if others else 1.2 * logits
     return made.records()
+
+
+@pytest.mark.parametrize(("versions", "sure"), [(None, 0.65), (3, 0.5)])
+def test_a_temperature_of_older_weights_may_be_of_the_updates(versions, sure):
+    records = [dataclasses.replace(one, rollout_version=versions, trainer_version=7) for one in sharper(0.05)]
+    report = diagnose(records)
+    (found,) = (one for one in report.causes if one.cause == "temperature")
+    assert found.confidence == sure
+
+
+@pytest.mark.parametrize("cause", ["top_p", "min_p", "top_k", "logit_mask"])
+def test_a_vocabulary_that_is_padded_stands_beside_every_truncation(cause):
+    """With the rows of ids that no tokenizer has, the trainer's probabilities of the others sum to less than 1."""
+    report = diagnose(world(cause).records())
+    assert report.verdict == cause and any("pad the vocabulary" in one for one in report.cannot_tell)
 
 
 def test_without_entropy_a_temperature_is_not_taken_for_something_else():

@@ -10,15 +10,14 @@ from offcorr.diagnose.causes.policies import (
     COARSE_PRECISION,
     FAR,
     WEIGHTS,
-    no_lag_in_d,
     noise,
     not_drawn_so,
     of_age,
-    older,
     repeatable,
     surest_beside_age,
 )
 from offcorr.diagnose.causes.profile import Profile
+from offcorr.diagnose.causes.versions import no_lag_in_d, older
 from offcorr.diagnose.evidence import Estimate, Evidence
 
 SIGNIFICANT = 5.0

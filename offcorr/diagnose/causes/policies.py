@@ -9,6 +9,19 @@ from offcorr.diagnose.causes.over_steps import growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import ENOUGH_FOR_A_FIT, OTHER_TRANSFORM, SIGNIFICANT, away, power
 from offcorr.diagnose.causes.values import GROSS
+from offcorr.diagnose.causes.versions import (
+    VERSIONS,
+    age,
+    before_any_update,
+    lag_by_versions,
+    lag_in_d,
+    never_updated,
+    no_lag_in_d,
+    older,
+    same_version,
+    shown_to_be_older,
+    versioned,
+)
 from offcorr.diagnose.evidence import SAME, Estimate, Evidence, mean_by_sequence
 
 WEIGHTS = 0.03
@@ -35,85 +48,11 @@ NOISE = 0.02
 REPEATED = 6
 """Tokens after contexts that were scored more than once, which a test for dropout needs."""
 
-VERSIONS = ("rollout_version", "trainer_version")
-
 
 OTHER_IDS = Alternative(
     "ids that the sampler did not draw, as of text that was encoded again",
     "compare the token ids of both sides",
 )
-
-
-def age(record: object) -> float | None:
-    """Optimizer steps between the sampler's weights and the trainer's; None: not logged."""
-    rollout, trainer = getattr(record, "rollout_version", None), getattr(record, "trainer_version", None)
-    return None if rollout is None or trainer is None else float(np.mean(trainer) - np.mean(rollout))
-
-
-def older(evidence: Evidence) -> bool:
-    """Whether versions are logged, and most say that the sampler's weights are older."""
-    ages = [one for record in evidence.records if (one := age(record)) is not None]
-    return bool(ages) and float(np.median(ages)) > 0
-
-
-def versioned(evidence: Evidence) -> bool:
-    """Whether every sequence has versions of both sides."""
-    return bool(evidence.records) and all(age(record) is not None for record in evidence.records)
-
-
-def same_version(evidence: Evidence) -> bool:
-    """Whether versions are logged, and all say that sampler and trainer have the same weights."""
-    return bool(evidence.records) and all(age(record) == 0 for record in evidence.records)
-
-
-def before_any_update(evidence: Evidence) -> bool:
-    """Whether both sides have versions, and the gap is there where both are 0, before any update, and hardly grows.
-
-    Then it is of no update that the sampler lacks.
-    """
-    first = np.array([not np.any(record.trainer_version) for record in evidence.records])[evidence.sequence]
-    if not versioned(evidence) or not first.any():
-        return False
-    return bool(first.all()) or float(evidence.size[first].mean()) > 0.5 * float(evidence.size[~first].mean())
-
-
-def never_updated(evidence: Evidence) -> bool:
-    """Whether the logs say, or d over the optimizer steps shows, that updates do not reach the sampler.
-
-    Versions that say that the sampler's weights are older explain a d that grows.
-    """
-    return same_version(evidence) or (not versioned(evidence) and growth(evidence) is not None)
-
-
-def shown_to_be_older(evidence: Evidence) -> bool:
-    """Whether logged versions, or a d that grows over the optimizer steps, say that d is of older weights."""
-    return older(evidence) or growth(evidence) is not None
-
-
-def gap_without_age(evidence: Evidence) -> bool:
-    """Whether samples of the trainer's own weights show a gap, too, at least half as large as that of the others."""
-    ages = np.array([np.nan if (one := age(record)) is None else one for record in evidence.records])
-    fresh = ages[evidence.sequence] == 0
-    if fresh.all() or not fresh.any():
-        return False
-    return float(evidence.size[fresh].mean()) > 0.5 * float(evidence.size[~fresh].mean())
-
-
-def lag_by_versions(evidence: Evidence) -> bool:
-    """Whether logged versions say that d is of older weights, and neither samples of the same weights nor a larger
-    difference of ``logp`` and ``old_logp`` say that it is not."""
-    return older(evidence) and evidence.moved <= evidence.gap and not gap_without_age(evidence)
-
-
-def _lag_in_d(evidence: Evidence) -> bool:
-    """Whether logged versions, or a d that grows over the optimizer steps, say that the lag is in d."""
-    return growth(evidence) is not None or lag_by_versions(evidence)
-
-
-def no_lag_in_d(evidence: Evidence) -> bool:
-    """Whether logged versions say that d is of the same weights, or, as under a snapshot, that another gap has the
-    lag."""
-    return same_version(evidence) or (older(evidence) and not lag_by_versions(evidence))
 
 
 ALSO_OLDER, OLDER = 0.65, 0.5
@@ -405,7 +344,7 @@ COARSE_PRECISION = Alternative(
     "a coarse precision of the sampler's weights, such as int4 or fp8 (int8 or bf16, in a model that bears rounding "
     "badly)",
     "give --model, or look at the engine's quantisation",
-    settled=_lag_in_d,
+    settled=lag_in_d,
 )
 
 
@@ -436,7 +375,7 @@ class StaleWeights(Cause):
         ),
         COARSE_PRECISION,
         OTHER_TEMPERATURE,
-        OTHER_TRANSFORM._replace(settled=_lag_in_d),
+        OTHER_TRANSFORM._replace(settled=lag_in_d),
         Alternative(
             "the trainer's own updates on the batch, where the log-prob that it logged is of after them",
             "log both old_logp and logp",

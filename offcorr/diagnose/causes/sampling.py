@@ -9,6 +9,7 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth
+from offcorr.diagnose.causes.versions import lag_by_versions
 from offcorr.diagnose.evidence import Estimate, Evidence
 from offcorr.diagnose.record import Floats
 
@@ -234,6 +235,9 @@ the spread of d that a temperature explains there at least: int4 has left .54 of
 ALSO_UPDATES = 0.65
 """Confidence in a temperature at most, where updates that sharpened the policy can leave the same."""
 
+OF_OLDER = 0.5
+"""The same where the logged versions say that the sampler's weights are older."""
+
 
 ENOUGH_FOR_A_FIT = 64
 """Tokens that a temperature is fitted to, at least."""
@@ -273,6 +277,8 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     surest = ALSO_TRANSFORMS if fit.explained > NEARLY_ALL else ALSO_UPDATES
     if abs(float(evidence.d.sum())) <= DRAWN:
         surest = UNKNOWN_DRAWS
+    if fit.explained <= NEARLY_ALL and lag_by_versions(evidence):
+        surest = min(surest, OF_OLDER)
     carried = 1 / fit.power.value
     whose = "trainer" if sampled_by_trainer else "sampler"
     return Found(

@@ -276,6 +276,12 @@ BAN = Alternative(
 LIKELIEST = BAN._replace(words="a truncation to the likeliest tokens (top_k, min_p)")
 
 
+PADDED = Alternative(
+    "ids that one side's softmax has and the other's has not, such as those that pad the vocabulary",
+    "compare the number of logits on both sides",
+)
+
+
 CROWDED = 0.012
 """Share of the tokens that rounding can make superfluous under top_p: it moves probabilities across the border."""
 
@@ -297,6 +303,7 @@ class TopP(Cause):
             "compare the sampler's options, or give --model",
         ),
         OTHER_TRUNCATION,
+        PADDED,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -341,7 +348,7 @@ class MinP(Cause):
     stage = "sampling"
     title = "the sampler draws from the tokens with at least min_p of the likeliest one's probability"
     advice = ADVICE
-    not_told_from = (TOP_P_AND_K, BLURRED_TOP_P, OTHER_TRUNCATION, BAN)
+    not_told_from = (TOP_P_AND_K, BLURRED_TOP_P, OTHER_TRUNCATION, BAN, PADDED)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -374,6 +381,7 @@ class TopK(Cause):
             "log-probs of the trainer that were divided by its temperature after the softmax",
             "compare how each side computes its log-probs, or give --model",
         ),
+        PADDED,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -408,7 +416,7 @@ class LogitMask(Cause):
         "sample without structured decoding, logit_bias, bad_words, min_tokens and ignore_eos, or, only in a loop of "
         "your own, apply the same mask in the trainer (offcorr.linear_logprob(..., support=))"
     )
-    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, LIKELIEST)
+    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, LIKELIEST, PADDED)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import Alternative, Cause, Found
+from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
 from offcorr.diagnose.evidence import Booleans, Evidence
 from offcorr.diagnose.record import Floats
 
@@ -291,6 +291,13 @@ class Retokenised(Cause):
     advice = (
         "carry the sampled token ids to the trainer; text that is encoded again need not give the same ids "
         "(offcorr.tokens keeps them)"
+    )
+    not_told_from = (
+        Alternative(
+            "another model, or weights far from those that sampled, to which such tokens are next to impossible",
+            "compare the token ids and the weights of both sides",
+            settled=lambda evidence: (found := CAUSES["retokenised"].found(evidence)) is None or found.surest == 1.0,
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
