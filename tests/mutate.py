@@ -1008,6 +1008,20 @@ MUTATIONS = [
         "tests/trl/test_resume.py has_all_updates",
     ),
     Mutation(
+        "diagnose: a temperature is as sure beside older versions",
+        "offcorr/diagnose/causes/sampling.py",
+        "surest = min(surest, OF_OLDER)",
+        "pass",
+        "tests/diagnose/test_causes.py temperature_of_older_weights",
+    ),
+    Mutation(
+        "diagnose: other tokens of few sequences have no alternative",
+        "offcorr/diagnose/causes/values.py",
+        "is None or found.surest == 1.0,",
+        "is None or found.surest > 0,",
+        "tests/diagnose/test_causes.py two_sequences_that_differ",
+    ),
+    Mutation(
         "diagnose: a constant is a ban",
         "offcorr/diagnose/causes/quantities.py",
         "FITS, FITS_BASE, FITS_CONSTANT = 0.3, 0.02, 1e-3",
