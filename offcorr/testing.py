@@ -288,9 +288,15 @@ def coefficient_is_the_gradient(loss_fn: Correction) -> None:
 
 
 def finite_under_extremes(loss_fn: Correction) -> None:
-    """Log-ratios of +-1e4, NaN and infinity, and advantages of one sign, give a finite loss, gradient and metrics."""
+    """Log-ratios of +-1e4, NaN, infinity, one sign of advantage, and float32 give finite loss, gradient and metrics."""
     for spread in (2.0, 8.0):  # in float32, whose numbers end at e^88, each token has a finite number
-        check_finite(loss_fn, example(seed=3, spread=spread, dtype=torch.float32))
+        batch = example(seed=3, spread=spread, dtype=torch.float32)
+        assert batch.old_logp is not None
+        largest = (batch.logp - batch.old_logp).abs().nan_to_num().max().item()
+        try:
+            check_finite(loss_fn, batch)
+        except AssertionError as error:
+            raise AssertionError(f"in float32, at log-ratios of up to {largest:.0f}, {error}") from error
     for size in (12.0, 50.0, 1e4):
         batch = example()
         old_logp = batch.logp - 2 * size  # so that every log-prob below is one, and not above 0

@@ -940,8 +940,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: older weights are as sure where another prompt may be the cause",
         "offcorr/diagnose/causes/policies.py",
-        "surest=1.0 if all(other.settled(evidence) for other in open_to) else UNSURE,",
-        "surest=1.0,",
+        "surest=UNSURE if not told else",
+        "surest=UNSURE if False else",
         "tests/diagnose/test_causes.py::test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision",
     ),
     Mutation(
@@ -1020,6 +1020,20 @@ MUTATIONS = [
         "is None or found.surest == 1.0,",
         "is None or found.surest > 0,",
         "tests/diagnose/test_causes.py two_sequences_that_differ",
+    ),
+    Mutation(
+        "diagnose: a truncation that older weights hide is not asked about",
+        "offcorr/diagnose/questions.py",
+        "and loses_mass(evidence, OFF):",
+        "and loses_mass(evidence, 1e6):",
+        "tests/diagnose/test_causes.py older_weights_hide",
+    ),
+    Mutation(
+        "diagnose: older weights are as sure where mass is missing",
+        "offcorr/diagnose/causes/policies.py",
+        "ALSO_OLDER if loses_mass(evidence, SIGNIFICANT) else 1.0",
+        "1.0",
+        "tests/diagnose/test_causes.py older_weights_hide",
     ),
     Mutation(
         "diagnose: a constant is a ban",
@@ -2831,10 +2845,24 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py another_change_of_the_logits",
     ),
     Mutation(
+        "first batch: rows in another order are a true mismatch",
+        "offcorr/training/semantics.py",
+        'true = self.kind == "differs" and not self._no_policies',
+        'true = self.kind == "differs"',
+        "tests/training/test_semantics.py no_two_policies_leave",
+    ),
+    Mutation(
+        "resume: a checkpoint says what was asked for, not what is in force",
+        "offcorr/trl/step.py",
+        "self._asked |= kept(folder)",
+        "kept(folder)",
+        "tests/trl/test_resume.py second_resume_knows",
+    ),
+    Mutation(
         "first batch: surprising tokens are the sampler's",
         "offcorr/training/semantics.py",
-        "return MENDS[self.kind] + NOT_SAMPLED * surprising",
-        "return MENDS[self.kind]",
+        "NOT_SAMPLED * surprising",
+        "NOT_SAMPLED * 0",
         "tests/training/test_semantics.py none_of_the_models",
     ),
     Mutation(

@@ -14,7 +14,7 @@ from offcorr.diagnose.causes.versions import VERSIONS
 from offcorr.diagnose.evidence import Evidence
 
 OFF = 5.0
-"""Standard errors by which the surprisal balance has to be off."""
+"""Standard errors by which the surprisal balance, or the mean ratio, has to be off."""
 
 MOVE_THE_BALANCE = ("values", "sampling", "unlogged", "policies")
 """Stages whose causes move it."""
@@ -86,6 +86,14 @@ trainer_version, or give --model'
             "it, unless it is so low that the unlikely tokens were not drawn: the sampler may also leave tokens out "
             "(top_p, top_k, min_p), and part of the difference is then theirs. To find out, give --model, or read the "
             "engine's sampling options"
+        )
+    if named and {CAUSES[id].stage for id in named} <= {"policies", "updates"} and loses_mass(evidence, OFF):
+        ratio = evidence.ratio_identity
+        said.append(
+            f"whether the sampler left tokens out as well (top_p, top_k, min_p, a ban), about {1 - ratio.value:.0%} of "
+            f"the trainer's probability: the mean ratio e^d is {ratio.value:.3f} +- {ratio.error:.2g}, and would be 1 "
+            "for two policies that differ by their weights alone, but for chance, as few tokens that are far off carry "
+            "it. To find out, read the engine's sampling options, or give --model"
         )
     if "dropout" in named and not draws_known:
         said.append(HIDDEN_BY_DROPOUT)

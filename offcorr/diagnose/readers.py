@@ -261,6 +261,16 @@ def _several_runs(files: Sequence[File]) -> str:
     )
 
 
+OF_DUMP_ROLLOUTS = "expected the folder that its option dump_rollouts named"
+
+
+def _of_training(files: Sequence[File]) -> Path | None:
+    """The folder of a training whose checkpoints are among the files; None: none are."""
+    return next(
+        (file.path.parents[1] for file in files if re.fullmatch(r"checkpoint-\d+", file.path.parent.name)), None
+    )
+
+
 def _records(
     files: Sequence[File], problems: Problems, warn: Callable[[str], None], report: Callable[[int, int], None] | None
 ) -> Iterator[Record]:
@@ -284,6 +294,8 @@ def _records(
             report(total, total)
         if not problems.records and problems.demonstrations and not failures:
             raise DumpError(f"all {problems.demonstrations} rows are {DEMONSTRATIONS}, so there is nothing to compare")
+        if not problems.records and (run := _of_training(files)):
+            raise DumpError(f"{run} holds the checkpoints of a training, and no dump; {OF_DUMP_ROLLOUTS}")
         if not problems.records:
             raise DumpError("\n".join(message for _, message in failures) or f"no file has a record; {EXPECTED}")
         for path, message in failures:

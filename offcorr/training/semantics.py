@@ -6,7 +6,7 @@ sampler's probabilities?".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -104,10 +104,15 @@ MENDS: dict[Kind, str] = {
     "differs": "score the same tokens with the same weights on both sides: look for a weight sync that missed "
     "parameters, another chat template, rows in another order, placeholders among the log-probs, and for sampling "
     "options that change the distribution (repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, top_p=1.0, "
-    f"top_k=0, min_p=0.0 are off{OR_DROPOUT}). Or the engine is quantised or computes in a lower precision: then this "
-    "is its true mismatch, which an engine weight corrects (tis, icepop)",
+    f"top_k=0, min_p=0.0 are off{OR_DROPOUT})",
 }
 """For each kind what to change, with TRL's and vLLM's option names."""
+
+OR_PRECISION = (
+    ". Or the engine is quantised or computes in a lower precision: then this is its true mismatch, which an engine "
+    "weight corrects (tis, icepop)"
+)
+"""What a difference may be whose mean ratio is near 1."""
 
 NOT_SAMPLED = (
     "; or, where the model did not write some of these tokens, as a tool's text or a trace of another writer, leave "
@@ -153,6 +158,7 @@ class Semantics:
         surprise: mean of -logp - entropy; None without entropy.
         sentence: the finding in words.
         same_weights: False: the trainer's log-probs are of later weights than those that sampled.
+        shifted: for "placeholders": the other log-probs belong to the next or the previous token, too.
     """
 
     kind: Kind
@@ -163,12 +169,20 @@ class Semantics:
     surprise: Estimate | None
     sentence: str
     same_weights: bool = True
+    shifted: bool = False
 
     @property
     def mend(self) -> str:
         """The change to make; empty where nothing is wrong."""
         surprising = self.kind == "unlogged" and self.surprise is not None and self.surprise.value > 0
-        return MENDS[self.kind] + NOT_SAMPLED * surprising
+        also = f"; and {MENDS['shifted']}" if self.shifted else ""
+        true = self.kind == "differs" and not self._no_policies
+        return MENDS[self.kind] + also + NOT_SAMPLED * surprising + OR_PRECISION * true
+
+    @property
+    def _no_policies(self) -> bool:
+        """Whether the mean ratio is far from 1, as it is for no two policies."""
+        return abs(self.ratio.value - 1) > max(FATAL_RATIO, SIGNIFICANT * self.ratio.error)
 
     @property
     def wrong(self) -> bool:
@@ -192,7 +206,7 @@ class Semantics:
         if self.kind == "old_logp":
             return self.gap > LARGE and self.ratio.value == self.ratio.value  # NaN: no engine bears logp out
         if self.kind == "differs":
-            return abs(self.ratio.value - 1) > max(FATAL_RATIO, SIGNIFICANT * self.ratio.error)
+            return self._no_policies
         return self.kind in ("probabilities", "shifted", "placeholders", "per_sequence", "unnormalised")
 
 
@@ -286,7 +300,7 @@ def logprob_semantics(
         finding = f"the engine reported a placeholder, {constant:g}, for {tokens}"
         if neighbour := _shift(ours, theirs, others):
             finding += f", and its other log-probs are those of the {neighbour} token"
-        return result("placeholders", finding)
+        return replace(result("placeholders", finding), shifted=bool(neighbour))
     if neighbour := _shift(ours, theirs, seen):
         return result("shifted", f"the engine's log-probs are those of the {neighbour} token")
 
@@ -319,7 +333,12 @@ def logprob_semantics(
         )
     if gap > LARGE and (same_weights or abs(lost) > doubtful):
         why = " nor by a temperature" if h is not None else "; entropy would show whether by a temperature"
-        return result("differs", f"the engine's log-probs differ from the trainer's, not by a kept mass{why}")
+        finding = f"the engine's log-probs differ from the trainer's, not by a kept mass{why}"
+        found = result("differs", finding)
+        if found.fatal:
+            mean = f"; the mean ratio e^d is {ratio.value:.3g} +- {ratio.error:.1g}, and 1 for any two policies"
+            return result("differs", finding + mean)
+        return found
     near = "agree with" if gap <= HEALTHY else "are near"
     if gap > NOTABLE and not same_weights:
         return result("agrees", "the engine's log-probs differ from the trainer's as those of other weights do")

@@ -180,6 +180,12 @@ def _saved(checkpoint: Path) -> dict[str, str]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
+def kept(checkpoint: Path) -> dict[str, str]:
+    """The options that a run which resumes from ``checkpoint`` takes from it, whatever it is asked for."""
+    saved = _saved(checkpoint)
+    return {name: saved[name] for name in KEPT if name in saved}
+
+
 def updates_of(checkpoint: str | Path) -> int:
     """The optimizer updates that the run of a checkpoint had made; 0: it does not say."""
     file = Path(checkpoint) / TRAINER_STATE_NAME

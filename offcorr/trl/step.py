@@ -33,7 +33,7 @@ from offcorr.training.schedules import Annealed
 from offcorr.training.self_test import warning
 from offcorr.training.step import MONITORED, Step
 from offcorr.trl.config import weights_kl
-from offcorr.trl.resume import asked_for, cut_generation, differences, nothing_left, save_asked
+from offcorr.trl.resume import asked_for, cut_generation, differences, kept, nothing_left, save_asked
 from offcorr.trl.sampling import distorting, lags, unknown_to_trainer
 
 logger = logging.getLogger("offcorr")
@@ -458,6 +458,7 @@ class StepCallback(TrainerCallback):
         for sentence in (*said, nothing_left(self._trainer, folder)):
             if sentence:
                 warn_on_main(self._trainer, sentence)
+        self._asked |= kept(folder)  # what is in force, for the next checkpoint
         path = Path(self.checkpoint, STATE_FILE)
         saved = torch.load(path, "cpu", weights_only=True) if path.exists() else {}
         for missing in step.load_state_dict(saved):

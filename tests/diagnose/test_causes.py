@@ -735,6 +735,24 @@ def sharper(others):
     return made.records()
 
 
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.8])
+def test_a_truncation_that_older_weights_hide_is_asked_about(share):
+    """By the mean ratio, which weights alone leave at 1."""
+    made = world()
+    made.trainer, made.sampler = noise(0.8, shared=True), simulated.nucleus(share) if share < 1 else made.sampler
+    made.edits = [simulated.versions(3)]
+    report = diagnose(made.records())
+    assert [one.cause for one in report.causes] == ["stale_weights"]
+    assert any("and would be 1 for two policies" in one for one in report.cannot_tell) == (share < 1)
+    assert (report.confidence == 0.65) == (share < 1)
+
+
+def test_the_method_for_older_weights_depends_on_the_length():
+    """As docs/which.md has it."""
+    assert "of up to 96 tokens minpro" in CAUSES["stale_weights"].advice
+    assert "for longer ones a token form such as offcorr:cispo" in CAUSES["stale_weights"].advice
+
+
 @pytest.mark.parametrize(("versions", "sure"), [(None, 0.65), (3, 0.5)])
 def test_a_temperature_of_older_weights_may_be_of_the_updates(versions, sure):
     records = [dataclasses.replace(one, rollout_version=versions, trainer_version=7) for one in sharper(0.05)]

@@ -614,3 +614,11 @@ def test_the_npz_of_the_page_is_read(tmp_path, monkeypatch):
     found = read_all(tmp_path / "dump.npz")[0]
     assert [one.completion_ids.tolist() for one in found] == [[5, 7, 1], [5, 1]]
     assert [one.prompt_ids.tolist() for one in found] == [[2, 3], [2, 4]]
+
+
+def test_the_folder_of_a_training_points_to_its_dump(tmp_path):
+    state = tmp_path / "run" / "checkpoint-2" / "scheduler.pt"
+    state.parent.mkdir(parents=True)
+    torch.save({"base_lrs": [0.1]}, state)
+    with pytest.raises(DumpError, match="run holds the checkpoints of a training, and no dump; .* dump_rollouts named"):
+        list(read([tmp_path / "run"], warn=lambda said: None))

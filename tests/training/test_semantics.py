@@ -283,12 +283,23 @@ def test_what_differs_may_be_a_quantised_engine():
     assert "quantised" in found(noise=0.4).mend and found(noise=0.4).kind == "differs"
 
 
+def test_what_no_two_policies_leave_is_no_quantised_engine():
+    """Rows in another order: the mean of e^d is far from 1, which is the reason to refuse, and is said."""
+    logp, rollout_logp, mask, entropy = sampled(noise=0.1)
+    right = logprob_semantics(logp, rollout_logp, mask, entropy=entropy)
+    rolled = logprob_semantics(logp, rollout_logp.roll(1, 0), mask, entropy=entropy)
+    assert rolled.kind == "differs" and rolled.fatal and not right.fatal
+    assert "quantised" not in rolled.mend and "rows in another order" in rolled.mend
+    assert f"the mean ratio e^d is {rolled.ratio.value:.3g} +- " in rolled.sentence
+
+
 @pytest.mark.parametrize(("move", "neighbour"), [((1, 0), "next"), ((0, 1), "previous")])
 def test_a_shift_with_a_filled_end_is_said_beside_the_placeholder(move, neighbour):
     logp = -4 * torch.rand(16, 12, generator=torch.Generator().manual_seed(0)) - 0.05
     filled = torch.nn.functional.pad(logp, (move[1], move[0]))[:, move[0] : move[0] + 12]
     found = logprob_semantics(logp, filled, torch.ones_like(logp).bool())
     assert found.kind == "placeholders" and f"its other log-probs are those of the {neighbour} token" in found.sentence
+    assert "env_mask" in found.mend and "move one of the two by one token" in found.mend
     ended = torch.cat([logp[:, :-1], torch.zeros(16, 1)], 1)
     assert "its other" not in logprob_semantics(logp, ended, torch.ones_like(logp).bool()).sentence
 

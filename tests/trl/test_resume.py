@@ -197,3 +197,23 @@ def test_another_learning_rate_is_not_taken_and_that_is_said(make_trainer, unint
     with pytest.warns(UserWarning, match="learning_rate is 0.5 and stays [0-9e.-]+, which the checkpoint's optimizer"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert max(entry.get("learning_rate", 0) for entry in resumed.state.log_history) < 0.1
+
+
+def test_a_second_resume_knows_what_the_first_kept(make_trainer, uninterrupted, tmp_path):
+    """The checkpoint of the run that was asked for another weight decay holds the one in force."""
+
+    def resumed(folder, checkpoint, **changed):
+        trainer = make_trainer(
+            rollout_func=OffPolicy(lag=3, precision="int8"), output_dir=str(tmp_path / folder), **SETTINGS | changed
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train(resume_from_checkpoint=str(tmp_path / checkpoint))
+        assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.0}
+        return " ".join(str(one.message) for one in caught)
+
+    changed = {"weight_decay": 0.1, "save_steps": 1}
+    said = "weight_decay is 0.1 and stays 0.0, which the checkpoint's optimizer holds"
+    assert said in resumed("again", "whole/checkpoint-4", max_steps=5, **changed)
+    assert said in resumed("third", "again/checkpoint-5", max_steps=6, **changed)
+    assert "weight_decay" not in resumed("back", "again/checkpoint-5", max_steps=6)

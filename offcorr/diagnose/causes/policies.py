@@ -7,7 +7,7 @@ import numpy as np
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
-from offcorr.diagnose.causes.sampling import ENOUGH_FOR_A_FIT, OTHER_TRANSFORM, SIGNIFICANT, away, power
+from offcorr.diagnose.causes.sampling import ENOUGH_FOR_A_FIT, OTHER_TRANSFORM, SIGNIFICANT, away, loses_mass, power
 from offcorr.diagnose.causes.values import GROSS
 from offcorr.diagnose.causes.versions import (
     VERSIONS,
@@ -357,8 +357,9 @@ class StaleWeights(Cause):
     advice = (
         "check that every update reaches the engine, unless it is quantised to int4 or so, which leaves the same; "
         "where sampling runs ahead on purpose, correct for it with a method for stale data, against the weights that "
-        "sampled (anchor='snapshot' in offcorr's trainers): minpro, or "
-        "topr only where the model already solves a good part of the tasks (`offcorr methods` lists them all)"
+        "sampled (anchor='snapshot' in offcorr's trainers): for outputs of up to 96 tokens minpro, or topr only where "
+        "the model already solves a good part of the tasks; for longer ones a token form such as offcorr:cispo "
+        "(docs/which.md)"
     )
     not_told_from = (
         Alternative(
@@ -493,7 +494,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         f"; the mean d of each token id in one half of the sequences correlates by {drift.value:.2f} with that in the "
         "other half, so d is no noise"
     )
-    open_to = (COARSE_PRECISION, OTHER_PROMPT, OTHER_TEMPERATURE)
+    told = all(other.settled(evidence) for other in (COARSE_PRECISION, OTHER_PROMPT, OTHER_TEMPERATURE))
     return Found(
         profile.mean,
         profile.error,
@@ -501,7 +502,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to 0.02 that "
         f"rounding to bf16 or int8 mostly makes{profile.course}{said if shared else ''}",
-        surest=1.0 if all(other.settled(evidence) for other in open_to) else UNSURE,
+        surest=UNSURE if not told else ALSO_OLDER if loses_mass(evidence, SIGNIFICANT) else 1.0,
     )
 
 

@@ -145,10 +145,14 @@ LOST, OFF = 0.97, 10.0
 the standard errors by which it has to be below 1."""
 
 
-def loses_mass(evidence: Evidence) -> bool:
-    """Whether the mean ratio e^d is below 1, as where the sampler cannot draw some of the trainer's tokens."""
+def loses_mass(evidence: Evidence, off: float = OFF) -> bool:
+    """Whether the mean ratio e^d is below 1, as where the sampler cannot draw some of the trainer's tokens.
+
+    Args:
+        off: standard errors, at least.
+    """
     ratio = evidence.ratio_identity
-    return bool(ratio.value < LOST and ratio.value - 1 < -OFF * ratio.error)
+    return bool(ratio.value < LOST and ratio.value - 1 < -off * ratio.error)
 
 
 OTHER_TRANSFORM = Alternative(

@@ -11,6 +11,9 @@ from offcorr.diagnose.evidence import Estimate, Evidence
 ENDS = 2.2
 """Log-likelihood ratio (nats) from which a truncation is named rather than a temperature."""
 
+CLEARLY_ENDS = 4.0
+"""The same from which it is more than just as likely: temperatures have left 0 to 4, a top_p .6 to 27."""
+
 REPEATED = 3.5
 """Standard errors by which draws are too surprising, over all and after repetitions, before a penalty is named."""
 
@@ -105,10 +108,10 @@ class TopPSilent(Cause):
             where,
             balance,
             "less",
-            min(UNSURE, 0.2 + (ended.support - ENDS) / 2),
+            UNSURE if ended.support > CLEARLY_ENDS else 0.0,
             f", and by their log-probs and entropies unlikely tokens end, as under a top_p of {ended.share:.2f} or "
-            "more, rather than become rare, as at a low temperature; distributions that are flat over few tokens "
-            f"end by themselves, too{of_steps}",
+            "more, more clearly than they mostly do at a low temperature, where they become rare; distributions that "
+            f"are flat over few tokens end by themselves, too{of_steps}",
         )
         return found._replace(left=evidence.unbalanced())
 
