@@ -1036,6 +1036,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py older_weights_hide",
     ),
     Mutation(
+        "diagnose: zeros beside a truncation are sure placeholders",
+        "offcorr/diagnose/diagnosis.py",
+        "if of_zeros and any(one.cause in ALONE",
+        "if False and any(one.cause in ALONE",
+        "tests/diagnose/test_causes.py zeros_beside_a_truncation",
+    ),
+    Mutation(
         "diagnose: a constant is a ban",
         "offcorr/diagnose/causes/quantities.py",
         "FITS, FITS_BASE, FITS_CONSTANT = 0.3, 0.02, 1e-3",

@@ -23,7 +23,12 @@ SAMPLED_TOKENS = 2_000_000
 """Tokens that the tests read, at most, of a random sample of the sequences."""
 
 LEFT_OVER = 0.65
-"""Confidence at most in two policies that differ, beside sequences that were encoded again: some may not be found."""
+"""Confidence at most in two policies that differ, beside sequences that were encoded again: some may not be found; and
+in placeholders of 0 beside a truncation."""
+
+ALONE = {"top_p", "top_k", "min_p", "logit_mask", "shift", "retokenised"}
+"""Causes beside which a log-prob of 0 may be of a token that a truncation left alone: truncations, and those that move
+such a log-prob to another token."""
 
 BESIDE_DROPOUT = 0.5
 """Confidence at most in a further cause beside dropout, whose noise can leave its traces."""
@@ -223,6 +228,7 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
         of_steps: the end of each finding's sentence.
     """
     findings: list[Finding] = []
+    of_zeros: set[str] = set()
     whole = max(evidence.gap, 1e-12)
     left = evidence
     for stage in STAGES:
@@ -247,6 +253,7 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
                 rest = 0 if after is None else after.gap * len(after)
                 share = (left.gap * len(left) - rest) / (whole * len(evidence))
                 share = 1.0 if np.isnan(share) else share  # an infinite gap is explained
+            of_zeros |= {best} if found[best].of_zeros else set()
             one = _finding(causes.pop(best), found[best], min(max(share, 0.0), 1.0), of_steps)
             if stage == "policies" and any(other.cause == "retokenised" for other in findings):
                 one = dataclasses.replace(one, confidence=min(one.confidence, LEFT_OVER))
@@ -261,7 +268,14 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
             left = after
     if any(one.cause == "dropout" for one in findings):
         findings = [one if one.cause == "dropout" else _beside_dropout(one) for one in findings]
+    if of_zeros and any(one.cause in ALONE for one in findings):
+        findings = [_beside_truncation(one) if one.cause in of_zeros else one for one in findings]
     return findings, left
+
+
+def _beside_truncation(one: Finding) -> Finding:
+    said = f"{one.evidence}; a token that a truncation (top_p, top_k, min_p) left alone has 0, too"
+    return dataclasses.replace(one, confidence=min(one.confidence, LEFT_OVER), evidence=said)
 
 
 def _beside_dropout(one: Finding) -> Finding:

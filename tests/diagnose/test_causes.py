@@ -735,6 +735,14 @@ def sharper(others):
     return made.records()
 
 
+@pytest.mark.parametrize(("pair", "of_zeros"), [(("top_p", "shift"), "sentinel"), (("mask", "top_p"), "mask")])
+def test_zeros_beside_a_truncation_are_no_sure_placeholders(pair, of_zeros):
+    """A token that it left alone has 0, too, which a shift moves to another token."""
+    found = {one.cause: one for one in diagnose(world(*pair).records()).causes}
+    assert found[of_zeros].confidence == 0.65 and found[of_zeros].evidence.endswith("left alone has 0, too")
+    assert diagnose(world("mask").records()).confidence > 0.9
+
+
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8])
 def test_a_truncation_that_older_weights_hide_is_asked_about(share):
     """By the mean ratio, which weights alone leave at 1."""

@@ -28,6 +28,7 @@ class Found(NamedTuple):
         surest: the confidence at most, where another cause can leave the same.
         at_most: the share is that of a fit, which takes some of what other causes leave.
         of_d: False: the cause leaves a difference of ``logp`` and ``old_logp``, which the share compares with d.
+        of_zeros: it is read of log-probs that are exactly 0, as those of tokens are that a truncation leaves alone.
     """
 
     statistic: float
@@ -40,6 +41,7 @@ class Found(NamedTuple):
     surest: float = 1.0
     at_most: bool = False
     of_d: bool = True
+    of_zeros: bool = False
 
 
 def _never(evidence: Evidence) -> bool:

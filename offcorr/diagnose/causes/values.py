@@ -54,6 +54,7 @@ class Sentinel(Cause):
             f"often {value:g}",
             evidence.keep(~(odd | np.isin(evidence.sampler, values[times >= FEWEST]))),
             surest=FEW if not impossible and value == 0 and _truncated(evidence.d[~odd]) else 1.0,
+            of_zeros=value == 0,
         )
 
 
@@ -100,6 +101,7 @@ class Mask(Cause):
             f"log-prob of exactly 0 from the sampler, and of {depth:.1f} nats on average from the trainer",
             evidence.keep(~_with_neighbours(evidence, zeros) & ~((evidence.sampler == 0) & evidence.beside_masked)),
             surest=FEW if _far_policies(evidence) else 1.0,
+            of_zeros=True,
         )
 
 
