@@ -1043,6 +1043,20 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py zeros_beside_a_truncation",
     ),
     Mutation(
+        "diagnose: what a little temperature leaves is sure",
+        "offcorr/diagnose/diagnosis.py",
+        "surest = BESIDE_A_FIT if fitted > 0.5 else LEFT_OVER",
+        "surest = BESIDE_A_FIT if fitted > 0.5 else 1.0",
+        "tests/diagnose/test_causes.py what_a_temperature_leaves",
+    ),
+    Mutation(
+        "diagnose: the headline is silent on what no cause explains",
+        "offcorr/diagnose/text.py",
+        "* (left > MOST)",
+        "* (left > 1)",
+        "tests/diagnose/test_text.py upper_bound",
+    ),
+    Mutation(
         "diagnose: a constant is a ban",
         "offcorr/diagnose/causes/quantities.py",
         "FITS, FITS_BASE, FITS_CONSTANT = 0.3, 0.02, 1e-3",

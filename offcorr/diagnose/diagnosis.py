@@ -36,12 +36,12 @@ BESIDE_DROPOUT = 0.5
 BESIDE_A_FIT = 0.5
 """Confidence at most in what the fit of a temperature leaves."""
 
-OF_OTHERS = {"stale_weights", "adapter_not_synced", "precision", "moe_routing"}
+OF_OTHERS = {"stale_weights", "adapter_not_synced", "precision", "moe_routing", "weights_swapped"}
 """Causes that what it leaves may look like, where the logits were changed otherwise."""
 
 OF_OTHER_CHANGES = (
-    "; it is what the temperature leaves, and where that is another change of the logits, such as a softcap, it is of "
-    "the same cause"
+    "; it is what the temperature leaves, and where that is another change of the logits, such as a softcap or a "
+    "penalty on repeated tokens, it is of the same cause"
 )
 
 FITTED, OF_MISFIT = {"temperature", "raw_logprobs"}, {"stale_weights", "adapter_not_synced", "precision"}
@@ -257,10 +257,10 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
             one = _finding(causes.pop(best), found[best], min(max(share, 0.0), 1.0), of_steps)
             if stage == "policies" and any(other.cause == "retokenised" for other in findings):
                 one = dataclasses.replace(one, confidence=min(one.confidence, LEFT_OVER))
-            if stage == "policies" and fitted > 0.5 and one.cause in OF_OTHERS and not lag_by_versions(left):
-                one = dataclasses.replace(
-                    one, confidence=min(one.confidence, BESIDE_A_FIT), evidence=one.evidence + OF_OTHER_CHANGES
-                )
+            if stage == "policies" and fitted and one.cause in OF_OTHERS and not lag_by_versions(left):
+                surest = BESIDE_A_FIT if fitted > 0.5 else LEFT_OVER
+                said = one.evidence + OF_OTHER_CHANGES
+                one = dataclasses.replace(one, confidence=min(one.confidence, surest), evidence=said)
             findings.append(one)
             if after is None or not len(after):
                 left = left.with_floor(np.inf)

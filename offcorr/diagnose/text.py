@@ -72,6 +72,8 @@ def headline(report: Report) -> str:
         if of_d is not None and not report.causes[0].of_d:
             of = ", and it may as well be another" * (of_d.confidence <= UNSURE)
             more += f", of the gap d itself: {of_d.cause} (confidence {of_d.confidence:.2f}{of})"
+        left = _unexplained(report)
+        more += f"; {left:.0%} of the mean |d| has another cause" * (left > MOST)
         unsure = ": it may as well be another, see what these data cannot tell" * (report.confidence <= UNSURE)
         return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}{unsure}){more}"
     said = {
@@ -189,11 +191,20 @@ def how_sure(finding: Finding) -> str:
     return f"confidence {finding.confidence:.2f}{share}"
 
 
+MOST = 0.5
+"""Share of the mean |d| that no cause explains, from which the headline says so."""
+
+
+def _unexplained(report: Report) -> float:
+    """The share of the mean |d| that the causes leave; 0 where none of them is of it."""
+    shares = [one.share for one in report.causes if CAUSES[one.cause].stage != "unlogged" and one.of_d]
+    return 1 - sum(shares) if shares else 0.0
+
+
 def unnamed(report: Report) -> str:
     """A sentence on the part of mean |d| that the causes leave, where it is a tenth or more; "" else."""
-    shares = [one.share for one in report.causes if CAUSES[one.cause].stage != "unlogged" and one.of_d]
-    left = 1 - sum(shares)
-    if not shares or left < 0.1:
+    left = _unexplained(report)
+    if left < 0.1:
         return ""
     return (
         f"{left:.0%} of the mean |d| is not accounted for: it has another cause, or is more of one above than its test "

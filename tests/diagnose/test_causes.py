@@ -743,6 +743,17 @@ def test_zeros_beside_a_truncation_are_no_sure_placeholders(pair, of_zeros):
     assert diagnose(world("mask").records()).confidence > 0.9
 
 
+@pytest.mark.parametrize(("temperature", "sure"), [(0.9, 0.65), (1.0, 0.8)])
+def test_what_a_temperature_leaves_is_no_sure_second_cause(temperature, sure):
+    """A penalty on repeated tokens beside it looks like weights that were swapped, as more tokens repeat later on."""
+    made = world()
+    made.trainer = noise(0.3, shared=True, where=simulated.positions(lambda t: t >= 22))
+    made.sampler = lambda logits, world: logits / temperature
+    made.edits = [simulated.versions(0)]
+    (found,) = (one for one in diagnose(made.records()).causes if one.cause == "weights_swapped")
+    assert found.confidence == sure and ("it is what the temperature leaves" in found.evidence) == (sure == 0.65)
+
+
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8])
 def test_a_truncation_that_older_weights_hide_is_asked_about(share):
     """By the mean ratio, which weights alone leave at 1."""
