@@ -42,18 +42,25 @@ class Parser(argparse.ArgumentParser):
         super().error(message + (nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""))
 
 
-def unknown_flag(name: str, known: Iterable[str], methods: Iterable[str] = ()) -> str:
+def unknown_flag(name: str, known: Iterable[str], methods: Iterable[str] = (), of_methods: Iterable[str] = ()) -> str:
     """The error of a flag, or of a key of a YAML file, that does not exist.
 
     Args:
         methods: names that --loss_type takes.
+        of_methods: names of their options, which --loss_kwargs takes.
 
     >>> unknown_flag("loss_typ", ["loss_type", "lag"])
     "unknown flag, or key of the YAML file, 'loss_typ', did you mean 'loss_type'?"
     >>> unknown_flag("minpro", ["loss_type", "min_p"], ["minpro"])
     "unknown flag, or key of the YAML file, 'minpro': it is a method, which --loss_type minpro names"
+    >>> print(unknown_flag("eps_high", ["epsilon_high"], of_methods=["eps_high"]))
+    unknown flag, or key of the YAML file, 'eps_high': it is an option of a method: --loss_kwargs '{"eps_high": ...}'
     """
-    mend = f": it is a method, which --loss_type {name} names" if name in methods else nearest(name, known)
+    mend = nearest(name, known)
+    if name in methods:
+        mend = f": it is a method, which --loss_type {name} names"
+    elif name in of_methods:
+        mend = f": it is an option of a method: --loss_kwargs '{{\"{name}\": ...}}'"
     return f"unknown flag, or key of the YAML file, {name!r}{mend}"
 
 

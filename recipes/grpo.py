@@ -40,6 +40,7 @@ from offcorr.diagnose import read
 from offcorr.flags import unknown_flag
 from offcorr.folders import check_writable
 from offcorr.lab.text import listed
+from offcorr.methods.registry import option_names
 from offcorr.optional import configuration_keys
 from offcorr.rollout import EngineError, OffPolicy, VLLMServer
 from offcorr.training.generations import check_generation, check_max_steps
@@ -274,7 +275,7 @@ def parse(arguments: type[Any]) -> Any:
     if unknown:
         name = unknown[0].partition("=")[0].removeprefix("--")
         known = [action.dest for action in parser._actions]
-        parser.error(unknown_flag(name, known, available()))
+        parser.error(unknown_flag(name, known, available(), option_names()))
     return args
 
 

@@ -224,6 +224,19 @@ def test_every_metric_says_what_it_is():
     assert Histogram.size == 64
 
 
+def test_the_clip_of_gmpo_alone_is_not_in_clipped():
+    """As docs/metrics.md says: it is in the ratio, and ``dropped`` has it."""
+    silent = set()
+    for name in offcorr.available():
+        loss_fn, _ = testing._resolve(name)
+        for seed in range(3):
+            of_loss = loss_fn(testing.example(seed=seed, spread=1.0)).metrics.compute()
+            clipped, rejected, dropped = (of_loss[f"offcorr/loss/{one}"] for one in ("clipped", "rejected", "dropped"))
+            if not clipped and not rejected and dropped:
+                silent.add(name)
+    assert silent == {"gmpo"}
+
+
 def test_metrics_of_any_name_are_computed_wherever_they_are_unpickled():
     """Accumulators are pickled with their types, so the other process needs no table of names."""
     made = Metrics({"somewhere/mine": Mean(torch.tensor([3.0, 4.0])), "somewhere/many": Count(torch.tensor([2.0]))})

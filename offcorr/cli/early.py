@@ -14,7 +14,7 @@ from typing import Any
 from offcorr.cli.output import Refusal
 from offcorr.flags import Option, declared, unknown_flag
 from offcorr.folders import check_writable
-from offcorr.methods.registry import available
+from offcorr.methods.registry import available, option_names
 from offcorr.stages.checks import one_of
 from offcorr.training.anchors import check_anchor
 from offcorr.training.ess_lr import RULES
@@ -51,7 +51,7 @@ def check(recipe: Path, flags: Sequence[str], config: Path | None = None, proces
     values = written | vars(found)
     unknown = [*(word.partition("=")[0].removeprefix("--") for word in unknown), *(values.keys() - options.keys())]
     if unknown := [name for name in unknown if name != "env"]:  # the key of TRL's parser for environment variables
-        raise Refusal(unknown_flag(unknown[0], options, available()))
+        raise Refusal(unknown_flag(unknown[0], options, available(), option_names()))
     if config is not None:
         _check_file(config, written, options)
     try:

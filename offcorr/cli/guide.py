@@ -165,7 +165,8 @@ HINTS: dict[str, str] = {
     "chi2_seq": CHI2,
     "first_token": "Exactly 0 beside a gap elsewhere points at a difference between decode and prefill, not at the "
     "weights.",
-    "clipped": "The clip fraction of a hard clip, the mean damping of a soft gate. No source names a range.",
+    "clipped": "The clip fraction of a hard clip, the mean damping of a soft gate; always 0 for `gmpo`, which clips in "
+    "its ratio: `dropped` has it. No source names a range.",
     "unscored": "0. The engine returned no log-prob for these tokens.",
     "nonfinite": "0. `strict=True` makes an error of it, which names the stage.",
     "skipped": "Any value: the sequences that `skip_dead_sequences` left out have no gradient.",

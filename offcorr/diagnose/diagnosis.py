@@ -26,7 +26,8 @@ LEFT_OVER = 0.65
 """Confidence at most in two policies that differ, beside sequences that were encoded again: some may not be found; and
 in placeholders of 0 beside a truncation."""
 
-ALONE = {"top_p", "top_k", "min_p", "logit_mask", "shift", "retokenised"}
+TRUNCATIONS = {"top_p", "top_k", "min_p", "logit_mask"}
+ALONE = TRUNCATIONS | {"shift", "retokenised"}
 """Causes beside which a log-prob of 0 may be of a token that a truncation left alone: truncations, and those that move
 such a log-prob to another token."""
 
@@ -269,12 +270,18 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
     if any(one.cause == "dropout" for one in findings):
         findings = [one if one.cause == "dropout" else _beside_dropout(one) for one in findings]
     if of_zeros and any(one.cause in ALONE for one in findings):
-        findings = [_beside_truncation(one) if one.cause in of_zeros else one for one in findings]
+        findings = [_beside_zeros(one, of_zeros) for one in findings]
     return findings, left
 
 
-def _beside_truncation(one: Finding) -> Finding:
-    said = f"{one.evidence}; a token that a truncation (top_p, top_k, min_p) left alone has 0, too"
+def _beside_zeros(one: Finding, of_zeros: set[str]) -> Finding:
+    """The finding beside others, of which some are of zeros, and some of a truncation, which leaves zeros, too."""
+    if one.cause not in of_zeros and one.cause not in TRUNCATIONS:
+        return one
+    said = "a token that a truncation (top_p, top_k, min_p) left alone has 0, too"
+    if one.cause in TRUNCATIONS:
+        said = f"more of the zeros of {' and '.join(sorted(of_zeros))}, at tokens that are likely, leave the same"
+    said = f"{one.evidence}; {said}"
     return dataclasses.replace(one, confidence=min(one.confidence, LEFT_OVER), evidence=said)
 
 

@@ -267,6 +267,11 @@ def catalogue() -> list[Method]:
     return [method for name, method in sorted(_METHODS.items()) if name == method.name]
 
 
+def option_names() -> set[str]:
+    """Returns the names of the options of all methods."""
+    return {name for method in catalogue() for name in method.options} | {*_COMMON}
+
+
 def get(spec: str, **options: Any) -> Correction:
     """Returns the correction of the method ``spec`` with the given options.
 

@@ -252,7 +252,7 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
         updates = "update" if getattr(trainer.args, "logging_steps", 1) == 1 else "updates"
         warn_once_in_run(trainer, ALL_DROPPED.format(trainer.correction.method, updates), "all dropped")
     if step.none_trained and mode == "train" and getattr(trainer.args, "mask_truncated_completions", False):
-        warn_of_cut_off(trainer, trainer.state.global_step, "completions since the last log")
+        warn_of_cut_off(trainer, trainer.state.global_step, "completions trained on since the last log")
 
 
 def _measured(trainer: Any, train: bool, choice: str) -> dict[str, float]:

@@ -740,6 +740,10 @@ def test_zeros_beside_a_truncation_are_no_sure_placeholders(pair, of_zeros):
     """A token that it left alone has 0, too, which a shift moves to another token."""
     found = {one.cause: one for one in diagnose(world(*pair).records()).causes}
     assert found[of_zeros].confidence == 0.65 and found[of_zeros].evidence.endswith("left alone has 0, too")
+    assert found["top_p"].confidence <= 0.65
+    assert found["top_p"].evidence.endswith(
+        f"; more of the zeros of {of_zeros}, at tokens that are likely, leave the same"
+    )
     assert diagnose(world("mask").records()).confidence > 0.9
 
 
