@@ -153,7 +153,8 @@ def test_a_step_whose_completions_are_all_masked_is_noticed(make_trainer, loss_t
     masked = {"mask_truncated_completions": True, "max_steps": 4, "gradient_accumulation_steps": 1}
     settings = SETTINGS | masked | {"per_device_train_batch_size": 4, "steps_per_generation": 4, "monitor": "off"}
     trainer = make_trainer(loss_type=loss_type, rollout_func=unfinished, **settings)
-    with pytest.warns(
+    said = r"step [12]: all completions trained on since the last log were cut off"
+    with pytest.warns(UserWarning, match=said) as caught:
         UserWarning, match=r"step [12]: all completions trained on since the last log were cut off"
     ) as caught:
         trainer.train()
