@@ -155,8 +155,6 @@ def test_a_step_whose_completions_are_all_masked_is_noticed(make_trainer, loss_t
     trainer = make_trainer(loss_type=loss_type, rollout_func=unfinished, **settings)
     said = r"step [12]: all completions trained on since the last log were cut off"
     with pytest.warns(UserWarning, match=said) as caught:
-        UserWarning, match=r"step [12]: all completions trained on since the last log were cut off"
-    ) as caught:
         trainer.train()
     assert len([1 for w in caught if "mask_truncated" in str(w.message)]) == 1
     first = min(e["step"] for e in trainer.state.log_history if "loss" in e and "offcorr/staleness/lag" not in e)
