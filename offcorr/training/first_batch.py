@@ -193,7 +193,7 @@ def _wrong_old_logp(batch: Batch) -> Semantics | None:
     if engine is not None and len(engine):
         if (other := engine.abs().mean().item()) > gap / 2:
             return None
-        near = "agree with" if other <= HEALTHY else "are nearer to"
+        near = "agree with" if other <= NOTABLE else "are nearer to"
         ratio, borne_out = mean_of(engine.exp()), f", and the engine's {near} the trainer's (mean |d| {other:.2g})"
     sentence = (
         f"old_logp is not the trainer's log-prob of the same weights (lag 0): mean |d| {gap:.2g} over {len(d)} tokens"

@@ -531,6 +531,11 @@ def test_a_wrong_old_logp_is_named_where_the_lag_is_0(engine, factor):
     found = step.semantics(wrong)
     assert found.kind == "old_logp" and found.sentence.startswith("old_logp is not the trainer's log-prob")
     assert found.fatal == (engine == "right") and "old_logp" in found.mend
+    assert ("the engine's agree with" in found.sentence) == (engine == "right")
+    if engine == "right":
+        noise = torch.randn(logp.shape, generator=torch.Generator().manual_seed(0))
+        off = step.semantics(wrong.replaced(rollout_logp=rollout + 0.02 * noise))
+        assert "the engine's are nearer to the trainer's (mean |d| 0.01" in off.sentence
     assert step.semantics(wrong.replaced(trainer_version=4)) is None or engine != "absent"
     right = step.semantics(wrong.replaced(old_logp=logp))
     assert right is None if engine == "absent" else not right.wrong
