@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,11 +30,15 @@ class Parser(argparse.ArgumentParser):
         """As in argparse; a flag that a subcommand does not have is its own error, not one of the whole command."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            flag = unknown[0].partition("=")[0]
-            close = nearest(flag, flags) if flag.startswith("--") else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
+            self.unrecognized(unknown)
         return found, unknown
+
+    def unrecognized(self, given: Sequence[str]) -> NoReturn:
+        """Ends the program with the flags and values that it does not have, and the flag that is nearest."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        flag = given[0].partition("=")[0]
+        close = nearest(flag, flags) if flag.startswith("--") else ""
+        self.error(f"unrecognized arguments: {' '.join(given)}{close}")
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with the message, and the nearest of the choices where one is not among them."""

@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if given[0] == "train" and not {"-h", "--help"} & set(given[1:]):  # its flags are those of the recipe
         options = argparse.Namespace(run=train.run_train, flags=given[1:])
+    elif given[0].startswith("-") and given[0] not in ("-h", "--help", "--version"):
+        parser.unrecognized(given[:1])  # argparse would ask for a command
     else:
         options = parser.parse_args(given)
     try:

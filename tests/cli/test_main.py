@@ -23,6 +23,12 @@ def test_version(run, tmp_path):
     assert run("--version", cwd=tmp_path).stdout == f"offcorr {offcorr.__version__}\n"
 
 
+def test_a_misspelt_flag_of_the_whole_command_is_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--versoin"])
+    assert ended.value.code == 2 and "--versoin, did you mean '--version'?" in capsys.readouterr().err
+
+
 def test_every_command_has_a_function():
     commands = below(cli._parser())
     assert {"train", "demo", "compare", "bench", "methods", "metrics", "docs"} <= set(commands)
