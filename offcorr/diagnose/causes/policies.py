@@ -363,13 +363,7 @@ class StaleWeights(Cause):
     )
     not_told_from = (
         Alternative(
-            "weights of the sampler that are newer than those the trainer scored with",
-            "compare when each side got its weights",
-            fields=VERSIONS,
-            settled=versioned,
-        ),
-        Alternative(
-            "an adapter that never reached the sampler",
+            "newer weights of the sampler, or an adapter that never reached it",
             "give --model, with the adapter apart",
             fields=VERSIONS,
             settled=versioned,
