@@ -46,6 +46,10 @@ class Parser(argparse.ArgumentParser):
         super().error(message + (nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""))
 
 
+TRLS_NAMES = {"model_name_or_path": "model", "dataset_name": "task"}
+"""Flags of TRL's scripts, and what the recipes call them."""
+
+
 def unknown_flag(name: str, known: Iterable[str], methods: Iterable[str] = (), of_methods: Iterable[str] = ()) -> str:
     """The error of a flag, or of a key of a YAML file, that does not exist.
 
@@ -60,9 +64,12 @@ def unknown_flag(name: str, known: Iterable[str], methods: Iterable[str] = (), o
     >>> print(unknown_flag("eps_high", ["epsilon_high"], of_methods=["eps_high"]))
     unknown flag, or key of the YAML file, 'eps_high': it is an option of a method: --loss_kwargs '{"eps_high": ...}'
     """
+    known = [*known]
     mend = nearest(name, known)
     if name in methods:
         mend = f": it is a method, which --loss_type {name} names"
+    elif TRLS_NAMES.get(name) in known:
+        mend = f", did you mean {TRLS_NAMES[name]!r}?"
     elif name in of_methods:
         mend = f": it is an option of a method: --loss_kwargs '{{\"{name}\": ...}}'"
     return f"unknown flag, or key of the YAML file, {name!r}{mend}"

@@ -14,7 +14,7 @@ from offcorr.batch import Batch, Tokens
 from offcorr.check_batches import example
 from offcorr.correction import OPTIONAL, Correction, needed_by
 from offcorr.stages import definition, gates, ratios, reference
-from offcorr.stages.base import Controller, Plan, Stage
+from offcorr.stages.base import Controller, Plan, Stage, own
 from offcorr.stages.calls import resolved, statistics_of
 from offcorr.stages.checks import warn_again
 from offcorr.stages.reference import Gated
@@ -193,7 +193,9 @@ def check_slope(plan: Plan, batch: Batch) -> None:
     and no derivative.
     """
     ratio = plan.ratio
-    if ratio is None or ratio.mismatch == "engine" or ratio.rule is ratios.token_form:
+    if ratio is None or ratio.mismatch == "engine":
+        return
+    if ratio.rule is ratios.token_form and (ratio.span != "token" or ratio.measure is own):
         return
 
     def rule(logp: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,13 +212,14 @@ def check_slope(plan: Plan, batch: Batch) -> None:
     slope = rule(logp)[1]
     if ratio.span != "token" and (slope[mask] == 1).all():
         return
-    own = _derivative(carried, torch.zeros_like(logp))
-    wanted = _derivative(lambda moved: rule(moved)[0], logp) / own
+    of_span = _derivative(carried, torch.zeros_like(logp))
+    wanted = _derivative(lambda moved: rule(moved)[0], logp) / of_span
     wrong = mask & wanted.isfinite() & ~torch.isclose(slope, wanted, rtol=ROUNDED, atol=ROUNDED)
     if wrong.any():
         row, place = (int(i) for i in wrong.nonzero()[0])
         raise AssertionError(
-            f"the slope of {ratio.owner}.rule is {float(slope[row, place]):.6g} at token {place} of sequence {row}, "
+            f"the slope of {ratio.owner}.rule{' (the default)' * (ratio.rule is ratios.token_form)} is "
+            f"{float(slope[row, place]):.6g} at token {place} of sequence {row}, "
             f"where the numeric derivative of its log-ratio is {float(wanted[row, place]):.6g}; {int(wrong.sum())} of "
             f"{int(mask.sum())} tokens differ"
         )

@@ -1057,6 +1057,13 @@ MUTATIONS = [
         "tests/diagnose/test_text.py upper_bound",
     ),
     Mutation(
+        "check: the default slope beside another measure is not looked at",
+        "offcorr/stage_checks.py",
+        '(ratio.span != "token" or ratio.measure is own)',
+        "True",
+        "tests/test_testing.py default_slope_is_that",
+    ),
+    Mutation(
         "diagnose: a constant is a ban",
         "offcorr/diagnose/causes/quantities.py",
         "FITS, FITS_BASE, FITS_CONSTANT = 0.3, 0.02, 1e-3",
@@ -2686,7 +2693,7 @@ MUTATIONS = [
     Mutation(
         "testing: the slope of a span is not divided by the span's own share",
         "offcorr/stage_checks.py",
-        "moved)[0], logp) / own",
+        "moved)[0], logp) / of_span",
         "moved)[0], logp)",
         "tests/test_testing.py wrong_slope",
     ),

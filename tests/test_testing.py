@@ -200,6 +200,19 @@ def test_a_slope_of_one_is_a_choice_only_over_several_tokens():
             testing.CHECKS["coefficient_is_the_gradient"](offcorr.Correction(ratio=bent, gate=gates.Unclipped()))
 
 
+def halved(log_ratio):
+    return 0.5 * log_ratio
+
+
+def test_the_default_slope_is_that_of_the_log_ratio_alone():
+    """Beside another measure of a token it is no derivative, whether or not it is written out."""
+    check = testing.CHECKS["coefficient_is_the_gradient"]
+    for span, found in (("token", True), ("sequence", False)):
+        parts = {"measure": staticmethod(halved), "span": span, "__module__": __name__}
+        with pytest.raises(AssertionError, match=r"Half.rule \(the default\) is 1 ") if found else nullcontext():
+            check(offcorr.Correction(ratio=type("Half", (ratios.Ratio,), parts)(), gate=gates.Unclipped()))
+
+
 def test_a_span_that_lets_masked_tokens_in_is_found():
     @offcorr.spans.register("test_unmasked_maximum")
     def unmasked(x, rows):

@@ -73,7 +73,7 @@ def headline(report: Report) -> str:
             of = ", and it may as well be another" * (of_d.confidence <= UNSURE)
             more += f", of the gap d itself: {of_d.cause} (confidence {of_d.confidence:.2f}{of})"
         left = _unexplained(report)
-        more += f"; {left:.0%} of the mean |d| has another cause" * (left > MOST)
+        more += f"; {left:.0%} of the mean |d| is not accounted for" * (left > MOST)
         unsure = ": it may as well be another, see what these data cannot tell" * (report.confidence <= UNSURE)
         return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}{unsure}){more}"
     said = {

@@ -298,6 +298,11 @@ def logprob_semantics(
         others = seen.clone()
         others[seen] = ~stands_in
         finding = f"the engine reported a placeholder, {constant:g}, for {tokens}"
+        if int((e[stands_in] == constant).sum()) < number / 2:
+            finding = (
+                f"the engine reported values from {e[stands_in].min():.3g} to {e[stands_in].max():.3g} for {tokens}, "
+                "as no model gives them: placeholders, or raw logits in place of log-probs"
+            )
         if neighbour := _shift(ours, theirs, others):
             finding += f", and its other log-probs are those of the {neighbour} token"
         return replace(result("placeholders", finding), shifted=bool(neighbour))

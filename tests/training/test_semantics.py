@@ -552,6 +552,16 @@ def test_a_value_that_was_filled_in_is_no_truncation(value):
     )
 
 
+def test_raw_logits_are_no_single_placeholder():
+    """Scores that an offset keeps below 0: no value keeps returning."""
+    logp, rollout_logp, mask, entropy = sampled()
+    scores = rollout_logp + 2 * torch.randn(SIZES, generator=torch.Generator().manual_seed(0)) - 48
+    found = logprob_semantics(logp, scores, mask, entropy=entropy)
+    assert (
+        found.fatal and "raw logits in place of log-probs" in found.sentence and "a placeholder" not in found.sentence
+    )
+
+
 def test_first_tokens_that_samples_share_are_no_placeholders():
     """Under another prompt their log-prob differs, and is the same for all samples on either side."""
     logp, rollout_logp, mask, entropy = sampled()

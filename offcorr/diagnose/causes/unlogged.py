@@ -6,6 +6,7 @@ from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.drawn import Repeats, Truncation, repeats, truncation
 from offcorr.diagnose.causes.over_steps import surprising_steps
 from offcorr.diagnose.causes.sampling import PROCESSED
+from offcorr.diagnose.causes.truncation import flat
 from offcorr.diagnose.evidence import Estimate, Evidence
 
 ENDS = 2.2
@@ -43,6 +44,11 @@ SELECTED = Alternative(
     settled=lambda evidence: len({one.reward for one in evidence.records} - {None}) > 1,
 )
 
+OTHER_ENTROPY = Alternative(
+    "an entropy of other distributions than those of old_logp, as of raw logits beside a temperature, or in bits",
+    "compute both from the same logits, in nats",
+)
+
 UNSURE = 0.35
 """Margin of a cause that others are like, at most: a confidence of .65."""
 
@@ -61,6 +67,7 @@ class TemperatureSilent(Cause):
     advice = f"set the sampler's temperature= for the trainer, too, and {PROCESSED}"
     not_told_from = (
         SELECTED,
+        OTHER_ENTROPY,
         Alternative("a truncation (top_p, top_k, min_p)", OPTIONS, settled=lambda evidence: _surprise(evidence) > 0),
         Alternative(
             "a penalty on repeated tokens, or other weights that sampled than scored",
@@ -97,7 +104,7 @@ class TopPSilent(Cause):
     stage = "unlogged"
     title = "the sampler truncates (top_p), and both sides log log-probs of the untruncated distribution"
     advice = f"sample with top_p=1.0, top_k=0, min_p=0.0 and the trainer's temperature, and {PROCESSED}"
-    not_told_from = (SELECTED, Alternative("a low temperature", OPTIONS))
+    not_told_from = (SELECTED, OTHER_ENTROPY, Alternative("a low temperature", OPTIONS))
 
     def found(self, evidence: Evidence) -> Found | None:
         where, of_steps, rest = surprising_steps(evidence)
@@ -108,7 +115,7 @@ class TopPSilent(Cause):
             where,
             balance,
             "less",
-            UNSURE if ended.support > CLEARLY_ENDS else 0.0,
+            UNSURE if ended.support > CLEARLY_ENDS and not flat(where) else 0.0,
             f", and by their log-probs and entropies unlikely tokens end, as under a top_p of {ended.share:.2f} or "
             "more, more clearly than they mostly do at a low temperature, where they become rare; distributions that "
             f"are flat over few tokens end by themselves, too{of_steps}",
