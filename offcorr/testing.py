@@ -168,7 +168,16 @@ def splitting(loss_fn: Correction) -> None:
     """Micro-batches with the global denominator (and a controller's statistics) add up to the whole batch."""
     if not loss_fn.count_rejected:
         return
-    batch = example()
+    near, far = example(), example(spread=8.0)
+    one = torch.arange(near.sequences)[:, None] == 2  # a rule may couple the batch only where a ratio is far
+    mixed: Any = {
+        name: torch.where(one, getattr(far, name), getattr(near, name)) for name in ("logp", "old_logp", "rollout_logp")
+    }
+    for batch in (near, dataclasses.replace(near, **mixed)):
+        _adds_up(loss_fn, batch)
+
+
+def _adds_up(loss_fn: Correction, batch: Batch) -> None:
     denominator = _denominator(loss_fn, batch)
     whole = loss_fn(batch, denominator=denominator)
     for cuts in ((3,), (1, 2, 6)):

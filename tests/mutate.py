@@ -1064,6 +1064,13 @@ MUTATIONS = [
         "tests/test_testing.py default_slope_is_that",
     ),
     Mutation(
+        "check: batches without a far ratio alone are split",
+        "offcorr/testing.py",
+        "for batch in (near, dataclasses.replace(near, **mixed)):",
+        "for batch in (near,):",
+        "tests/test_testing.py far_ratios_alone",
+    ),
+    Mutation(
         "diagnose: a constant is a ban",
         "offcorr/diagnose/causes/quantities.py",
         "FITS, FITS_BASE, FITS_CONSTANT = 0.3, 0.02, 1e-3",

@@ -200,6 +200,18 @@ def test_a_slope_of_one_is_a_choice_only_over_several_tokens():
             testing.CHECKS["coefficient_is_the_gradient"](offcorr.Correction(ratio=bent, gate=gates.Unclipped()))
 
 
+def all_or_none(log_ratio):
+    """No gradient for any token of a batch in which one ratio is beyond e^2."""
+    ratio = (log_ratio.abs().max() <= 2) * ops.exp(log_ratio)
+    return ratio, ratio
+
+
+def test_a_rule_that_couples_the_batch_at_far_ratios_alone_is_found():
+    skips = type("Skips", (gates.Gate,), {"surrogate": staticmethod(all_or_none), "__module__": __name__})()
+    with pytest.raises(AssertionError, match="micro-batch coefficients|sum of micro-batch losses"):
+        testing.CHECKS["splitting"](offcorr.Correction(gate=skips))
+
+
 def halved(log_ratio):
     return 0.5 * log_ratio
 
