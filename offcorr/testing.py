@@ -14,7 +14,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -424,10 +424,9 @@ def _options_matter(method: Any) -> None:
     known = find(method) if isinstance(method, str) else registered(method)
     if not isinstance(known, Method):
         return
-    defaults = {name: option.default for name, option in known.options.items()}
     usual = known(**known.example)
-    for name, value in {**defaults, **known.example}.items():
-        for other in _other_values(value, known.options[name].annotation if name in known.options else None):
+    for name, value in _values(known).items():
+        for other in _other_values(value, _annotations(known).get(name)):
             try:
                 changed = known(**{**known.example, name: other})
             except (TypeError, ValueError):  # out of the option's range
@@ -439,13 +438,35 @@ def _options_matter(method: Any) -> None:
             break
 
 
+def untested_options(method: Any) -> list[str]:
+    """The options that ``check`` cannot try other values of, as they are no numbers and no choices of a ``Literal``."""
+    known = find(method) if isinstance(method, str) else registered(method)
+    if not isinstance(known, Method):
+        return []
+    return [name for name, value in _values(known).items() if not _other_values(value, _annotations(known).get(name))]
+
+
+def _values(known: Method) -> dict[str, Any]:
+    """The options with their defaults, or the values of the method's example."""
+    return {name: option.default for name, option in known.options.items()} | dict(known.example)
+
+
+def _annotations(known: Method) -> dict[str, Any]:
+    """Those of its options; as they are written, where a name in them is known to a type checker alone."""
+    try:
+        return get_type_hints(known.build)
+    except Exception:  # of any kind: the names are the user's
+        return {name: option.annotation for name, option in known.options.items()}
+
+
 def _other_values(value: Any, annotation: Any) -> tuple[Any, ...]:
     """Other values for an option, one of which is hopefully in its range; none where its kind is not known."""
     if isinstance(value, int | float):
         return others(value)
     if value is None and re.search(r"\b(float|int|Number)\b", str(annotation)):
         return (3.0, 1.5, 0.5, 2)
-    return tuple(choice for choice in get_args(annotation) if isinstance(choice, str) and choice != value)
+    choices = [choice for part in get_args(annotation) for choice in (part, *get_args(part))]  # of a union's parts, too
+    return tuple(choice for choice in choices if isinstance(choice, str) and choice != value)
 
 
 def _denominator(loss_fn: Correction, batch: Batch) -> float | None:

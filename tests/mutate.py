@@ -1071,6 +1071,13 @@ MUTATIONS = [
         "tests/test_testing.py far_ratios_alone",
     ),
     Mutation(
+        "check: a Literal that is written as text is not tried",
+        "offcorr/testing.py",
+        "return get_type_hints(known.build)",
+        "raise TypeError",
+        "tests/test_testing.py reaches_nothing_is_found_by_its_kind",
+    ),
+    Mutation(
         "diagnose: a constant is a ban",
         "offcorr/diagnose/causes/quantities.py",
         "FITS, FITS_BASE, FITS_CONSTANT = 0.3, 0.02, 1e-3",

@@ -601,7 +601,14 @@ def rooted(value):
 
 
 @pytest.mark.parametrize(
-    ("default", "annotation"), [(None, float | None), ("hard", Literal["hard", "soft"]), (0.5, float)]
+    ("default", "annotation"),
+    [
+        (None, float | None),
+        ("hard", Literal["hard", "soft"]),
+        ("hard", 'Literal["hard", "soft"]'),  # as under `from __future__ import annotations`
+        ("hard", Literal["hard", "soft"] | None),
+        (0.5, float),
+    ],
 )
 def test_an_option_that_reaches_nothing_is_found_by_its_kind(default, annotation):
     def forgetful(ignored=default):

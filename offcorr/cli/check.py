@@ -13,7 +13,7 @@ from offcorr.lab.contract import outcome
 from offcorr.lab.text import HelpFormatter, examples
 from offcorr.methods.registry import illustration
 from offcorr.optional import require
-from offcorr.testing import OnReference, check_kernel
+from offcorr.testing import OnReference, check_kernel, untested_options
 
 
 def add_parser(commands: Any) -> None:
@@ -68,7 +68,11 @@ def _fails(spec: str, kernel: bool) -> bool:
         told = str(error).removeprefix(f"{illustration(spec).method}: ")
         print(f"{spec} fails in the kernel: {told}", flush=True)
         return True
-    print(f"{spec}: {len(passed)} checks passed{compared}", flush=True)
+    untested = "".join(
+        f"; whether the option {name} does anything was not looked at, as it is no number and no Literal"
+        for name in untested_options(spec)
+    )
+    print(f"{spec}: {len(passed)} checks passed{compared}{untested}", flush=True)
     return False
 
 

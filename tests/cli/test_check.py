@@ -36,6 +36,16 @@ def test_the_kernel_is_compared_under_the_interpreter_or_on_a_gpu(run):
     assert "checks passed; kernel and reference differ by " in done.stdout
 
 
+def test_an_option_that_cannot_be_tried_is_named(tmp_path, capsys):
+    file = tmp_path / "sided.py"
+    file.write_text(
+        "import offcorr\ndef sided(side: str = 'both', eps: float = 0.2):\n    return offcorr.get('ppo', eps_high=eps)\n"
+    )
+    assert cli.main(["check", f"{file}:sided"]) == 0
+    said = "; whether the option side does anything was not looked at, as it is no number and no Literal\n"
+    assert capsys.readouterr().out == f"{file}:sided: {len(CHECKS)} checks passed{said}"
+
+
 def test_a_method_without_a_kernel_runs_on_the_reference(tmp_path, capsys, monkeypatch):
     pytest.importorskip("triton", minversion="3.6")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
