@@ -24,7 +24,7 @@ from offcorr.check_batches import example, layouts, moved
 from offcorr.closeness import check_close, check_equal_numbers
 from offcorr.correction import Correction, Output
 from offcorr.kernels.dispatch import backend, use
-from offcorr.methods.registry import Method, find, from_config, get, illustration, registered
+from offcorr.methods.registry import Method, find, from_config, get, illustration, registered, split_spec
 from offcorr.stage_checks import (
     check_controllers,
     check_fields,
@@ -420,22 +420,41 @@ def _declared(name: str) -> bool:
 
 
 def _options_matter(method: Any) -> None:
-    """Each number or choice among a method's options reaches its correction: none is accepted and then ignored."""
+    """Each number or choice among a method's options reaches its correction: none is accepted and then ignored.
+
+    An option may act in one mode alone: it is tried under the options of a spec, and beside every choice of another.
+    """
     known = find(method) if isinstance(method, str) else registered(method)
     if not isinstance(known, Method):
         return
-    usual = known(**known.example)
-    for name, value in _values(known).items():
-        for other in _other_values(value, _annotations(known).get(name)):
-            try:
-                changed = known(**{**known.example, name: other})
-            except (TypeError, ValueError):  # out of the option's range
-                continue
-            assert changed != usual, (
-                f"{known.name}: the option {name} changes nothing: {name}={other!r} makes the same correction as "
-                f"{name}={value!r}, expected another one; pass {name} to a stage, or leave it out"
-            )
-            break
+    given = dict(known.example) | (split_spec(method)[1] if isinstance(method, str) else {})
+    values, annotations = _values(known) | given, _annotations(known)
+    modes = [
+        given | {name: other}
+        for name, value in values.items()
+        for other in (*_choices(value, annotations.get(name)), *([not value] if isinstance(value, bool) else []))
+    ]
+    for name in values:
+        ignored = [_ignored(known, {**mode}, name, annotations.get(name)) for mode in (given, *modes)]
+        said = [one for one in ignored if one is not None]
+        assert not said or not all(said), f"{known.name}: the option {name} changes nothing: {said[0]}"
+
+
+def _ignored(known: Method, mode: dict[str, Any], name: str, annotation: Any) -> str | None:
+    """What shows that an option is ignored beside others; "": it is not; None: no other value can be tried."""
+    value = mode.get(name, _values(known).get(name))
+    for other in _other_values(value, annotation):
+        try:
+            usual, changed = known(**mode), known(**mode | {name: other})
+        except (TypeError, ValueError):  # out of the option's range
+            continue
+        if changed != usual:
+            return ""
+        return (
+            f"{name}={other!r} makes the same correction as {name}={value!r}, expected another one; pass {name} to a "
+            "stage, or leave it out"
+        )
+    return None
 
 
 def untested_options(method: Any) -> list[str]:
@@ -465,6 +484,11 @@ def _other_values(value: Any, annotation: Any) -> tuple[Any, ...]:
         return others(value)
     if value is None and re.search(r"\b(float|int|Number)\b", str(annotation)):
         return (3.0, 1.5, 0.5, 2)
+    return _choices(value, annotation)
+
+
+def _choices(value: Any, annotation: Any) -> tuple[str, ...]:
+    """The other choices that a ``Literal`` names, alone or in a union."""
     choices = [choice for part in get_args(annotation) for choice in (part, *get_args(part))]  # of a union's parts, too
     return tuple(choice for choice in choices if isinstance(choice, str) and choice != value)
 

@@ -213,6 +213,8 @@ def check_resumed(args: GRPOConfig) -> None:
         return
     if not Path(folder).is_dir():
         raise ValueError(f"resume_from_checkpoint is {folder!r}, which is not a folder{OF_CHECKPOINT}")
+    if last := get_last_checkpoint(folder):
+        raise ValueError(f"resume_from_checkpoint is {folder!r}, which holds checkpoints; expected one of them: {last}")
     if 0 < args.max_steps <= (done := updates_of(folder)):
         raise ValueError(
             f"max_steps is {args.max_steps}, the number of updates in all, and {folder} has {done} already: nothing is "

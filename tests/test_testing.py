@@ -623,6 +623,18 @@ def test_an_option_that_reaches_nothing_is_found_by_its_kind(default, annotation
         unregister("forgetful")
 
 
+@pytest.mark.parametrize("spec", ["moded", "moded?mode=soft"])
+def test_an_option_that_acts_in_one_mode_is_not_ignored(spec):
+    def moded(mode: Literal["hard", "soft"] = "hard", eps: float = 0.2, k: float = 2.0):
+        return offcorr.Correction(gate=gates.Clip(eps, eps) if mode == "hard" else gates.DetachedClip(cap=k))
+
+    offcorr.register("moded", multiplier="r")(moded)
+    try:
+        assert len(testing.check(spec)) == len(testing.CHECKS)
+    finally:
+        unregister("moded")
+
+
 def drawn(value):
     return 1 + 0.01 * torch.rand_like(value), value == value
 

@@ -140,8 +140,10 @@ def about(name: str, width: int) -> str:
     if alias is None:
         return "\n\n".join(_page(entry, width) for entry in find(name))
     if alias.formula:
-        return f"{name}\n" + _labelled("formula", f"{alias.formula}; d = {_ENGINE}", width)
-    head = f'{name}: {alias.framework}\'s name of this one, logged with log_metrics="aliases"'
+        noted = f"; {alias.note}" * bool(alias.note)
+        return f"{name}\n" + _labelled("formula", f"{alias.formula}; d = {_ENGINE}{noted}", width)
+    noted = f" ({alias.note})" * bool(alias.note)
+    head = f'{name}: {alias.framework}\'s name of this one{noted}, logged with log_metrics="aliases"'
     return f"{head}\n" + about(f"offcorr/engine/{alias.source}", width)
 
 

@@ -169,7 +169,11 @@ def short_table() -> Table:
 def aliases_table() -> Table:
     """One row per name of another framework: the framework, and the metric or the formula behind it."""
     return [
-        {"name": f"`{name}`", "framework": alias.framework, "here": alias.formula or f"offcorr/engine/{alias.source}"}
+        {
+            "name": f"`{name}`",
+            "framework": alias.framework,
+            "here": (alias.formula or f"offcorr/engine/{alias.source}") + f"; {alias.note}" * bool(alias.note),
+        }
         for name, alias in ALIASES.items()
     ]
 

@@ -31,11 +31,13 @@ class Alias(NamedTuple):
 
     source: the name of a metric of the engine series here, or a function of these metrics; None: not measured.
     formula: where it is none of the metrics that this library logs.
+    note: what is otherwise there.
     """
 
     framework: str
     source: str | Callable[[Mapping[str, float]], float | None]
     formula: str = ""
+    note: str = ""
 
 
 class StandardError(Accumulator):
@@ -71,6 +73,8 @@ def _std(v: Mapping[str, float]) -> float | None:
     return v["ratio_mean"] * math.sqrt(max(1 / v["ess_token"] - 1, 0.0))
 
 
+BOUNDED_THERE = "here of raw ratios; verl bounds them by its threshold first (mean and max in its newer versions)"
+
 ALIASES = {
     "rollout_corr/kl": Alias("verl", "k1"),
     "rollout_corr/k3_kl": Alias("verl", "k3"),
@@ -78,11 +82,11 @@ ALIASES = {
     "rollout_corr/chi2_seq": Alias("verl", "chi2_seq"),
     "rollout_corr/ppl_ratio": Alias("verl", "ppl_ratio"),
     "rollout_corr/log_ppl_diff": Alias("verl", "log_ppl_diff", "mean over sequences of -(mean d)"),
-    "rollout_corr/rollout_is_mean": Alias("verl", "ratio_mean"),
-    "rollout_corr/rollout_is_std": Alias("verl", _std, "standard deviation of e^d"),
+    "rollout_corr/rollout_is_mean": Alias("verl", "ratio_mean", note=BOUNDED_THERE),
+    "rollout_corr/rollout_is_std": Alias("verl", _std, "standard deviation of e^d", BOUNDED_THERE),
     "rollout_corr/rollout_is_min": Alias("verl", "ratio_min"),
-    "rollout_corr/rollout_is_max": Alias("verl", "ratio_max"),
-    "rollout_corr/rollout_is_eff_sample_size": Alias("verl", "ess_token"),
+    "rollout_corr/rollout_is_max": Alias("verl", "ratio_max", note=BOUNDED_THERE),
+    "rollout_corr/rollout_is_eff_sample_size": Alias("verl", "ess_token", note=BOUNDED_THERE),
     "train_rollout_logprob_abs_diff": Alias("slime", "abs_mean"),
     "mismatch_kl": Alias("prime-rl", "k3"),
     "token_mult_prob_error": Alias("NeMo-RL", "mult_error", "mean e^|d|"),

@@ -101,10 +101,10 @@ MENDS: dict[Kind, str] = {
     "sequence, pass none (rollout_func: logprobs=None, and no key old_logp)",
     "old_logp": "return as old_logp the log-probs of the sampled tokens under the weights that sampled, scored as the "
     "trainer scores them, or leave the key out",
-    "differs": "score the same tokens with the same weights on both sides: look for a weight sync that missed "
-    "parameters, another chat template, rows in another order, placeholders among the log-probs, and for sampling "
-    "options that change the distribution (repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, top_p=1.0, "
-    f"top_k=0, min_p=0.0 are off{OR_DROPOUT})",
+    "differs": "score the same tokens with the same weights on both sides: look for logits that are not shifted by "
+    "one, a weight sync that missed parameters, another chat template, rows in another order, placeholders among the "
+    "log-probs, and for sampling options that change the distribution (repetition_penalty=1.0, presence_penalty=0, "
+    f"frequency_penalty=0, top_p=1.0, top_k=0, min_p=0.0 are off{OR_DROPOUT})",
 }
 """For each kind what to change, with TRL's and vLLM's option names."""
 
@@ -158,6 +158,7 @@ class Semantics:
         surprise: mean of -logp - entropy; None without entropy.
         sentence: the finding in words.
         same_weights: False: the trainer's log-probs are of later weights than those that sampled.
+        unrelated: for "differs": the two hardly correlate.
         shifted: for "placeholders": the other log-probs belong to the next or the previous token, too.
     """
 
@@ -170,13 +171,14 @@ class Semantics:
     sentence: str
     same_weights: bool = True
     shifted: bool = False
+    unrelated: bool = False
 
     @property
     def mend(self) -> str:
         """The change to make; empty where nothing is wrong."""
         surprising = self.kind == "unlogged" and self.surprise is not None and self.surprise.value > 0
         also = f"; and {MENDS['shifted']}" if self.shifted else ""
-        true = self.kind == "differs" and not self._no_policies
+        true = self.kind == "differs" and not (self._no_policies or self.unrelated)
         return MENDS[self.kind] + also + NOT_SAMPLED * surprising + OR_PRECISION * true
 
     @property
@@ -206,7 +208,7 @@ class Semantics:
         if self.kind == "old_logp":
             return self.gap > LARGE and self.ratio.value == self.ratio.value  # NaN: no engine bears logp out
         if self.kind == "differs":
-            return self._no_policies
+            return self._no_policies or self.unrelated
         return self.kind in ("probabilities", "shifted", "placeholders", "per_sequence", "unnormalised")
 
 
@@ -313,7 +315,8 @@ def logprob_semantics(
     # A constant d (the log of the kept mass) looks proportional to t, too, where t hardly varies.
     residual = _robust_fit(t[:, None], d)[1].abs().mean()
     proportional = residual < 0.1 * gap and residual < 0.5 * (d - d.median()).abs().mean()
-    if gap > 0.005 and (above > 20 * below or (below > 20 * above and proportional)):
+    related = not _unrelated(t, e, gap)
+    if gap > 0.005 and related and (above > 20 * below or (below > 20 * above and proportional)):
         return result("unnormalised", "the engine's probabilities do not sum to 1 if the trainer's do")
 
     power, explained, of_engine = _power(t, d, h)
@@ -339,11 +342,11 @@ def logprob_semantics(
     if gap > LARGE and (same_weights or abs(lost) > doubtful):
         why = " nor by a temperature" if h is not None else "; entropy would show whether by a temperature"
         finding = f"the engine's log-probs differ from the trainer's, not by a kept mass{why}"
-        found = result("differs", finding)
-        if found.fatal:
-            mean = f"; the mean ratio e^d is {ratio.value:.3g} +- {ratio.error:.1g}, and 1 for any two policies"
-            return result("differs", finding + mean)
-        return found
+        if abs(lost) > max(FATAL_RATIO, doubtful):
+            finding += f"; the mean ratio e^d is {ratio.value:.3g} +- {ratio.error:.1g}, and 1 for any two policies"
+        if not related:
+            finding += "; they hardly correlate, as of other tokens or after another text"
+        return replace(result("differs", finding), unrelated=not related)
     near = "agree with" if gap <= HEALTHY else "are near"
     if gap > NOTABLE and not same_weights:
         return result("agrees", "the engine's log-probs differ from the trainer's as those of other weights do")
@@ -368,6 +371,18 @@ def logprob_semantics(
         )
         return Semantics("agrees", len(d), gap, ratio, None, surprise, sentence, same_weights)
     return result("agrees", "the engine's log-probs agree with the trainer's")
+
+
+FAR_APART, UNRELATED = 0.5, 0.3
+"""Mean |d| (nats) above which it is looked at, and the correlation of the two sides' log-probs below which they are
+hardly those of the same tokens after the same text."""
+
+
+def _unrelated(t: Tensor, e: Tensor, gap: float) -> bool:
+    """Whether the engine's log-probs hardly correlate with the trainer's, as of other tokens or another context."""
+    if gap <= FAR_APART or min(t.std().item(), e.std().item()) == 0:
+        return False
+    return torch.corrcoef(torch.stack([t, e]))[0, 1].item() < UNRELATED
 
 
 def _placeholders(t: Tensor, e: Tensor) -> Tensor:

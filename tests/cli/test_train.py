@@ -177,6 +177,7 @@ MISTAKES = {
     "resume_from_checkpoint: true": "resume_from_checkpoint is true, the last checkpoint in output_dir, and 'out'",
     "--resume_from_checkpoint runs/16 --max_steps 16": "max_steps is 16, the number of updates in all, and runs/16 has "
     "16 already: nothing is left to train, expected 17 or more",
+    "--resume_from_checkpoint runs": "'runs', which holds checkpoints; expected one of them: runs/checkpoint-8",
     "learning_rat: 1e-4": "'learning_rat', did you mean 'learning_rate'",
     "lag: sixteen": "run.yaml: lag: invalid int value: 'sixteen'",
     "max_steps: three": "run.yaml: max_steps: invalid int value: 'three'",
@@ -206,6 +207,7 @@ def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.txt").touch()
     (tmp_path / "runs" / "16").mkdir(parents=True)
+    (tmp_path / "runs" / "checkpoint-8").mkdir()
     (tmp_path / "runs" / "16" / "trainer_state.json").write_text('{"global_step": 16}')
     words = mistake.split(" ")
     if not mistake.startswith("--"):

@@ -70,6 +70,17 @@ def test_another_quantity_than_the_log_prob_is_named(side, quantity, said, besid
 
 
 @pytest.mark.parametrize("side", ["rollout_logp", "old_logp"])
+def test_log_probs_in_an_array_of_integers_are_named(side):
+    def edit(columns, world):
+        columns[side] = np.trunc(columns[side])
+
+    made = world()
+    made.edits = [edit]
+    report = diagnose(made.records())
+    assert report.verdict == "stored_rounded" and "are whole numbers" in report.causes[0].evidence
+
+
+@pytest.mark.parametrize("side", ["rollout_logp", "old_logp"])
 @pytest.mark.parametrize("constant", [-0.05, 0.2])
 def test_a_constant_beside_the_log_probs_is_no_ban(side, constant):
     def edit(columns, world):

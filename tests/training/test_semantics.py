@@ -283,6 +283,19 @@ def test_what_differs_may_be_a_quantised_engine():
     assert "quantised" in found(noise=0.4).mend and found(noise=0.4).kind == "differs"
 
 
+def test_log_probs_one_place_late_of_a_peaked_policy_are_no_division():
+    """The engine's are never above the trainer's, but no function of them."""
+    draw = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(16, 40, 50, generator=draw)
+    tokens = torch.multinomial(logits.softmax(-1).view(-1, 50), 1, generator=draw).view(16, 40, 1)
+    right, late = (one.log_softmax(-1).gather(-1, tokens)[..., 0] for one in (logits, logits.roll(1, 1)))
+    found = logprob_semantics(right, late, torch.ones(16, 40).bool())
+    assert found.kind == "differs" and found.fatal and "they hardly correlate" in found.sentence
+    assert "not shifted by one" in found.mend and "quantised" not in found.mend
+    divided = logprob_semantics(right, right / 0.7, torch.ones(16, 40).bool())
+    assert divided.kind == "unnormalised"
+
+
 def test_what_no_two_policies_leave_is_no_quantised_engine():
     """Rows in another order: the mean of e^d is far from 1, which is the reason to refuse, and is said."""
     logp, rollout_logp, mask, entropy = sampled(noise=0.1)

@@ -257,8 +257,9 @@ class StoredRounded(Cause):
     def found(self, evidence: Evidence) -> Found | None:
         for side, values in (("sampler", evidence.sampler), ("trainer", evidence.trainer)):
             if (decimals := _decimals(values)) is not None:
-                said = f"have {decimals} decimal{'s' * (decimals > 1)} at most"
-                return _rounded(evidence, side, values, np.full(len(values), 0.5 * 0.1**decimals), said)
+                said = f"have {decimals} decimal{'s' * (decimals > 1)} at most" if decimals else "are whole numbers"
+                half = 0.5 * 0.1**decimals if decimals else 1.0  # an array of integers cuts off what follows the point
+                return _rounded(evidence, side, values, np.full(len(values), half), said)
             if _all_fp16(values) and not _all_bf16(values):
                 said = "are numbers that float16 can hold, and of float32 numbers only one in 8,192 is"
                 return _rounded(evidence, side, values, _binary_half(values, bits=11), said)
@@ -537,13 +538,19 @@ def _all_fp16(values: Floats) -> bool:
     return len(np.unique(inside)) >= 16 and bool((inside.astype(np.float16) == inside).all())
 
 
+WHOLE = 4
+"""Different whole numbers, at least, among log-probs that have no decimals."""
+
+
 def _decimals(values: Floats) -> int | None:
     """The number of decimals, up to three, that every log-prob has at most; None: they have more."""
     inside = values[(values < 0) & (values > -1e4)]
-    for decimals in (1, 2, 3):
+    for decimals in (0, 1, 2, 3):
         scaled = inside * 10.0**decimals
         places = np.round(scaled)
-        if len(np.unique(places[places < 0])) >= 16 and bool((np.abs(scaled - places) < 0.002).all()):
+        if len(np.unique(places[places < 0])) >= (16 if decimals else WHOLE) and bool(
+            (np.abs(scaled - places) < 0.002).all()
+        ):
             return decimals
     return None
 
