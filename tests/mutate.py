@@ -1078,6 +1078,27 @@ MUTATIONS = [
         "tests/test_testing.py reaches_nothing_is_found_by_its_kind",
     ),
     Mutation(
+        "first batch: log-probs one place late are divided by a temperature",
+        "offcorr/training/semantics.py",
+        "related = not _unrelated(t, e, gap)",
+        "related = True",
+        "tests/training/test_semantics.py one_place_late",
+    ),
+    Mutation(
+        "check: an option is tried in one mode alone",
+        "offcorr/testing.py",
+        "for mode in (given, *modes)]",
+        "for mode in (given,)]",
+        "tests/test_testing.py acts_in_one_mode",
+    ),
+    Mutation(
+        "diagnose: whole numbers are a ban",
+        "offcorr/diagnose/causes/values.py",
+        "for decimals in (0, 1, 2, 3):",
+        "for decimals in (1, 2, 3):",
+        "tests/diagnose/test_causes.py array_of_integers",
+    ),
+    Mutation(
         "diagnose: a constant is a ban",
         "offcorr/diagnose/causes/quantities.py",
         "FITS, FITS_BASE, FITS_CONSTANT = 0.3, 0.02, 1e-3",
