@@ -73,7 +73,8 @@ def _std(v: Mapping[str, float]) -> float | None:
     return v["ratio_mean"] * math.sqrt(max(1 / v["ess_token"] - 1, 0.0))
 
 
-BOUNDED_THERE = "here of raw ratios; verl bounds them by its threshold first (mean and max in its newer versions)"
+BOUNDED_THERE = "here of raw ratios; verl bounds them by its threshold first"
+BOUNDED_LATELY = "here of raw ratios; newer versions of verl bound them by its threshold first"
 
 ALIASES = {
     "rollout_corr/kl": Alias("verl", "k1"),
@@ -82,10 +83,10 @@ ALIASES = {
     "rollout_corr/chi2_seq": Alias("verl", "chi2_seq"),
     "rollout_corr/ppl_ratio": Alias("verl", "ppl_ratio"),
     "rollout_corr/log_ppl_diff": Alias("verl", "log_ppl_diff", "mean over sequences of -(mean d)"),
-    "rollout_corr/rollout_is_mean": Alias("verl", "ratio_mean", note=BOUNDED_THERE),
+    "rollout_corr/rollout_is_mean": Alias("verl", "ratio_mean", note=BOUNDED_LATELY),
     "rollout_corr/rollout_is_std": Alias("verl", _std, "standard deviation of e^d", BOUNDED_THERE),
     "rollout_corr/rollout_is_min": Alias("verl", "ratio_min"),
-    "rollout_corr/rollout_is_max": Alias("verl", "ratio_max", note=BOUNDED_THERE),
+    "rollout_corr/rollout_is_max": Alias("verl", "ratio_max", note=BOUNDED_LATELY),
     "rollout_corr/rollout_is_eff_sample_size": Alias("verl", "ess_token", note=BOUNDED_THERE),
     "train_rollout_logprob_abs_diff": Alias("slime", "abs_mean"),
     "mismatch_kl": Alias("prime-rl", "k3"),
