@@ -1078,6 +1078,13 @@ MUTATIONS = [
         "tests/test_testing.py reaches_nothing_is_found_by_its_kind",
     ),
     Mutation(
+        "first batch: other weights are a truncation",
+        "offcorr/training/semantics.py",
+        "and raised < FEW_RAISED:",
+        "and raised < 1:",
+        "tests/training/test_semantics.py other_weights_are_no_truncation",
+    ),
+    Mutation(
         "first batch: log-probs one place late are divided by a temperature",
         "offcorr/training/semantics.py",
         "related = not _unrelated(t, e, gap)",

@@ -332,7 +332,8 @@ def logprob_semantics(
             return result(*_tempered(power, evidence, temperature, known=h is not None, same=same_weights))
 
     lost, doubtful = 1 - ratio.value, SIGNIFICANT * ratio.error
-    if lost > max(0.002, doubtful) and below > 5 * above:
+    raised = (d > RAISED).double().mean().item()
+    if lost > max(0.002, doubtful) and below > 5 * above and raised < FEW_RAISED:
         mass = f"{ratio.value:.3g} +- {ratio.error:.1g}"
         return result(
             "kept_mass",
@@ -343,7 +344,9 @@ def logprob_semantics(
         why = " nor by a temperature" if h is not None else "; entropy would show whether by a temperature"
         finding = f"the engine's log-probs differ from the trainer's, not by a kept mass{why}"
         if abs(lost) > max(FATAL_RATIO, doubtful):
-            finding += f"; the mean ratio e^d is {ratio.value:.3g} +- {ratio.error:.1g}, and 1 for any two policies"
+            finding += (
+                f"; the mean ratio e^d is {ratio.value:.3g} +- {ratio.error:.1g}, and 1 on average for any two policies"
+            )
         if not related:
             finding += "; they hardly correlate, as of other tokens or after another text"
         return replace(result("differs", finding), unrelated=not related)
@@ -372,6 +375,10 @@ def logprob_semantics(
         return Semantics("agrees", len(d), gap, ratio, None, surprise, sentence, same_weights)
     return result("agrees", "the engine's log-probs agree with the trainer's")
 
+
+RAISED, FEW_RAISED = 0.2, 0.02
+"""d (nats) that a truncation leaves at no token, whatever noise is beside it, and the share of such tokens from which
+the weights are others."""
 
 FAR_APART, UNRELATED = 0.5, 0.3
 """Mean |d| (nats) above which it is looked at, and the correlation of the two sides' log-probs below which they are

@@ -296,6 +296,15 @@ def test_log_probs_one_place_late_of_a_peaked_policy_are_no_division():
     assert divided.kind == "unnormalised"
 
 
+def test_other_weights_are_no_truncation():
+    """Of few tokens the mean ratio is below 1, and d is far above 0 at some, as under no kept mass."""
+    logp, rollout_logp, mask, entropy = sampled(top_p=0.8)
+    assert logprob_semantics(logp, rollout_logp, mask, entropy=entropy).kind == "kept_mass"
+    some = torch.rand(SIZES, generator=torch.Generator().manual_seed(0)) < 0.04
+    off = torch.where(some, logp - 0.5, rollout_logp)
+    assert logprob_semantics(logp, off, mask, entropy=entropy).kind != "kept_mass"
+
+
 def test_what_no_two_policies_leave_is_no_quantised_engine():
     """Rows in another order: the mean of e^d is far from 1, which is the reason to refuse, and is said."""
     logp, rollout_logp, mask, entropy = sampled(noise=0.1)
