@@ -441,7 +441,7 @@ def _options_matter(method: Any) -> None:
 
 
 def _ignored(known: Method, mode: dict[str, Any], name: str, annotation: Any) -> str | None:
-    """What shows that an option is ignored beside others; "": it is not; None: no other value can be tried."""
+    """The sentence that shows an option to be ignored beside others; "": it is not; None: none can be tried."""
     value = mode.get(name, _values(known).get(name))
     for other in _other_values(value, annotation):
         try:
