@@ -435,7 +435,7 @@ def _options_matter(method: Any) -> None:
         for other in (*_choices(value, annotations.get(name)), *([not value] if isinstance(value, bool) else []))
     ]
     for name in values:
-        ignored = [_ignored(known, {**mode}, name, annotations.get(name)) for mode in (given, *modes)]
+        ignored = [_ignored(known, mode, name, annotations.get(name)) for mode in (given, *modes)]
         said = [one for one in ignored if one is not None]
         assert not said or not all(said), f"{known.name}: the option {name} changes nothing: {said[0]}"
 

@@ -112,7 +112,7 @@ OR_PRECISION = (
     ". Or the engine is quantised or computes in a lower precision: then this is its true mismatch, which an engine "
     "weight corrects (tis, icepop)"
 )
-"""What a difference may be whose mean ratio is near 1."""
+"""The end of the mend of a difference whose mean ratio is near 1."""
 
 NOT_SAMPLED = (
     "; or, where the model did not write some of these tokens, as a tool's text or a trace of another writer, leave "
