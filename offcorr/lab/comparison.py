@@ -330,6 +330,10 @@ def checked(row: Row) -> dict[str, str | None]:
 # -- the picture ---------------------------------------------------------------------------------------------
 
 
+LEAST_ROWS = 6
+"""Rows for which a picture has room, at least: below that titles and legend would not fit."""
+
+
 def picture(world: World, rows: Sequence[Row], path: Path) -> None:
     """Draws direction quality, bias beside noise, and the effect on the tokens; needs matplotlib."""
     import matplotlib
@@ -339,7 +343,7 @@ def picture(world: World, rows: Sequence[Row], path: Path) -> None:
 
     places = list(range(len(rows)))
     figure, axes = plt.subplots(
-        1, 3, figsize=(11, 1.7 + 0.2 * len(rows)), sharey=True, constrained_layout=True, squeeze=False
+        1, 3, figsize=(11, 1.7 + 0.2 * max(len(rows), LEAST_ROWS)), sharey=True, constrained_layout=True, squeeze=False
     )
     direction, error, effect = axes[0]
 
@@ -369,11 +373,15 @@ def picture(world: World, rows: Sequence[Row], path: Path) -> None:
     effect.set_xlim(-0.05, 1.05 * max(1, *(row.measured.multiplier for row in rows)))
 
     direction.set_yticks(places, [_label(row) for row in rows], fontsize=8)
-    direction.set_ylim(len(rows) - 0.4, -0.6)
+    direction.set_ylim(max(len(rows), LEAST_ROWS) - 0.4, -0.6)
     for axis in axes[0]:
         axis.grid(axis="y", linewidth=0.3)
         axis.legend(
-            fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -1.5 / (len(rows) + 1)), ncols=3, frameon=False
+            fontsize=8,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -1.5 / (max(len(rows), LEAST_ROWS) + 1)),
+            ncols=3,
+            frameon=False,
         )
     setting, share = world.setting, world.distances()
     staleness, engine = (share[pair]["ess"] for pair in ("staleness", "engine"))

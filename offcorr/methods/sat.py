@@ -156,7 +156,7 @@ class TailClip(Controller):
 @register(
     "sat",
     multiplier="R; 0 where clipped, with eps_low and eps_high multiplied by 1 / (1 + (|log R| / q)^power) where "
-    "|log R| > q, the batch's quantile",
+    "|log R| > q, the global batch's quantile (its number ceil(quantile n), not interpolated)",
     paper="2607.18722",
     provenance="authors' page",
     notes="level='geometric' is its GSPO form, with s for R; the page takes the quantile per micro-batch, this method "

@@ -90,7 +90,8 @@ MENDS: dict[Kind, str] = {
     "offcorr.linear_logprob(..., support=)"
     f"{OR_DROPOUT}",
     "unnormalised": "divide the logits by the temperature before log_softmax, not the log-probs after it: "
-    f"{PROCESSED}. Log-probs in another base than e look like this, too: they have to be in nats",
+    f"{PROCESSED}. Other changes look like this, too: another base than e (log-probs have to be in nats), a number "
+    "that is added to the probabilities, a softmax over more or fewer ids than the trainer's",
     "unlogged": "set the sampler's temperature= for the trainer, too, sample with top_p=1.0, top_k=0, min_p=0.0, and, "
     f"where it does not yet, {PROCESSED}",
     "shifted": "the log-prob at index t must be that of the token at index t: move one of the two by one token",
@@ -113,6 +114,12 @@ OR_PRECISION = (
     "weight corrects (tis, icepop)"
 )
 """The end of the mend of a difference whose mean ratio is near 1."""
+
+OF_OTHER_TOKENS = (
+    ". Or pass the log-prob of the token that was sampled, where these are of another, such as the likeliest; or, "
+    "where the engine forbids some tokens, sample without that (logit_bias, bad_words, structured decoding)"
+)
+"""The end of the mend of raised log-probs, whose tokens were not drawn as from the likeliest ones."""
 
 NOT_SAMPLED = (
     "; or, where the model did not write some of these tokens, as a tool's text or a trace of another writer, leave "
@@ -160,6 +167,8 @@ class Semantics:
         same_weights: False: the trainer's log-probs are of later weights than those that sampled.
         unrelated: for "differs": the two hardly correlate.
         shifted: for "placeholders": the other log-probs belong to the next or the previous token, too.
+        raised: for "unnormalised": the engine's are above the trainer's as under a truncation, which the tokens
+            exclude.
     """
 
     kind: Kind
@@ -172,6 +181,7 @@ class Semantics:
     same_weights: bool = True
     shifted: bool = False
     unrelated: bool = False
+    raised: bool = False
 
     @property
     def mend(self) -> str:
@@ -179,7 +189,8 @@ class Semantics:
         surprising = self.kind == "unlogged" and self.surprise is not None and self.surprise.value > 0
         also = f"; and {MENDS['shifted']}" if self.shifted else ""
         true = self.kind == "differs" and not (self._no_policies or self.unrelated)
-        return MENDS[self.kind] + also + NOT_SAMPLED * surprising + OR_PRECISION * true
+        end = NOT_SAMPLED * surprising + OR_PRECISION * true + OF_OTHER_TOKENS * self.raised
+        return MENDS[self.kind] + also + end
 
     @property
     def _no_policies(self) -> bool:
@@ -335,10 +346,25 @@ def logprob_semantics(
     raised = (d > RAISED).double().mean().item()
     if lost > max(0.002, doubtful) and below > 5 * above and raised < FEW_RAISED:
         mass = f"{ratio.value:.3g} +- {ratio.error:.1g}"
+        likelier = surprise is not None and surprise.value < -LIKELIER * surprise.error
+        if not likelier and surprise is not None and surprise.value - 2 * surprise.error > -lost:
+            # Without its unlikely tokens a distribution gives likelier ones: by more than what it lost, in nats.
+            finding = (
+                f"the engine's log-probs are raised as if tokens were left out that hold {1 - ratio.value:.3g} +- "
+                f"{ratio.error:.1g} of the probability, but the tokens were drawn as from all (mean of -logp - entropy "
+                f"{surprise.value:+.2g} +- {surprise.error:.1g}, and far below 0 under top-p, top-k or min-p)"
+            )
+            return replace(result("unnormalised", finding), raised=True)
+        or_else = (
+            ""
+            if likelier
+            else "; or they were divided by a temperature above 1 after the softmax, or are of other tokens than the "
+            f"sampled ones, which {'entropy' if surprise is None else 'more tokens'} would show"
+        )
         return result(
             "kept_mass",
             f"the engine's log-probs are renormalised over the tokens that top-p, top-k or min-p kept, {mass} of the "
-            "probability on average, and the trainer's are not",
+            f"probability on average, and the trainer's are not{or_else}",
         )
     if gap > LARGE and (same_weights or abs(lost) > doubtful):
         why = " nor by a temperature" if h is not None else "; entropy would show whether by a temperature"
@@ -376,6 +402,9 @@ def logprob_semantics(
     return result("agrees", "the engine's log-probs agree with the trainer's")
 
 
+LIKELIER = 3.0
+"""Standard errors that the mean of -logp - entropy is below 0 by where the tokens are of a truncated distribution."""
+
 RAISED, FEW_RAISED = 0.2, 0.02
 """d (nats) that a truncation leaves at no token, whatever noise is beside it, and the share of such tokens from which
 the weights are others."""
@@ -400,7 +429,8 @@ def _placeholders(t: Tensor, e: Tensor) -> Tensor:
     # A truncation leaves tokens alone, with a log-prob of 0: likely ones, far more often than others.
     alone = likely.any() and zero[likely].double().mean() > 4 * zero[unlikely].double().mean()
     alone = alone and zero[~unlikely].sum() > odd.sum()
-    if alone or odd.sum() < SEVERAL:
+    agree = (t - e)[~odd].abs().mean() <= NOTABLE
+    if alone or odd.sum() < (1 if agree else SEVERAL):
         odd = torch.zeros_like(odd)
     return odd | ((e <= IMPOSSIBLE) & (t > e / 2)) | _filled_in(t, e)
 

@@ -261,7 +261,7 @@ class AsyncGRPOTrainer(trl_async.AsyncGRPOTrainer):
         batch = self.correction_step.place(batch, partial(self._score, inputs))
         if not self._reported:
             self._reported = True
-            report_first_batch(self, batch, type(self.rollout_worker).__name__)
+            report_first_batch(self, batch, type(self.rollout_worker).__name__, partial(row_ids, inputs))
             if self._corrects and getattr(self.rollout_worker, "replay", None) is not None:
                 warn_of_unseen_age("WorkerReplay", self, ["old_logp", "logprobs"])
             if batch.old_logp is None and compares_staleness(self.correction):

@@ -16,15 +16,17 @@ from transformers import TrainerCallback
 
 import offcorr
 from offcorr.batch import ABOVE_ZERO, above_zero
+from offcorr.diagnose import Record, records_of
 from offcorr.folders import check_writable
 from offcorr.metrics import Metrics
 from offcorr.stages.checks import outside, warn_once
 from offcorr.training import schedules
-from offcorr.training.alarms import MismatchError
+from offcorr.training.alarms import MismatchError, write_dump
 from offcorr.training.anchors import Anchor, make_anchor
 from offcorr.training.ess_lr import ESSLearningRate
 from offcorr.training.field_metrics import lag_series
 from offcorr.training.first_batch import unscored
+from offcorr.training.last_batches import Ids
 from offcorr.training.monitor import Monitor
 from offcorr.training.monitor_option import monitor_options
 from offcorr.training.named_loss import PREFIX
@@ -308,12 +310,16 @@ def warn_once_in_run(trainer: Any, message: str, subject: str = "") -> None:
         warn_on_main(trainer, message)
 
 
-def report_first_batch(trainer: Any, batch: offcorr.Batch, sampler: str) -> None:
+def report_first_batch(trainer: Any, batch: offcorr.Batch, sampler: str, ids: Ids) -> None:
     """Log one line at a run's first batch, on the main process: loss, anchor and the engine's log-probs.
 
     It goes to the logger "offcorr" at the level of warnings, the lowest that is shown where nothing is configured.
     Under TRL's own loss it says that nothing is corrected here, and what is measured.  Engine log-probs that are not
-    the sampler's probabilities are a warning that names what to change, or end the run on every rank (``Monitor``).
+    the sampler's probabilities are a warning that names what to change, or end the run on every rank (``Monitor``),
+    and the batch is then written to the monitor's folder.
+
+    Args:
+        ids: the batch's token ids, called with it.
 
     Raises:
         MismatchError: the first batch of the main process fails the monitor's self-test.
@@ -322,8 +328,20 @@ def report_first_batch(trainer: Any, batch: offcorr.Batch, sampler: str) -> None
     refusal = [_report(trainer, batch, sampler) if trainer.accelerator.is_main_process else ""]
     if step.monitor is not None:
         step.monitor.tested = True
+        if refusal[0]:
+            records = records_of(batch, **ids(batch), step=trainer.state.global_step + 1)
+            refusal[0] += _written(records, step.monitor.folder / "first_batch.jsonl")
         if broadcast_object_list(refusal)[0]:
             raise MismatchError(refusal[0])
+
+
+def _written(records: list[Record], path: Path) -> str:
+    """The end of a refusal, with the file of its batch; "" where that cannot be written."""
+    try:
+        path = write_dump(records, path)
+    except OSError:
+        return ""
+    return f". The batch was written to {path}: offcorr diagnose {path}"
 
 
 def dropout_of(model: nn.Module) -> float:

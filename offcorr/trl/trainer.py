@@ -340,7 +340,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._mode == "train" and not self._reported:
             self._reported = True
             # Among sequences that were picked by their reward -logp - entropy need not have the mean 0.
-            report_first_batch(self, batch.replaced(entropy=None) if self._skips_dead else batch, self._sampler_name)
+            tested = batch.replaced(entropy=None) if self._skips_dead else batch
+            report_first_batch(self, tested, self._sampler_name, padded_ids(inputs))
         if batch.old_logp is None:
             self._warn_if_idle(inputs)
         return batch

@@ -953,8 +953,11 @@ def test_one_token_that_is_far_off_is_no_sure_cause():
     at = int(np.argmin(records[0].old_logp))
     changed = np.where(np.arange(len(records[0])) == at, 1.0, records[0].rollout_logp)
     report = diagnose([dataclasses.replace(records[0], rollout_logp=changed), *records[1:]])
-    assert (report.verdict, report.confidence) == ("moe_routing", 0.8)
+    assert (report.verdict, report.confidence) == ("moe_routing", 0.5)
     assert any("ids that the sampler did not draw" in said for said in report.cannot_tell)
+    assert any("a few tokens that somebody filled in" in said for said in report.cannot_tell)
+    many = diagnose(world("moe_routing").records())
+    assert many.confidence == 0.8 and not any("filled in" in said for said in many.cannot_tell)
 
 
 def test_a_truncation_is_not_told_by_a_handful_of_uncertain_tokens():
@@ -1096,6 +1099,75 @@ def test_values_that_are_the_same_at_every_token_are_no_log_probs(change):
     report = diagnose(with_values(world().records(), change))
     assert [one.cause for one in report.causes] == ["sentinel"]
     assert "the same at every token" in report.causes[0].evidence
+
+
+def ending_in_zero(records, every=1):
+    """The records with 0 as the sampler's log-prob of the last token of some, which the trainer finds unlikely."""
+    changed = []
+    for row, one in enumerate(records):
+        last = np.arange(len(one)) == len(one) - 1
+        if row % every == 0:
+            old_logp = np.where(last & (one.old_logp > -1.6), -1.6 - 0.1 * (row % 7), one.old_logp)
+            one = dataclasses.replace(one, rollout_logp=np.where(last, 0.0, one.rollout_logp), old_logp=old_logp)
+        changed.append(one)
+    return changed
+
+
+def test_zeros_at_the_last_tokens_are_placeholders():
+    """As of an engine that reports one log-prob fewer; no token was left out of any distribution."""
+    report = diagnose(ending_in_zero(world("clean").records()))
+    assert [one.cause for one in report.causes] == ["sentinel"]
+    assert not any("appended" in said for said in report.cannot_tell)
+
+
+def test_zeros_at_few_end_tokens_are_placeholders():
+    """Too few for end tokens that were appended, which are asked about; and of no router."""
+    records = world("clean", sequences=96).records()
+    end = [dataclasses.replace(one, completion_ids=np.append(one.completion_ids[:-1], 0)) for one in records]
+    report = diagnose(ending_in_zero(end, every=24))
+    assert [one.cause for one in report.causes] == ["sentinel"]
+    assert any("end tokens that were appended" in said for said in report.cannot_tell)
+
+
+@pytest.mark.parametrize("apart", [0.5, 2.0, 4.0])
+def test_probabilities_are_no_log_probs_whatever_the_weights(apart):
+    made = world()
+    made.trainer = noise(apart)
+    records = made.records()
+    for side in ("rollout_logp", "old_logp"):
+        swapped = [dataclasses.replace(one, **{side: np.exp(getattr(one, side))}) for one in records]
+        found = {one.cause: one for one in diagnose(swapped).causes}
+        assert "probabilities, not their logarithms" in found["other_quantity"].evidence and "sentinel" not in found
+
+
+@pytest.mark.parametrize("divisor", [0.6, 0.8])
+def test_without_entropy_divided_log_probs_are_no_temperature(divisor):
+    records = [dataclasses.replace(one, entropy=None) for one in with_values(world().records(), lambda x: x / divisor)]
+    report = diagnose(records)
+    assert report.verdict == "unnormalised" and report.confidence > 0.9
+
+
+def test_a_division_is_unsure_where_the_difference_is_not_proportional():
+    """A softmax over more ids leaves a d that depends on the context alone, as a division at T on both sides does."""
+    asked = "ids that one side's softmax has and the other's has not"
+    made = world(sequences=64)
+    made.logged = lambda drawn, plain: simulated.log_softmax(np.concatenate([plain, plain[..., :6]], -1))[..., :-6]
+    padded, divided = diagnose(made.records()), diagnose(with_values(world().records(), lambda logp: logp / 0.7))
+    assert padded.verdict == "unnormalised" and padded.confidence <= 0.8
+    assert any(asked in said for said in padded.cannot_tell)
+    assert divided.confidence > 0.9 and not any(asked in said for said in divided.cannot_tell)
+
+
+def test_another_prompt_is_asked_about_where_an_update_may_be_missing_whatever_the_versions():
+    """Equal versions say that none is; an adapter that never reaches the sampler leaves them equal."""
+    asked = "an update, such as a LoRA adapter, that did not reach the sampler"
+    made = world(sequences=128)
+    made.trainer = noise(0.3)
+    for version, open_to_it in ((None, False), (0, False), (5, True)):
+        records = [dataclasses.replace(one, rollout_version=version, trainer_version=version) for one in made.records()]
+        report = diagnose(records)
+        assert report.verdict == "chat_template"
+        assert any(asked in said for said in report.cannot_tell) == open_to_it
 
 
 def test_one_impossible_value_is_a_placeholder():

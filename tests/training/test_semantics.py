@@ -483,23 +483,54 @@ def test_what_is_further_off_is_not_judged_more_mildly():
 
 
 @pytest.mark.parametrize(
-    ("placeholder", "number", "said"),
+    ("placeholder", "number", "noise", "said"),
     [
-        (0.0, 51, "0, for 10% of the tokens"),
-        (0.0, 10, "0, for 2% of the tokens"),
-        (0.0, 3, None),  # a truncation may leave three unlikely tokens alone
-        (-9999.0, 51, "-9999, for 10% of the tokens"),
-        (-9999.0, 3, "-9999, for 3 of the tokens"),
+        (0.0, 51, 0.0, "0, for 10% of the tokens"),
+        (0.0, 10, 0.0, "0, for 2% of the tokens"),
+        (0.0, 1, 0.0, "0, for 1 of the tokens"),
+        (0.0, 3, 0.06, None),  # other weights, or a truncation, may leave three unlikely tokens alone
+        (-9999.0, 51, 0.0, "-9999, for 10% of the tokens"),
+        (-9999.0, 3, 0.06, "-9999, for 3 of the tokens"),
     ],
 )
-def test_placeholders_are_refused(placeholder, number, said):
+def test_placeholders_are_refused(placeholder, number, noise, said):
     """However few, where nothing else explains them; the mend names no correction."""
-    logp, rollout_logp, mask, entropy = sampled()
+    logp, rollout_logp, mask, entropy = sampled(noise=noise)
     rare = (logp < -1.6).nonzero()[:number]
     rollout_logp[rare[:, 0], rare[:, 1]] = placeholder
     result = logprob_semantics(logp, rollout_logp, mask, entropy=entropy)
     assert (result.kind, result.fatal) == (("placeholders", True) if said else ("agrees", False))
     assert not said or (said in result.sentence and "tis" not in result.mend and "NaN" in result.mend)
+
+
+@pytest.mark.parametrize("temperature", [1.2, 1.5, 2.0])
+def test_log_probs_divided_beside_a_trainer_at_that_temperature_are_no_kept_mass(temperature):
+    """d is then log Z, a function of the context, as under a truncation; but the tokens were drawn as from all."""
+    divided = {"temperature": temperature, "trainer_temperature": temperature, "reported": "divided"}
+    for seed in range(8):
+        result = found(seed, **divided)
+        assert result.kind == "unnormalised" and result.fatal
+        assert "drawn as from all" in result.sentence and "top_p=1.0" not in result.mend and "likeliest" in result.mend
+    without = found(**divided, with_entropy=False)
+    assert without.kind == "kept_mass" and "divided by a temperature above 1 after the softmax" in without.sentence
+    assert "which entropy would show" in without.sentence
+
+
+def test_log_probs_of_the_likeliest_token_are_no_kept_mass():
+    """In place of the sampled one's, as of the first entry of a list of candidates."""
+    logp, _, mask, entropy = sampled()
+    draw = torch.Generator().manual_seed(1)
+    likeliest = torch.maximum(logp, -entropy * torch.rand(logp.shape, generator=draw))
+    result = logprob_semantics(logp, likeliest, mask, entropy=entropy)
+    assert result.kind == "unnormalised" and result.fatal and "such as the likeliest" in result.mend
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_p": 0.8, "peaked": True}, {"top_k": 5}, {"top_k": 50}])
+def test_a_truncation_is_one(settings):
+    """Its tokens are likelier than draws from the trainer's distributions, so nothing else is said."""
+    results = [found(seed, **settings) for seed in range(8)]
+    assert {result.kind for result in results} == {"kept_mass"}
+    assert not any("softmax" in result.sentence for result in results)
 
 
 @pytest.mark.parametrize(

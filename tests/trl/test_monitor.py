@@ -17,7 +17,7 @@ from transformers import HfArgumentParser
 from trl import TrlParser
 
 import offcorr
-from offcorr.diagnose import Record
+from offcorr.diagnose import Record, diagnose, read
 from offcorr.rollout import OffPolicy
 from offcorr.training import MismatchError, Precision
 from offcorr.training.monitor import PREFIX
@@ -178,6 +178,19 @@ def test_training_does_not_begin(make_trainer, loss_type):
     ):
         trainer.train()
     assert torch.equal(parameters(trainer), before) and trainer.state.global_step == 0
+
+
+def test_a_refused_batch_is_written(make_trainer):
+    """With its tokens and entropies, so that ``offcorr diagnose`` can say more; a second run overwrites nothing."""
+    for name in ("first_batch.jsonl", "first_batch_2.jsonl"):
+        trainer = make_trainer(rollout_func=wrong_temperature(), **{**SETTINGS, "monitor": "warn"})
+        with pytest.raises(MismatchError) as refused:
+            trainer.train()
+        path = Path(trainer.args.output_dir, "mismatch", name)
+        assert str(refused.value).endswith(f". The batch was written to {path}: offcorr diagnose {path}")
+        report = diagnose(read([path], warn=lambda said: None))
+        assert report.verdict == "temperature" and report.evidence.entropy is not None
+        assert any(record.prompt_ids.any() and record.completion_ids.any() for record in report.evidence.records)
 
 
 def test_the_self_test_can_be_overridden(make_trainer):

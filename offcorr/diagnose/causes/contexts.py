@@ -17,7 +17,7 @@ from offcorr.diagnose.causes.policies import (
     surest_beside_age,
 )
 from offcorr.diagnose.causes.profile import Profile
-from offcorr.diagnose.causes.versions import no_lag_in_d, older
+from offcorr.diagnose.causes.versions import before_any_update, no_lag_in_d, older, same_version
 from offcorr.diagnose.evidence import Estimate, Evidence
 
 SIGNIFICANT = 5.0
@@ -31,6 +31,12 @@ OLDER_WEIGHTS = Alternative(
     "weights that are older, whose d may be largest at the first tokens, too",
     "log old_logp of the weights that sampled, and the versions",
     settled=no_lag_in_d,
+)
+
+NOT_SYNCED = Alternative(
+    "an update, such as a LoRA adapter, that did not reach the sampler, whatever the versions say (adapter_not_synced)",
+    "score one known sequence with the engine after a sync, or give --model, with the adapter apart",
+    settled=lambda evidence: not same_version(evidence) or before_any_update(evidence),
 )
 
 OLD_CACHE = Alternative(
@@ -150,6 +156,7 @@ class ChatTemplate(Cause):
     not_told_from = (
         Alternative("a shorter prompt on one side (truncated_prompt)", "compare their prompt ids"),
         OLDER_WEIGHTS._replace(settled=lambda evidence: not_drawn_so(evidence) or OLDER_WEIGHTS.settled(evidence)),
+        NOT_SYNCED._replace(settled=lambda evidence: not_drawn_so(evidence) or NOT_SYNCED.settled(evidence)),
         COARSE_PRECISION._replace(
             settled=lambda evidence: (
                 _of_the_text_before(evidence) is not None
@@ -251,6 +258,7 @@ class TruncatedPrompt(Cause):
         Alternative("another prompt of the same length (chat_template)", "compare their prompt ids"),
         OLD_CACHE,
         OLDER_WEIGHTS,
+        NOT_SYNCED,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -292,6 +300,7 @@ class StalePrefixCache(Cause):
     not_told_from = (
         Alternative("weights that are a little older, or an fp8 cache", "compare with a run without prefix caching"),
         Alternative("a shorter or other prompt on one side", "give --model and an earlier --checkpoint"),
+        NOT_SYNCED,
     )
 
     def found(self, evidence: Evidence) -> Found | None:

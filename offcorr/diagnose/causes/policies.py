@@ -23,6 +23,7 @@ from offcorr.diagnose.causes.versions import (
     versioned,
 )
 from offcorr.diagnose.evidence import SAME, Estimate, Evidence, mean_by_sequence
+from offcorr.diagnose.record import Floats
 
 WEIGHTS = 0.03
 """Mean |d| / (1 - p) above which weights differ by more than rounding; bf16 and int8 have .003 to .02."""
@@ -201,7 +202,14 @@ class MoERouting(Cause):
     stage = "policies"
     title = "the sampler's router sends some tokens to other experts than the trainer's"
     advice = "compute the router in float32 on both sides, or replay the sampler's choice of experts in the trainer"
-    not_told_from = (OTHER_IDS,)
+    not_told_from = (
+        OTHER_IDS,
+        Alternative(
+            "log-probs of a few tokens that somebody filled in, such as those of end tokens",
+            "look where the log-probs of the tokens that are far off come from",
+            settled=lambda evidence: len(_far_off(evidence)) >= BOTH_WAYS,
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         profile = Profile.of(evidence)
@@ -220,15 +228,24 @@ class MoERouting(Cause):
             float(np.log(heavy / 5)) + 0.5,
             f"the relative difference |d| / (1 - p) has a mean of {profile.mean:.2g} and a median of "
             f"{profile.median:.2g}: most tokens agree, and a few are far off",
-            surest=ALIKE,
+            surest=ALIKE if len(_far_off(evidence)) >= BOTH_WAYS else 0.5,
         )
+
+
+BOTH_WAYS = 8
+"""Tokens that are far off, from which on they show whether they are so in both directions."""
+
+
+def _far_off(evidence: Evidence) -> Floats:
+    """d of the tokens where it is far from 0."""
+    return evidence.d[evidence.size > 5 * evidence.gap]
 
 
 def _one_sided(evidence: Evidence) -> bool:
     """Whether the tokens that are far off are so in one direction, as under a penalty; other experts do both."""
-    far = evidence.d[evidence.size > 5 * evidence.gap]
+    far = _far_off(evidence)
     above = int((far > 0).sum())
-    return len(far) >= 8 and not 0.1 <= above / len(far) <= 0.9
+    return len(far) >= BOTH_WAYS and not 0.1 <= above / len(far) <= 0.9
 
 
 OTHER_PROMPT = Alternative(

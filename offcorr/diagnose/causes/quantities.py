@@ -125,11 +125,12 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
     """Each quantity in words, the share of |d| that may be left, and the log-probs if the values are that quantity."""
     if not np.isfinite(values).all():
         return
-    positive = bool((values >= 0).mean() > 0.98)
-    if positive:
-        yield "the negatives of log-probs", FITS, -values
-        if values.max() <= 1 + 1e-6:
-            yield "probabilities, not their logarithms", FITS, np.log(np.maximum(values, 1e-30))
+    if (values >= 0).mean() > 0.98:
+        most = np.inf if _share_above(values) > 0.98 else FITS  # whatever the weights are, these are no log-probs
+        probabilities = values.max() <= 1 + 1e-6
+        yield "the negatives of log-probs", FITS if probabilities else most, -values
+        if probabilities:
+            yield "probabilities, not their logarithms", most, np.log(np.maximum(values, 1e-30))
         return
     for base in (2, 10):
         yield f"logarithms to base {base}", FITS_BASE, values * np.log(base)

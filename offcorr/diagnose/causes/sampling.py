@@ -19,6 +19,15 @@ SIGNIFICANT = 5.0
 PROCESSED = "let the engine report what it samples from (vLLM: logprobs_mode='processed_logprobs')"
 
 
+PADDED = Alternative(
+    "ids that one side's softmax has and the other's has not, such as those that pad the vocabulary",
+    "compare the number of logits on both sides",
+)
+
+NOT_PROPORTIONAL = 0.8
+"""Confidence at most that log-probs were divided, where d is not proportional to them."""
+
+
 class Unnormalised(Cause):
     """d has one sign: the sampler's probabilities sum to less than 1, or to more in contexts of every kind."""
 
@@ -28,9 +37,11 @@ class Unnormalised(Cause):
     advice = f"divide the logits by the temperature before log_softmax, not the log-probs after it: {PROCESSED}"
     not_told_from = (
         Alternative(
-            "another change of one side's log-probs after the softmax, such as a number that is added to probabilities",
+            "another change of one side's log-probs after the softmax, such as a number that is added to "
+            "probabilities, or a division by the sequence's length",
             "compare how each side computes its log-probs",
         ),
+        PADDED._replace(settled=lambda evidence: _proportional(evidence)),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -50,10 +61,11 @@ class Unnormalised(Cause):
             identity.value,
             identity.error,
             1.0,
-            4.5,  # it precedes a temperature, which fits the same log-probs
+            8.0,  # it precedes a temperature, which fits the same log-probs
             f"d is {'above' if more == 'less' else 'below'} 0 at {_share(evidence, more == 'less'):.0%} of the tokens "
             f"that differ: the sampler's probabilities, which are e to its log-probs, sum to {more} than 1 (the mean "
             f"ratio e^d is {identity.value:.3f})",
+            surest=1.0 if _proportional(evidence) else NOT_PROPORTIONAL,
         )
 
 
@@ -63,14 +75,27 @@ def _share(evidence: Evidence, above: bool) -> float:
     return float(((d > 0) == above).mean())
 
 
-def _of_context(evidence: Evidence) -> bool:
-    """Whether d is proportional to the log-prob, or a smooth function of the entropy among policies in balance."""
+def _proportional(evidence: Evidence) -> bool:
+    """Whether d is proportional to the log-prob."""
+    near, varies = _near_a_multiple(evidence)
+    return near and varies
+
+
+def _near_a_multiple(evidence: Evidence) -> tuple[bool, bool]:
+    """Whether d is near a multiple of the log-prob, and whether it varies, as in all flat contexts it does not."""
     d, t = evidence.d, evidence.trainer
     unlikely = t < -0.5
-    slope = float((d * t).sum() / np.square(t).sum())
-    off = (d - slope * t)[unlikely]
-    if unlikely.sum() >= 16 and np.abs(off).mean() < 0.1 * evidence.size[unlikely].mean():
-        return float(off.var()) < 0.15 * float(d[unlikely].var())  # d is the same in all flat contexts, whatever it is
+    off = (d - float((d * t).sum() / np.square(t).sum()) * t)[unlikely]
+    near = unlikely.sum() >= 16 and np.abs(off).mean() < 0.1 * evidence.size[unlikely].mean()
+    return bool(near), bool(near and off.var() < 0.15 * d[unlikely].var())
+
+
+def _of_context(evidence: Evidence) -> bool:
+    """Whether d is proportional to the log-prob, or a smooth function of the entropy among policies in balance."""
+    near, varies = _near_a_multiple(evidence)
+    if near:
+        return varies
+    d = evidence.d
     balance = evidence.balance
     h = evidence.entropy
     if balance is None or h is None or evidence.with_entropy is not evidence or balance.z < -4:

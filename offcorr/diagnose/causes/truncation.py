@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
-from offcorr.diagnose.causes.sampling import SIGNIFICANT
+from offcorr.diagnose.causes.sampling import PADDED, SIGNIFICANT
 from offcorr.diagnose.evidence import Booleans, Estimate, Evidence
 from offcorr.diagnose.record import Floats
 
@@ -274,12 +274,6 @@ BAN = Alternative(
     settled=lambda evidence: evidence.with_entropy is not None and not _told_by_tail(evidence),
 )
 LIKELIEST = BAN._replace(words="a truncation to the likeliest tokens (top_k, min_p)")
-
-
-PADDED = Alternative(
-    "ids that one side's softmax has and the other's has not, such as those that pad the vocabulary",
-    "compare the number of logits on both sides",
-)
 
 
 CROWDED = 0.012

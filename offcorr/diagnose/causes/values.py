@@ -16,6 +16,10 @@ IMPOSSIBLE = -50.0
 """Log-prob (nats) of a token that is not sampled once in all of training."""
 
 
+OF_ENDS = ("appended_eos", "shift")
+"""Causes that leave a filled-in value at the last tokens of completions."""
+
+
 class Sentinel(Cause):
     """Values that stand for "no log-prob": infinite, above 0, or one constant far from the trainer's values."""
 
@@ -30,14 +34,21 @@ class Sentinel(Cause):
             "read the engine's sampling options",
             settled=lambda evidence: bool((evidence.sampler != 0).any()),
         ),
+        Alternative(
+            "end tokens that were appended, and that the model did not sample (appended_eos)",
+            "look whether these completions were cut by the length limit",
+            settled=lambda evidence: not _at_ends(evidence),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
         constant = _constant(evidence)
-        if constant is not None:
+        if constant is not None or _mostly_above(evidence.sampler):
             return constant
         odd, value = _placeholders(evidence)
-        alone = _zeros(evidence) & ~evidence.last & (not zeros_of_truncation(evidence))
+        alone = _zeros(evidence) & (not zeros_of_truncation(evidence))
+        if any(CAUSES[id].found(evidence) is not None for id in OF_ENDS):
+            alone &= ~evidence.last
         if alone.any() and not _in_runs(evidence, alone) and not _at_edges(evidence, alone):
             odd, value = (odd | alone, value if odd.sum() > alone.sum() else 0.0)
         impossible = int((~np.isfinite(evidence.sampler[odd]) | (evidence.sampler[odd] <= IMPOSSIBLE)).sum())
@@ -56,6 +67,18 @@ class Sentinel(Cause):
             surest=FEW if not impossible and value == 0 and _truncated(evidence.d[~odd]) else 1.0,
             of_zeros=value == 0,
         )
+
+
+def _at_ends(evidence: Evidence) -> bool:
+    """Whether most exact zeros at unlikely tokens stand at the ends of completions, and these are of one token id."""
+    zeros = _zeros(evidence)
+    ends = zeros & evidence.last
+    return bool(ends.any()) and float(evidence.last[zeros].mean()) > 0.5 and len(np.unique(evidence.ids[ends])) == 1
+
+
+def _mostly_above(values: Floats) -> bool:
+    """Whether nearly all values are above 0, as those of another quantity are: probabilities, or -ln p."""
+    return float((values > 0).mean()) > 0.9
 
 
 def _truncated(d: Floats) -> bool:
