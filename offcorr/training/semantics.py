@@ -79,12 +79,16 @@ PROCESSED = "let the engine report what it samples from (vLLM: logprobs_mode='pr
 
 OR_DROPOUT = ", and score with the trainer's dropout off, whose noise can look like this"
 
+OR_LOGITS = (
+    ". Where both have one, look for another change of the logits that one side makes: a softcap, a scale, a logit_bias"
+)
+
 MENDS: dict[Kind, str] = {
     "agrees": "",
     "unknown": "",
-    "probabilities": "pass the logarithms of the probabilities",
-    "temperature": f"set the same temperature= for the sampler and the trainer, and {PROCESSED}",
-    "raw": PROCESSED,
+    "probabilities": "pass log-probs, which are at most 0: the logarithms of the probabilities, not the negatives",
+    "temperature": f"set the same temperature= for the sampler and the trainer, and {PROCESSED}{OR_LOGITS}",
+    "raw": f"{PROCESSED}{OR_LOGITS}",
     "kept_mass": "sample without truncation (top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0); only in a loop of "
     "your own the trainer's log-probs can be renormalised instead, over the tokens that the engine kept, with "
     "offcorr.linear_logprob(..., support=)"
@@ -297,7 +301,8 @@ def logprob_semantics(
 
     for whose, values in (("engine's log-probs", e), ("trainer's log-probs (old_logp, if the sampler supplies it)", t)):
         if above_zero(values):
-            return result("probabilities", f"the {whose} are above 0, as no log-prob is: probabilities, it seems")
+            what = "negatives of log-probs" if values.max() > 1 + 1e-6 else "probabilities"
+            return result("probabilities", f"the {whose} are above 0, as no log-prob is: {what}, it seems")
     if (torch.minimum(t, e) < CERTAIN).sum() < UNCERTAIN:
         return result("unknown", "too few uncertain tokens to compare the engine's log-probs with the trainer's")
     if (e == e[0]).all():
@@ -306,11 +311,15 @@ def logprob_semantics(
         return result("per_sequence", f"the engine's log-probs {finding}")
     stands_in = _placeholders(t, e)
     if number := int(stands_in.sum()):
-        constant = e[stands_in].mode().values.item()
+        constant = e[stands_in].mode().values.item() + 0.0  # -0 is 0
         tokens = f"{number / len(e):.0%} of the tokens" if number > 0.01 * len(e) else f"{number} of the tokens"
         others = seen.clone()
         others[seen] = ~stands_in
         finding = f"the engine reported a placeholder, {constant:g}, for {tokens}"
+        if constant < 0 and constant == e.min() and (t[stands_in] < constant).double().mean() > 0.9:
+            finding = f"the engine's log-probs are cut off at {constant:g}, where {tokens} stand"
+        if (e == e.round()).all():
+            finding = "the engine's log-probs are whole numbers: rounded, or cut off behind the point"
         if int((e[stands_in] == constant).sum()) < number / 2:
             finding = (
                 f"the engine reported values from {e[stands_in].min():.3g} to {e[stands_in].max():.3g} for {tokens}, "
@@ -344,22 +353,26 @@ def logprob_semantics(
 
     lost, doubtful = 1 - ratio.value, SIGNIFICANT * ratio.error
     raised = (d > RAISED).double().mean().item()
-    if lost > max(0.002, doubtful) and below > 5 * above and raised < FEW_RAISED:
+    if lost > max(0.002, doubtful) and below > 5 * above and raised < FEW_RAISED and related:
         mass = f"{ratio.value:.3g} +- {ratio.error:.1g}"
         likelier = surprise is not None and surprise.value < -LIKELIER * surprise.error
         if not likelier and surprise is not None and surprise.value - 2 * surprise.error > -lost:
             # Without its unlikely tokens a distribution gives likelier ones: by more than what it lost, in nats.
+            drawn = "drawn as from all"
+            if surprise.value > LIKELIER * surprise.error:
+                drawn = "not the likeliest ones, rather the others"
             finding = (
                 f"the engine's log-probs are raised as if tokens were left out that hold {1 - ratio.value:.3g} +- "
-                f"{ratio.error:.1g} of the probability, but the tokens were drawn as from all (mean of -logp - entropy "
+                f"{ratio.error:.1g} of the probability, but the sampled tokens are {drawn} (mean of -logp - entropy "
                 f"{surprise.value:+.2g} +- {surprise.error:.1g}, and far below 0 under top-p, top-k or min-p)"
             )
             return replace(result("unnormalised", finding), raised=True)
         or_else = (
             ""
             if likelier
-            else "; or they were divided by a temperature above 1 after the softmax, or are of other tokens than the "
-            f"sampled ones, which {'entropy' if surprise is None else 'more tokens'} would show"
+            else "; or some tokens are forbidden (logit_bias, bad_words), or they were divided by a temperature above "
+            "1 after the softmax, or are of other tokens than the sampled ones, which "
+            f"{'entropy' if surprise is None else 'more tokens'} would show"
         )
         return result(
             "kept_mass",
@@ -367,8 +380,8 @@ def logprob_semantics(
             f"probability on average, and the trainer's are not{or_else}",
         )
     if gap > LARGE and (same_weights or abs(lost) > doubtful):
-        why = " nor by a temperature" if h is not None else "; entropy would show whether by a temperature"
-        finding = f"the engine's log-probs differ from the trainer's, not by a kept mass{why}"
+        why = " nor by one temperature" if h is not None else "; entropy would show whether by a temperature"
+        finding = f"the engine's log-probs differ from the trainer's, not by a kept mass alone{why}"
         if abs(lost) > max(FATAL_RATIO, doubtful):
             finding += (
                 f"; the mean ratio e^d is {ratio.value:.3g} +- {ratio.error:.1g}, and 1 on average for any two policies"

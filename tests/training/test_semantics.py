@@ -525,6 +525,39 @@ def test_log_probs_of_the_likeliest_token_are_no_kept_mass():
     assert result.kind == "unnormalised" and result.fatal and "such as the likeliest" in result.mend
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda e: -e, "negatives of log-probs, it seems"),
+        (lambda e: e.exp(), "probabilities, it seems"),
+        (lambda e: e.clamp(min=-2), "are cut off at -2, where 72% of the tokens"),
+        (lambda e: e.trunc(), "are whole numbers: rounded, or cut off"),
+    ],
+)
+def test_values_that_are_no_log_probs_of_single_tokens_are_said_to_be_what_they_are(change, said):
+    logp, rollout_logp, mask, entropy = sampled()
+    result = logprob_semantics(logp, change(rollout_logp), mask, entropy=entropy)
+    assert result.fatal and said in result.sentence
+
+
+def test_log_probs_after_another_text_are_no_kept_mass():
+    """The sampler's tokens are nearly impossible to the trainer, so that d is below 0 at each of them."""
+    logp, rollout_logp, mask, entropy = sampled(peaked=True)
+    other = logp - 15 * torch.rand(logp.shape, generator=torch.Generator().manual_seed(2))
+    for known in (entropy, None):
+        result = logprob_semantics(other, rollout_logp.flip(0), mask, entropy=known)
+        assert result.kind == "differs" and result.fatal and "hardly correlate" in result.sentence
+
+
+def test_a_ban_is_told_from_a_truncation_or_asked_about():
+    """Of a few tokens: asked about.  Of the likeliest one: its tokens are less likely than draws from all."""
+    few = found(top_k=SYMBOLS - 20)
+    assert few.kind == "kept_mass" and "some tokens are forbidden" in few.sentence
+    logp, _, mask, entropy = sampled()
+    rest = logprob_semantics(logp - 1, logp - 0.5, mask, entropy=entropy + 0.4)
+    assert rest.kind == "unnormalised" and "rather the others" in rest.sentence and "forbids some" in rest.mend
+
+
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_p": 0.8, "peaked": True}, {"top_k": 5}, {"top_k": 50}])
 def test_a_truncation_is_one(settings):
     """Its tokens are likelier than draws from the trainer's distributions, so nothing else is said."""
