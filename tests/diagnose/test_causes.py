@@ -1140,6 +1140,39 @@ def test_probabilities_are_no_log_probs_whatever_the_weights(apart):
         assert "probabilities, not their logarithms" in found["other_quantity"].evidence and "sentinel" not in found
 
 
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_log_probs_of_the_likeliest_token_are_another_quantity(scale):
+    """As of the first entry of a list of candidates; a truncation leaves a part of this at likely tokens, too."""
+    made = world(sequences=64)
+    made.sampler = made.trainer = lambda logits, world: scale * logits
+    made.logged = lambda drawn, plain: np.broadcast_to(
+        simulated.log_softmax(scale * plain).max(-1, keepdims=True), plain.shape
+    )
+    (found,) = diagnose(made.records()).causes
+    assert found.cause == "other_quantity" and "those of the likeliest token" in found.evidence
+
+
+def test_impossible_log_probs_of_other_tokens_are_no_placeholders():
+    """Of another text they are all different."""
+    records = with_values(world(sequences=64).records(), lambda logp: np.roll(20 * logp, 7))
+    others = records[7:]
+    records = [
+        dataclasses.replace(one, rollout_logp=other.rollout_logp)
+        for one, other in zip(records[: len(others)], others, strict=True)
+    ]
+    assert "sentinel" not in {one.cause for one in diagnose(records).causes}
+
+
+@pytest.mark.parametrize("cause", ["top_p", "top_k", "min_p", "logit_mask"])
+def test_without_entropy_divided_log_probs_stand_beside_a_truncation(cause):
+    asked = "divided by the temperature after the softmax"
+    records = world(cause).records()
+    without = diagnose([dataclasses.replace(one, entropy=None) for one in records])
+    assert any(asked in said for said in without.cannot_tell)
+    if cause in ("top_p", "min_p"):
+        assert not any(asked in said for said in diagnose(records).cannot_tell)
+
+
 @pytest.mark.parametrize("divisor", [0.6, 0.8])
 def test_without_entropy_divided_log_probs_are_no_temperature(divisor):
     records = [dataclasses.replace(one, entropy=None) for one in with_values(world().records(), lambda x: x / divisor)]

@@ -22,6 +22,9 @@ truncation of a flat policy is near to."""
 AT_BOUND = 8
 """Tokens, at least, whose value is the bound of log-probs that were cut off."""
 
+LIKELIEST = 16
+"""Tokens, at least, that have to be the likeliest of their place, and that cannot be."""
+
 SMALLEST_ADDED = 1e-6
 """The least that was added to each probability, before the logarithm, to be told from rounding."""
 
@@ -147,6 +150,20 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
     if at_bound.sum() >= AT_BOUND and (wanted[at_bound] < values.min()).mean() > 0.9:
         words = f"cut off at {values.min():.4g}, where {at_bound.sum()} of {len(values)} of them stand"
         yield words, FITS, np.where(at_bound, wanted, values)
+    elif _of_the_likeliest(values, wanted):
+        yield "those of the likeliest token of each place, whichever was sampled", np.inf, wanted
+
+
+def _of_the_likeliest(values: Floats, wanted: Floats) -> bool:
+    """Whether tokens that have to be the likeliest ones agree, and others have larger values, by far on average."""
+    likeliest, others = (wanted > np.log(0.55)) & (wanted < -0.02), wanted < np.log(0.3)
+    if likeliest.sum() < LIKELIEST or others.sum() < LIKELIEST:
+        return False
+    agree = float(np.abs(values - wanted)[likeliest].mean()) < 0.01
+    above = (values - wanted)[others]
+    fits = np.exp(values[others]) + np.exp(wanted[others]) < 1.02  # of two tokens, unless it is the same
+    larger = (above > -0.01).mean() > 0.98 and (above > 0.1).mean() > 0.5 and np.minimum(above, 3).mean() > 0.7
+    return bool(agree and larger and (fits | (above < 0.01)).mean() > 0.98)
 
 
 def _of_sequences(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tuple[str, float, Floats]]:

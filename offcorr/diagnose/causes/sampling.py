@@ -42,12 +42,18 @@ class Unnormalised(Cause):
             "compare how each side computes its log-probs",
         ),
         PADDED._replace(settled=lambda evidence: _proportional(evidence)),
+        Alternative(
+            "a ban of likely tokens (logit_bias, bad_words, structured decoding)",
+            "compare the sampler's options, or give --model",
+            settled=lambda evidence: _proportional(evidence) or float(evidence.d.mean()) > 0,
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
         d = evidence.d
         identity = evidence.ratio_identity
-        off = abs(identity.value - 1) / max(identity.error, 1e-12)
+        proportional = _proportional(evidence)
+        off = np.inf if proportional else abs(identity.value - 1) / max(identity.error, 1e-12)
         above, below = float(np.clip(d, 0, 3).sum()), float(np.clip(-d, 0, 3).sum())
         if evidence.gap < max(0.003, evidence.floor) or len(evidence) < 32 or off < SIGNIFICANT or evidence.selected:
             return None
@@ -65,7 +71,7 @@ class Unnormalised(Cause):
             f"d is {'above' if more == 'less' else 'below'} 0 at {_share(evidence, more == 'less'):.0%} of the tokens "
             f"that differ: the sampler's probabilities, which are e to its log-probs, sum to {more} than 1 (the mean "
             f"ratio e^d is {identity.value:.3f})",
-            surest=1.0 if _proportional(evidence) else NOT_PROPORTIONAL,
+            surest=1.0 if proportional else NOT_PROPORTIONAL,
         )
 
 

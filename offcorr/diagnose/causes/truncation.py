@@ -276,6 +276,14 @@ BAN = Alternative(
 LIKELIEST = BAN._replace(words="a truncation to the likeliest tokens (top_k, min_p)")
 
 
+DIVIDED = Alternative(
+    "log-probs of one side that were divided by the temperature after the softmax",
+    "compare how each side computes its log-probs, or give --model",
+)
+DIVIDED_UNLESS_DRAWN_SO = DIVIDED._replace(
+    settled=lambda evidence: evidence.balance is not None and evidence.balance.z < -4
+)
+
 CROWDED = 0.012
 """Share of the tokens that rounding can make superfluous under top_p: it moves probabilities across the border."""
 
@@ -297,6 +305,7 @@ class TopP(Cause):
             "compare the sampler's options, or give --model",
         ),
         OTHER_TRUNCATION,
+        DIVIDED_UNLESS_DRAWN_SO,
         PADDED,
     )
 
@@ -342,7 +351,7 @@ class MinP(Cause):
     stage = "sampling"
     title = "the sampler draws from the tokens with at least min_p of the likeliest one's probability"
     advice = ADVICE
-    not_told_from = (TOP_P_AND_K, BLURRED_TOP_P, OTHER_TRUNCATION, BAN, PADDED)
+    not_told_from = (TOP_P_AND_K, BLURRED_TOP_P, OTHER_TRUNCATION, BAN, DIVIDED_UNLESS_DRAWN_SO, PADDED)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -371,10 +380,7 @@ class TopK(Cause):
             "a low min_p, which leaves no token alone where the policy is flat",
             "compare the sampler's options, or give --model",
         ),
-        Alternative(
-            "log-probs of the trainer that were divided by its temperature after the softmax",
-            "compare how each side computes its log-probs, or give --model",
-        ),
+        DIVIDED,
         PADDED,
     )
 
@@ -410,7 +416,7 @@ class LogitMask(Cause):
         "sample without structured decoding, logit_bias, bad_words, min_tokens and ignore_eos, or, only in a loop of "
         "your own, apply the same mask in the trainer (offcorr.linear_logprob(..., support=))"
     )
-    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, LIKELIEST, PADDED)
+    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, LIKELIEST, DIVIDED_UNLESS_DRAWN_SO, PADDED)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)

@@ -513,7 +513,10 @@ def _neighbours(evidence: Evidence, which: Booleans) -> Floats:
 def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
     """Tokens with a value that stands for none, and the commonest such value."""
     sampler = evidence.sampler
-    odd = ~np.isfinite(sampler) | (sampler > 1e-6) | (sampler <= IMPOSSIBLE) & (evidence.trainer > sampler / 2)
+    impossible = (sampler <= IMPOSSIBLE) & (evidence.trainer > sampler / 2)
+    if evidence.unrelated and len(np.unique(sampler[impossible])) > max(FEWEST, 0.5 * impossible.sum()):
+        impossible[:] = False  # log-probs of other tokens, or of another model
+    odd = ~np.isfinite(sampler) | (sampler > 1e-6) | impossible
     values, inverse, times = np.unique(sampler, return_inverse=True, return_counts=True)
     far = np.bincount(inverse, np.nan_to_num(evidence.size, posinf=1e3) > 0.5) / times
     mean = np.bincount(inverse, evidence.trainer) / times
