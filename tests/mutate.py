@@ -756,6 +756,56 @@ MUTATIONS = [
         "tests/trl/test_ess_lr.py::test_calibrated_on_policy",
     ),
     Mutation(
+        "tokens that the engine did not score left out of how the tokens were drawn",
+        "offcorr/training/semantics.py",
+        "both = surprise_of(t, h), surprise_of(ours[drawn], entropies[drawn])",
+        "both = surprise_of(t, h), surprise_of(t, h)",
+        "tests/training/test_semantics.py::test_tokens_that_the_engine_did_not_score_count_for_how_tokens_were_drawn",
+    ),
+    Mutation(
+        "unscored tokens that are the unlikely ones taken for tokens that were not sampled",
+        "offcorr/training/first_batch.py",
+        "return own and abs(self.of_all.value) > 3 * self.of_all.error",
+        "return own",
+        "tests/training/test_semantics.py::test_tokens_that_the_engine_did_not_score_count_for_how_tokens_were_drawn",
+    ),
+    Mutation(
+        "diagnose: the surprisal balance of tokens with a log-prob of the sampler alone",
+        "offcorr/diagnose/evidence.py",
+        "aside=_unscored(records),",
+        "",
+        "tests/diagnose/test_causes.py::test_unlikely_tokens_without_a_log_prob_of_the_sampler_are_no_low_temperature",
+    ),
+    Mutation(
+        "diagnose: the surprisal balance without the tokens of placeholders",
+        "offcorr/diagnose/causes/values.py",
+        "evidence.without_values(",
+        "evidence.keep(",
+        "tests/diagnose/test_causes.py::test_unlikely_tokens_without_a_log_prob_of_the_sampler_are_no_low_temperature",
+    ),
+    Mutation(
+        "diagnose: probabilities in a part of the sequences overlooked",
+        "offcorr/diagnose/causes/quantities.py",
+        "if positive := _of_both_sides(evidence) or _of_some(evidence):",
+        "if positive := _of_both_sides(evidence):",
+        "tests/diagnose/test_causes.py::test_values_above_0_in_a_part_of_the_sequences_are_another_quantity",
+    ),
+    Mutation(
+        "an alarm on a sampler that was never updated that ends with the trend",
+        "offcorr/training/series.py",
+        "self.never_fell or self.never_synced or self.behind",
+        "self.never_fell or self.behind",
+        "tests/training/test_own_updates.py::"
+        "test_an_alarm_on_a_sampler_that_was_never_updated_holds_until_the_gap_falls",
+    ),
+    Mutation(
+        "a noisy gap at lag 0 that is never an alarm",
+        "offcorr/training/series.py",
+        " or self.behind >= BEHIND",
+        "",
+        "tests/training/test_own_updates.py::test_a_noisy_gap_that_stays_is_an_alarm_after_some_steps",
+    ),
+    Mutation(
         "log-probs that are raised taken for a truncation, however the tokens were drawn",
         "offcorr/training/semantics.py",
         "if not likelier and surprise is not None and surprise.value - 2",
@@ -807,7 +857,7 @@ MUTATIONS = [
     Mutation(
         "a softmax over other ids taken for a sure division",
         "offcorr/diagnose/causes/sampling.py",
-        "surest=1.0 if _proportional(evidence) else NOT_PROPORTIONAL",
+        "surest=1.0 if proportional else NOT_PROPORTIONAL",
         "surest=1.0",
         "tests/diagnose/test_causes.py::test_a_division_is_unsure_where_the_difference_is_not_proportional",
     ),
@@ -1144,8 +1194,8 @@ MUTATIONS = [
     Mutation(
         "first batch: other weights are a truncation",
         "offcorr/training/semantics.py",
-        "and raised < FEW_RAISED:",
-        "and raised < 1:",
+        "and raised < FEW_RAISED and related:",
+        "and raised < 1 and related:",
         "tests/training/test_semantics.py other_weights_are_no_truncation",
     ),
     Mutation(
@@ -1235,8 +1285,8 @@ MUTATIONS = [
     Mutation(
         "the first batch: tokens without log-probs are not looked at",
         "offcorr/training/first_batch.py",
-        "return abs(self.surprise.value) > max(FATAL_SURPRISE,",
-        "return abs(self.surprise.value) > 1e9 * max(FATAL_SURPRISE,",
+        "own = abs(self.surprise.value) > max(FATAL_SURPRISE,",
+        "own = abs(self.surprise.value) > 1e9 * max(FATAL_SURPRISE,",
         "tests/trl/test_watch.py without_log_probs",
     ),
     Mutation(
@@ -1256,8 +1306,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: probabilities on both sides are placeholders",
         "offcorr/diagnose/causes/quantities.py",
-        "if both := _of_both_sides(evidence):",
-        "if False and (both := _of_both_sides(evidence)):",
+        "if positive := _of_both_sides(evidence) or _of_some(evidence):",
+        "if positive := _of_some(evidence):",
         "tests/diagnose/test_causes.py both_sides_of_another_quantity",
     ),
     Mutation(
@@ -1522,8 +1572,8 @@ MUTATIONS = [
     Mutation(
         "a lag that is reported taken for a sampler that was never updated",
         "offcorr/training/series.py",
-        "self.lag == 0 and self.never_fell",
-        "self.never_fell",
+        "behind = self.lag == 0 and self.start",
+        "behind = self.start",
         "tests/training/test_own_updates.py::test_a_sampler_that_was_never_updated_is_an_alarm_of_its_own",
     ),
     Mutation(

@@ -322,7 +322,9 @@ def _numbers(evidence: Evidence) -> dict[str, float]:
         numbers |= {"updates_abs_mean": evidence.moved, "updates_abs_max": evidence.moved_most}
     if evidence.balance is not None:
         numbers |= {"surprisal_balance": evidence.balance.value, "surprisal_balance_se": evidence.balance.error}
-        numbers["surprisal_balance_tokens"] = float(len(evidence.with_entropy or evidence))
+        numbers["surprisal_balance_tokens"] = float(
+            len(evidence.with_entropy or evidence) + len(evidence.aside.trainer)
+        )
     return numbers
 
 

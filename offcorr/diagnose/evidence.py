@@ -76,6 +76,18 @@ class SameContext(NamedTuple):
     paired: Booleans
 
 
+class Aside(NamedTuple):
+    """Tokens that were sampled, and whose log-prob of the sampler is not known.
+
+    Args:
+        trainer, entropy, sequence: [M] as in ``Evidence``; no entropy is NaN.
+    """
+
+    trainer: Floats = np.empty(0)
+    entropy: Floats = np.empty(0)
+    sequence: Integers = np.empty(0, np.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """N tokens that the model sampled, of all sequences one after the other; d = trainer - sampler.
@@ -93,6 +105,8 @@ class Evidence:
         balanced: whether the surprisal balance is still to be explained.
         whole: the tokens that these were chosen from by the sign of d, so that it and the mean of d say nothing; None:
             they were not.
+        aside: further sampled tokens, whose log-prob of the sampler is not known.  They count in ``balance``: it may
+            be known of the likely tokens alone.
     """
 
     records: Sequence[Record]
@@ -105,6 +119,7 @@ class Evidence:
     floor: float = SAME
     balanced: bool = True
     whole: Evidence | None = None
+    aside: Aside = Aside()
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Evidence:
@@ -134,10 +149,19 @@ class Evidence:
             joined("completion_ids").astype(np.int64),
             np.repeat(np.arange(len(records)), lengths),
             np.concatenate([np.flatnonzero(kept) for kept in chosen]) if chosen else np.empty(0, np.int64),
+            aside=_unscored(records),
         )
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+    def without_values(self, which: Booleans) -> Evidence:
+        """Without the values of the other tokens, which were sampled all the same."""
+        entropy = np.full(len(self), np.nan) if self.entropy is None else self.entropy
+        known = ~which & np.isfinite(entropy)
+        added = (self.trainer[known], entropy[known], self.sequence[known])
+        aside = Aside(*(np.concatenate(both) for both in zip(self.aside, added, strict=True)))
+        return dataclasses.replace(self.keep(which), aside=aside)
 
     def keep(self, which: Booleans) -> Evidence:
         """Without the other tokens."""
@@ -303,7 +327,11 @@ class Evidence:
         least in a distribution of two outcomes: the rare tokens that it comes from may be absent from the sample.
         """
         known = self.with_entropy
-        return None if known is None or known.entropy is None else surprisal_balance(known.trainer, known.entropy)
+        if known is None or known.entropy is None:
+            return None
+        also = np.isin(self.aside.sequence, self.sequence)
+        trainer = np.concatenate([known.trainer, self.aside.trainer[also]])
+        return surprisal_balance(trainer, np.concatenate([known.entropy, self.aside.entropy[also]]))
 
     @cached_property
     def by_token_id(self) -> Estimate:
@@ -400,8 +428,23 @@ def surprisal_balance(trainer: Floats, entropy: Floats) -> Estimate:
 
 
 def _valid(record: Record) -> Booleans:
-    valid = np.isfinite(record.old_logp) & ~np.isnan(record.rollout_logp)
-    return valid if record.mask is None else valid & record.mask
+    return _sampled(record) & ~np.isnan(record.rollout_logp)
+
+
+def _sampled(record: Record) -> Booleans:
+    """Whether the mask is set and the trainer scored the token."""
+    scored = np.isfinite(record.old_logp)
+    return scored if record.mask is None else scored & record.mask
+
+
+def _unscored(records: Sequence[Record]) -> Aside:
+    """The tokens that the trainer scored, with their entropy, and the sampler did not."""
+    found = [Aside()]
+    for at, record in enumerate(records):
+        if record.entropy is not None:
+            which = _sampled(record) & np.isnan(record.rollout_logp) & np.isfinite(record.entropy)
+            found.append(Aside(record.old_logp[which], record.entropy[which], np.full(which.sum(), at)))
+    return Aside(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
 
 
 def _split_half(ids: Integers, values: Floats, half: Integers) -> Estimate:

@@ -87,18 +87,21 @@ class Unscored(NamedTuple):
         share: of all valid tokens.
         surprise: mean of -logp - entropy (nats), which is 0 where the tokens were drawn from the trainer's
             distributions; None: not known.
+        of_all: the same of all valid tokens, among which these may be the unlikely ones.
     """
 
     number: int
     share: float
     surprise: Estimate | None
+    of_all: Estimate | None
 
     @property
     def drawn_otherwise(self) -> bool:
         """Whether they were not drawn from the trainer's distributions, by enough to matter."""
-        if self.surprise is None or self.number < UNCERTAIN:
+        if self.surprise is None or self.of_all is None or self.number < UNCERTAIN:
             return False
-        return abs(self.surprise.value) > max(FATAL_SURPRISE, SIGNIFICANT * self.surprise.error)
+        own = abs(self.surprise.value) > max(FATAL_SURPRISE, SIGNIFICANT * self.surprise.error)
+        return own and abs(self.of_all.value) > 3 * self.of_all.error
 
 
 def unscored(batch: Batch) -> Unscored:
@@ -111,14 +114,17 @@ def unscored(batch: Batch) -> Unscored:
         padded = padded.rows(rows)
     valid = padded.mask.bool()
     without = valid if padded.rollout_logp is None else valid & ~padded.rollout_logp.isfinite()
-    number, surprise = int(without.sum()), None
+    number, surprise, of_all = int(without.sum()), None, None
     logp = padded.logp.detach()
     # Where sequences were left out, say those without an end, the mean of the others need not be 0.
     if padded.entropy is not None and valid.any(1).all():
-        known = without & logp.isfinite() & padded.entropy.isfinite()
-        if known.any():
-            surprise = surprise_of(logp[known].double().cpu(), padded.entropy[known].double().cpu())
-    return Unscored(number, number / max(int(valid.sum()), 1), surprise)
+        drawn = valid & logp.isfinite() & padded.entropy.isfinite()
+        if (known := without & drawn).any():
+            surprise, of_all = (
+                surprise_of(logp[which].double().cpu(), padded.entropy[which].double().cpu())
+                for which in (known, drawn)
+            )
+    return Unscored(number, number / max(int(valid.sum()), 1), surprise, of_all)
 
 
 def _expected(batch: Batch) -> str:

@@ -14,7 +14,7 @@ from offcorr.diagnose.causes.versions import gap_without_age, older, versioned
 from offcorr.training.alarms import ADVICE
 from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.own_updates import LOWER_LEARNING_RATE, of_own_updates
-from offcorr.training.series import GROWN, SEVERAL, SMALLEST_K3, Series
+from offcorr.training.series import GROWN, SEVERAL, SMALLEST_K3, UNSYNCED, Series
 
 OF_OTHER_TEXT = "retokenised"
 """The cause that a policy which has moved far looks like, as it gives up tokens."""
@@ -76,7 +76,7 @@ OWN_ADVICE = (
 
 APART = "; anchor='snapshot' measures the lag and the engine's own mismatch apart"
 
-ALSO_A_LAG = "a sampler that stays some updates behind leaves the same until k3 levels off (no version tells)"
+ALSO_A_LAG = "a sampler that stays some updates behind leaves about the same (no version tells)"
 
 REPORTED = "where the sampler is to stay behind, return rollout_version, so that the lag is known"
 
@@ -344,9 +344,16 @@ def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCa
     """That no update reaches the sampler, where the run says since when and no logged version explains it."""
     evidence = getattr(report, "evidence", None)
     older_by_log = evidence is not None and older(evidence)
-    if series.name == "surprise" or named.cause not in OF_AGE or not series.never_fell or older_by_log:
+    looks_so = series.never_fell or series.never_synced
+    if series.name == "surprise" or named.cause not in OF_AGE or not looks_so or older_by_log:
         return named
     also = () if evidence is not None and versioned(evidence) else (ALSO_A_LAG,)
+    if not series.never_fell:
+        said = (
+            f"sampler and trainer agreed at the first step, and k3 has been above {UNSYNCED:g} in the last "
+            f"{series.behind} steps, although the reported lag is 0: it looks as if the sampler was never updated"
+        )
+        return NamedCause("adapter_not_synced", named.confidence, (said, *also), f"{LOST_UPDATES}; {REPORTED}")
     if series.agreed_steps >= SEVERAL:
         said = (
             f"sampler and trainer agreed up to step {series.agreed_until}, and k3 has grown since, to "

@@ -279,9 +279,10 @@ def logprob_semantics(
         raise ValueError(f"temperature is {temperature!r}, expected a number > 0")
     ours, theirs = logp.cpu().double(), rollout_logp.cpu().double()
     entropies = None if entropy is None else entropy.cpu().double()
-    seen = mask.cpu().bool() & ours.isfinite() & theirs.isfinite()
+    drawn = mask.cpu().bool() & ours.isfinite()
     if entropies is not None:
-        seen &= entropies.isfinite()
+        drawn &= entropies.isfinite()
+    seen = drawn & theirs.isfinite()
     if not seen.any():
         nan = Estimate(torch.nan, torch.nan)
         sentence = (
@@ -293,7 +294,11 @@ def logprob_semantics(
     d = t - e
     gap = d.abs().mean().item()
     ratio = mean_of(d.clamp(-50, 50).exp())
-    surprise = None if h is None else surprise_of(t, h)
+    surprise = None
+    if h is not None and entropies is not None:
+        # The engine may have scored the likely tokens alone, or all but those that the model did not sample.
+        both = surprise_of(t, h), surprise_of(ours[drawn], entropies[drawn])
+        surprise = min(both, key=lambda one: abs(one.value) / max(one.error, 1e-12))
     measured = f" (mean |d| {gap:.2g} over {len(d)} tokens)"
 
     def result(kind: Kind, finding: str, carried: Estimate | None = None) -> Semantics:
@@ -358,12 +363,12 @@ def logprob_semantics(
         likelier = surprise is not None and surprise.value < -LIKELIER * surprise.error
         if not likelier and surprise is not None and surprise.value - 2 * surprise.error > -lost:
             # Without its unlikely tokens a distribution gives likelier ones: by more than what it lost, in nats.
-            drawn = "drawn as from all"
+            are = "drawn as from all"
             if surprise.value > LIKELIER * surprise.error:
-                drawn = "not the likeliest ones, rather the others"
+                are = "not the likeliest ones, rather the others"
             finding = (
                 f"the engine's log-probs are raised as if tokens were left out that hold {1 - ratio.value:.3g} +- "
-                f"{ratio.error:.1g} of the probability, but the sampled tokens are {drawn} (mean of -logp - entropy "
+                f"{ratio.error:.1g} of the probability, but the sampled tokens are {are} (mean of -logp - entropy "
                 f"{surprise.value:+.2g} +- {surprise.error:.1g}, and far below 0 under top-p, top-k or min-p)"
             )
             return replace(result("unnormalised", finding), raised=True)
@@ -393,12 +398,12 @@ def logprob_semantics(
     if gap > NOTABLE and not same_weights:
         return result("agrees", "the engine's log-probs differ from the trainer's as those of other weights do")
     if same_weights and surprising is not None:
-        drawn = "were drawn from a distribution that is more certain"
+        were = "were drawn from a distribution that is more certain"
         if surprising.value > 0:
-            drawn = "were drawn from a distribution that is less certain, or not all sampled by this model"
+            were = "were drawn from a distribution that is less certain, or not all sampled by this model"
         return result(
             "unlogged",
-            f"the engine's log-probs {near} the trainer's, but the tokens {drawn}: mean of -logp - entropy "
+            f"the engine's log-probs {near} the trainer's, but the tokens {were}: mean of -logp - entropy "
             f"{surprising.value:.2g} +- {surprising.error:.1g} in place of 0",
         )
     if gap > HEALTHY:

@@ -47,9 +47,10 @@ learning rate begins at 0, have none in any case."""
 BEGINS = 1e-5
 """k3 (a mean |d| of about .004 nats) of a gap that begins in the warm-up, after steps without any."""
 
-UNSYNCED = 0.03
-"""k3 from which a sampler that looks as if it was never updated is an alarm of its own: the critical limit of the
-engine's k3."""
+UNSYNCED, BEHIND = 0.03, 16
+"""k3 from which a sampler that looks as if it was never updated is an alarm of its own, the critical limit of the
+engine's k3; and the number of steps in a row that k3 is above it, after none at the first step and at a reported lag of
+0, from which it is one even where a noisy k3 has not grown from step to step."""
 
 GAP_BEGINS = 16.0
 """Factor of k3 (4 in |d|) by which a gap is another than before."""
@@ -177,6 +178,10 @@ class Series:
         """The reported lag of the last step, in optimizer steps; None: it is not known."""
         self.lag_max = 0.0
         """The largest reported lag of the last step."""
+        self.behind = 0
+        """Number of steps in a row with a reported lag of 0 and a k3 above ``UNSYNCED``, after none at the first."""
+        self.never_synced = False
+        """``unsynced`` held in the last step."""
         self._crossed: list[float] = []
 
     @property
@@ -201,8 +206,11 @@ class Series:
     def unsynced(self) -> bool:
         """Whether the samples are reported to be of the weights of now, and look as if these never reached the sampler,
         by enough to matter.
+
+        It holds until k3 falls: where the gap grows more slowly than its noise, no step has the largest k3 any more.
         """
-        return self.name != "surprise" and self.lag == 0 and self.never_fell and (self.size or 0.0) >= UNSYNCED
+        grew = self.never_fell or self.never_synced or self.behind >= BEHIND
+        return self.name != "surprise" and self.behind > 0 and grew
 
     @property
     def agreed(self) -> bool:
@@ -274,7 +282,8 @@ class Series:
                 severity = limit.severity if severity != "critical" else severity
         self.size = math.exp(values["above"]) if self.name != "surprise" else None
         self._count(self.size, metrics, step)
-        if self.unsynced:
+        self.never_synced = self.unsynced
+        if self.never_synced:
             above, severity = True, severity or "warning"
             found.setdefault("k3", f"the KL divergence of the two (k3) is {self.size:.2g} nats")
             self._crossed.append(min((self.size or 0.0) / UNSYNCED, LARGEST_EXCESS))
@@ -342,6 +351,8 @@ class Series:
         self.highs += self.steps > 0 and size > self.highest
         self.highest = max(self.highest, size)
         self.steps += 1
+        behind = self.lag == 0 and self.start <= SMALLEST_K3 and size >= UNSYNCED
+        self.behind = self.behind + 1 if behind else 0
 
     def looks_again(self) -> bool:
         """Whether the cause of the alarm that is on is to be looked at again."""
@@ -481,4 +492,6 @@ _STATE = (
     "highest",
     "left_size",
     "new_size",
+    "behind",
+    "never_synced",
 )

@@ -34,7 +34,8 @@ TRL_LOSS_OPTIONS = {
     "epsilon": ("eps_low",),
     "epsilon_high": ("eps_high", "cap"),
     "delta": ("dual_clip",),
-    "importance_sampling_level": "the method itself (gspo or luspo, with narrower bounds of their own) or its ratio",
+    "importance_sampling_level": "loss_type='gspo' or 'luspo', with narrower bounds of their own, or loss= of another "
+    "ratio",
     "sapo_temperature_pos": ("tau_pos",),
     "sapo_temperature_neg": ("tau_neg",),
     "vespo_k_pos": ("k_pos",),
@@ -380,7 +381,7 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
         but = (
             KL_READS_IT
             if "importance_sampling_level" in ignored and weights_kl(args)
-            else ": use loss_kwargs" * ("(here:" in listed)
+            else ": use loss_kwargs" * ("(here:" in listed and [*ignored] != ["importance_sampling_level"])
         )
         warnings.warn(
             f"TRL's own losses read {listed}; the correction {correction.method!r} ignores this{but}",

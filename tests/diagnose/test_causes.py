@@ -1203,6 +1203,42 @@ def test_another_prompt_is_asked_about_where_an_update_may_be_missing_whatever_t
         assert any(asked in said for said in report.cannot_tell) == open_to_it
 
 
+@pytest.mark.parametrize(("value", "named"), [(-9999.0, ["sentinel"]), (np.nan, [])])
+def test_unlikely_tokens_without_a_log_prob_of_the_sampler_are_no_low_temperature(value, named):
+    """As after a look-up among the likeliest tokens; how these were drawn counts."""
+    looked_up = [
+        dataclasses.replace(one, rollout_logp=np.where(one.old_logp < -4, value, one.rollout_logp))
+        for one in world(sequences=64).records()
+    ]
+    report = diagnose(looked_up)
+    assert [one.cause for one in report.causes] == named
+    assert abs(report.numbers["surprisal_balance"]) < 3 * report.numbers["surprisal_balance_se"]
+
+
+def test_tokens_that_were_masked_by_their_log_probs_are_asked_about_beside_a_low_temperature():
+    asked = "tokens that were masked by their log-probs"
+    records = world(sequences=64).records()
+    report = diagnose([dataclasses.replace(one, mask=one.old_logp > -4) for one in records])
+    assert report.verdict in ("temperature_silent", "top_p_silent") and any(asked in one for one in report.cannot_tell)
+    report = diagnose(world("temperature_silent").records())
+    assert not any(asked in one for one in report.cannot_tell)
+
+
+@pytest.mark.parametrize("side", ["rollout_logp", "old_logp"])
+@pytest.mark.parametrize(
+    ("change", "said"), [(np.exp, "probabilities, not their"), (np.negative, "the negatives of log-probs")]
+)
+def test_values_above_0_in_a_part_of_the_sequences_are_another_quantity(side, change, said):
+    records = world().records()
+    some = [
+        dataclasses.replace(one, **{side: change(getattr(one, side))}) if row % 4 == 0 else one
+        for row, one in enumerate(records)
+    ]
+    (found,) = diagnose(some).causes
+    assert found.cause == "other_quantity" and said in found.evidence
+    assert f"in 8 of {len(records)} sequences" in found.evidence
+
+
 def test_one_impossible_value_is_a_placeholder():
     records = world().records()
     records[3].rollout_logp[7] = -9999.0

@@ -160,6 +160,27 @@ def test_a_sampler_that_was_never_updated_is_an_alarm_of_its_own(gaps, lags, ste
         assert monitor.numbers()["offcorr/monitor/staleness"] > 1
 
 
+def test_an_alarm_on_a_sampler_that_was_never_updated_holds_until_the_gap_falls():
+    """Where the gap grows more slowly than its noise no step has the largest k3, and it is as large as ever."""
+    gaps = [*(0.05 * step for step in range(8)), *[0.3, 0.33] * 15]
+    monitor = quiet(name_cause=named("stale_weights"))
+    found = staleness(monitor, gaps, [0] * len(gaps))
+    assert len([alarm for alarm in found if not alarm.revises]) == 1
+    assert all(alarm.cause == "adapter_not_synced" for alarm in found)
+    assert monitor.numbers()["offcorr/monitor/staleness"] > 1
+    staleness(monitor, [0.0] * 3, [0] * 3)  # new weights have arrived
+    assert "offcorr/monitor/staleness" not in monitor.numbers()
+
+
+def test_a_noisy_gap_that_stays_is_an_alarm_after_some_steps():
+    """It did not grow from step to step, so that no trend says so; the reported lag is 0."""
+    gaps = [0.0, 0.9] + [0.4, 0.6] * 12
+    (alarm, *_) = staleness(quiet(name_cause=named("stale_weights")), gaps, [0] * len(gaps))
+    assert (alarm.step, alarm.cause) == (17, "adapter_not_synced")
+    assert "k3 has been above 0.03 in the last 16 steps, although the reported lag is 0" in str(alarm)
+    assert staleness(quiet(name_cause=named("stale_weights")), gaps, [4] * len(gaps)) == []
+
+
 def test_a_sampler_that_was_updated_at_first_is_not_called_never_updated():
     gaps = [0.0] * 8 + [0.1 * step for step in range(1, 30)]
     first, *_, last = staleness(quiet(name_cause=named("stale_weights")), gaps, [0] * len(gaps))

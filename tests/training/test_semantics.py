@@ -11,6 +11,7 @@ import torch
 
 import offcorr
 from offcorr.training import Rollout, Step, Supplied, logprob_semantics
+from offcorr.training.first_batch import unscored
 from offcorr.training.semantics import MENDS, Kind
 
 SYMBOLS = 200
@@ -355,6 +356,24 @@ def test_a_rare_token_that_is_absent_is_no_surprise():
     assert logprob_semantics(logp, logp, mask, entropy=entropy).kind == "agrees"
     surprise = logprob_semantics(logp[:, :50], logp[:, :50], mask[:, :50], entropy=entropy[:, :50]).surprise
     assert abs(surprise.value) < surprise.error
+
+
+@pytest.mark.parametrize("which", ["unlikely", "other"])
+def test_tokens_that_the_engine_did_not_score_count_for_how_tokens_were_drawn(which):
+    """They may be the unlikely ones, as after a look-up among the likeliest; or were drawn otherwise themselves."""
+    logp, rollout_logp, mask, entropy = sampled(sizes=(32, 64))
+    left_out = logp < logp.quantile(0.07)
+    if which == "other":
+        left_out = torch.rand(logp.shape, generator=torch.Generator().manual_seed(1)) < 0.07
+        logp = torch.where(left_out, logp - 3, logp)
+    rollout_logp = torch.where(left_out, torch.nan, rollout_logp)
+    result = logprob_semantics(logp, rollout_logp, mask, entropy=entropy)
+    assert result.kind == "agrees"
+    advantages = torch.ones(len(logp))
+    batch = offcorr.Batch(
+        logp=logp, old_logp=logp, rollout_logp=rollout_logp, advantages=advantages, mask=mask, entropy=entropy
+    )
+    assert unscored(batch).drawn_otherwise == (which == "other")
 
 
 def test_nothing_under_the_mask_and_nothing_unscored_counts():

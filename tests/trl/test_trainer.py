@@ -884,7 +884,7 @@ def test_an_option_that_trls_kl_still_reads_is_not_called_ignored_alone():
     """TRL weights the KL by the ratio, of the level that importance_sampling_level says."""
     level = {"importance_sampling_level": "sequence"}
     (plain,) = warnings_of_ignored("minpro", **level)
-    assert "'minpro' ignores this: use loss_kwargs" in plain
+    assert "(here: loss_type='gspo' or 'luspo', " in plain and plain.endswith("'minpro' ignores this")
     (weighted,) = warnings_of_ignored("minpro", beta=0.1, use_bias_correction_kl=True, **level)
     assert "ignores this, but TRL's KL term does not" in weighted
     (unweighted,) = warnings_of_ignored("minpro", beta=0.1, use_bias_correction_kl=False, **level)

@@ -48,8 +48,8 @@ class OtherQuantity(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        if both := _of_both_sides(evidence):
-            return both
+        if positive := _of_both_sides(evidence) or _of_some(evidence):
+            return positive
         if evidence.gap < SMALLEST or len(evidence) < 32 or not evidence.as_logged:
             return None
         own = _distance(evidence.d)
@@ -95,6 +95,35 @@ def _of_both_sides(evidence: Evidence) -> Found | None:
         dataclasses.replace(evidence, **undone),
         share=1.0,
     )
+
+
+def _of_some(evidence: Evidence) -> Found | None:
+    """The finding where the values of one side are above 0 in some sequences, and hardly ever in the others."""
+    for side in ("sampler", "trainer"):
+        values = getattr(evidence, side)
+        times = np.bincount(evidence.sequence, minlength=len(evidence.records))
+        above = np.bincount(evidence.sequence, values > 0, minlength=len(evidence.records))
+        whole = (times > 0) & (above > 0.98 * times)
+        here = whole[evidence.sequence]
+        if whole.sum() < 2 or whole.sum() == (times > 0).sum() or here.sum() < 32 or (values[~here] > 1e-6).any():
+            continue
+        probabilities = values[here].max() <= 1 + 1e-6
+        undone = values.copy()
+        undone[here] = np.log(np.maximum(values[here], 1e-30)) if probabilities else -values[here]
+        share = float(here.mean())
+        own = evidence.size.sum()
+        changed: dict[str, Any] = {side: undone}
+        return Found(
+            share,
+            0.0,
+            0.0,
+            float(len(evidence)),
+            f"in {whole.sum()} of {(times > 0).sum()} sequences the {side}'s values are above 0, as no log-prob is: "
+            + ("probabilities, not their logarithms" if probabilities else "the negatives of log-probs"),
+            dataclasses.replace(evidence, **changed),
+            share=float(evidence.size[here].sum() / own) if np.isfinite(own) and own > 0 else 1.0,
+        )
+    return None
 
 
 def _share_above(values: Floats) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.drawn import Repeats, Truncation, repeats, truncation
 from offcorr.diagnose.causes.over_steps import surprising_steps
@@ -44,6 +46,12 @@ SELECTED = Alternative(
     settled=lambda evidence: len({one.reward for one in evidence.records} - {None}) > 1,
 )
 
+LEFT_OUT = Alternative(
+    "tokens that were masked by their log-probs, such as unlikely ones that the engine reported no log-prob of",
+    "log them with mask 1, and NaN for what the engine did not report",
+    settled=lambda evidence: all(one.mask is None or bool(np.all(one.mask)) for one in evidence.records),
+)
+
 OTHER_ENTROPY = Alternative(
     "an entropy of other distributions than those of old_logp, as of raw logits beside a temperature, or in bits",
     "compute both from the same logits, in nats",
@@ -67,6 +75,7 @@ class TemperatureSilent(Cause):
     advice = f"set the sampler's temperature= for the trainer, too, and {PROCESSED}"
     not_told_from = (
         SELECTED,
+        LEFT_OUT,
         OTHER_ENTROPY,
         Alternative("a truncation (top_p, top_k, min_p)", OPTIONS, settled=lambda evidence: _surprise(evidence) > 0),
         Alternative(
@@ -104,7 +113,7 @@ class TopPSilent(Cause):
     stage = "unlogged"
     title = "the sampler truncates (top_p), and both sides log log-probs of the untruncated distribution"
     advice = f"sample with top_p=1.0, top_k=0, min_p=0.0 and the trainer's temperature, and {PROCESSED}"
-    not_told_from = (SELECTED, OTHER_ENTROPY, Alternative("a low temperature", OPTIONS))
+    not_told_from = (SELECTED, LEFT_OUT, OTHER_ENTROPY, Alternative("a low temperature", OPTIONS))
 
     def found(self, evidence: Evidence) -> Found | None:
         where, of_steps, rest = surprising_steps(evidence)

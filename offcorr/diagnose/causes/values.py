@@ -27,7 +27,11 @@ class Sentinel(Cause):
     stage = "values"
     robust = True
     title = "placeholders among the sampler's log-probs"
-    advice = "log NaN or None where the engine reports nothing, and mask those tokens; never -9999, -100 or 0"
+    advice = (
+        "log the engine's log-prob of each sampled token itself, which vLLM reports whatever its rank, and where there "
+        "is none NaN or None, never -9999, -100 or 0; mask tokens only if the model did not sample them, as those "
+        "without a log-prob may be the unlikely ones"
+    )
     not_told_from = (
         Alternative(
             "greedy sampling (temperature 0, top_k=1), whose log-probs are 0: it is no distribution to correct for",
@@ -43,7 +47,7 @@ class Sentinel(Cause):
 
     def found(self, evidence: Evidence) -> Found | None:
         constant = _constant(evidence)
-        if constant is not None or _mostly_above(evidence.sampler):
+        if constant is not None or _mostly_above(evidence):
             return constant
         odd, value = _placeholders(evidence)
         alone = _zeros(evidence) & (not zeros_of_truncation(evidence))
@@ -63,7 +67,7 @@ class Sentinel(Cause):
             max(float(odd.sum()) / FEWEST, 3.0 if impossible else 0.0),
             f"{odd.sum()} of {len(evidence)} tokens have a value from the sampler that cannot be their log-prob, most "
             f"often {value:g}",
-            evidence.keep(~(odd | np.isin(evidence.sampler, values[times >= FEWEST]))),
+            evidence.without_values(~(odd | np.isin(evidence.sampler, values[times >= FEWEST]))),
             surest=FEW if not impossible and value == 0 and _truncated(evidence.d[~odd]) else 1.0,
             of_zeros=value == 0,
         )
@@ -76,9 +80,12 @@ def _at_ends(evidence: Evidence) -> bool:
     return bool(ends.any()) and float(evidence.last[zeros].mean()) > 0.5 and len(np.unique(evidence.ids[ends])) == 1
 
 
-def _mostly_above(values: Floats) -> bool:
-    """Whether nearly all values are above 0, as those of another quantity are: probabilities, or -ln p."""
-    return float((values > 0).mean()) > 0.9
+def _mostly_above(evidence: Evidence) -> bool:
+    """Whether nearly all values above 0 are of sequences without others: probabilities, or -ln p."""
+    above = evidence.sampler > 1e-6
+    times = np.bincount(evidence.sequence, minlength=len(evidence.records))
+    whole = np.bincount(evidence.sequence, above, minlength=len(evidence.records)) > 0.9 * times
+    return bool(above.sum() >= FEWEST and (whole[evidence.sequence] & above).sum() > 0.9 * above.sum())
 
 
 def _truncated(d: Floats) -> bool:
