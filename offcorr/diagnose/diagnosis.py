@@ -164,8 +164,10 @@ def _of_part(findings: list[Finding], left: Evidence, part: Evidence, said: str)
     of_part, left_of_part = _explain(part, said)
     # Of sequences that have an age, updates that sharpened the policy look like a temperature.
     of_fault = ("values",) if lag_by_versions(part) else OF_NO_UPDATE
-    if of_part and _stage_of_most(of_part) in of_fault and _explained(of_part) > _explained(findings) + MORE:
-        return of_part, left_of_part
+    if of_part and _stage_of_most(of_part) in of_fault:
+        values = _stage_of_most(of_part) == "values" and findings and _stage_of_most(findings) != "values"
+        if values or _explained(of_part) > _explained(findings) + MORE:
+            return of_part, left_of_part
     of_policies = [CAUSES[one.cause].stage == "policies" for one in findings]
     said_of = [one.evidence + said * of for one, of in zip(findings, of_policies, strict=True)]
     return [dataclasses.replace(one, evidence=words) for one, words in zip(findings, said_of, strict=True)], left

@@ -1239,6 +1239,41 @@ def test_values_above_0_in_a_part_of_the_sequences_are_another_quantity(side, ch
     assert f"in 8 of {len(records)} sequences" in found.evidence
 
 
+def test_sequences_of_zeros_are_placeholders():
+    """As of one engine of two that reports no log-probs; the model sampled these tokens, so no mask is wrong."""
+    records = world().records()
+    some = [
+        dataclasses.replace(one, rollout_logp=0 * one.rollout_logp) if row % 2 else one
+        for row, one in enumerate(records)
+    ]
+    (found,) = diagnose(some).causes
+    assert found.cause == "sentinel" and found.confidence > 0.9
+
+
+def test_zeros_in_place_of_log_probs_of_sampled_tokens_are_no_sure_mask():
+    """How surprising they are tells text that the model did not write from its own; without entropy nothing does."""
+
+    def zeros(columns, world):
+        columns["rollout_logp"][:, 20:26] = 0.0
+
+    asked = "in whose place somebody filled in 0"
+    own = diagnose(simulated.World(edits=[zeros]).records())
+    assert own.verdict == "mask" and own.confidence == 0.5 and any(asked in one for one in own.cannot_tell)
+    tools = diagnose(world("mask").records())
+    assert tools.confidence > 0.9 and not any(asked in one for one in tools.cannot_tell)
+    without = diagnose([dataclasses.replace(one, entropy=None) for one in world("mask").records()])
+    assert without.confidence == 0.65 and any(asked in one and "log entropy" in one for one in without.cannot_tell)
+
+
+def test_means_of_some_sequences_are_another_quantity_rather_than_placeholders():
+    some = [
+        dataclasses.replace(one, rollout_logp=np.full(len(one), one.rollout_logp.mean())) if row % 2 else one
+        for row, one in enumerate(world().records())
+    ]
+    (found,) = diagnose(some).causes
+    assert found.cause == "other_quantity" and "the mean over the sequence" in found.evidence
+
+
 def test_one_impossible_value_is_a_placeholder():
     records = world().records()
     records[3].rollout_logp[7] = -9999.0

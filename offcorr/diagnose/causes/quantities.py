@@ -60,6 +60,9 @@ class OtherQuantity(Cause):
                 left = _distance(undone - wanted)
                 if left < most * own:
                     fitted.append((left, side, words, undone))
+        if not fitted and _of_the_likeliest(evidence.sampler, evidence.trainer):
+            words = "those of the likeliest token of each place, whichever was sampled"
+            fitted.append((0.0, "sampler", words, evidence.trainer))
         if (rows := _other_rows(evidence)) is not None and (left := _distance(rows - evidence.trainer)) < FITS * own:
             fitted.append((left, "sampler", "those of other sequences, as of rows in another order", rows))
         if not fitted:
@@ -179,8 +182,6 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
     if at_bound.sum() >= AT_BOUND and (wanted[at_bound] < values.min()).mean() > 0.9:
         words = f"cut off at {values.min():.4g}, where {at_bound.sum()} of {len(values)} of them stand"
         yield words, FITS, np.where(at_bound, wanted, values)
-    elif _of_the_likeliest(values, wanted):
-        yield "those of the likeliest token of each place, whichever was sampled", np.inf, wanted
 
 
 def _of_the_likeliest(values: Floats, wanted: Floats) -> bool:

@@ -277,7 +277,8 @@ LIKELIEST = BAN._replace(words="a truncation to the likeliest tokens (top_k, min
 
 
 DIVIDED = Alternative(
-    "log-probs of one side that were divided by the temperature after the softmax",
+    "log-probs of one side that were divided by the temperature after the softmax, or of other tokens than the sampled "
+    "ones, such as the likeliest",
     "compare how each side computes its log-probs, or give --model",
 )
 DIVIDED_UNLESS_DRAWN_SO = DIVIDED._replace(

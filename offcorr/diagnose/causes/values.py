@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
-from offcorr.diagnose.evidence import Booleans, Evidence
+from offcorr.diagnose.evidence import Booleans, Evidence, surprisal_balance
 from offcorr.diagnose.record import Floats
 
 FEWEST = 3
@@ -53,6 +53,9 @@ class Sentinel(Cause):
         alone = _zeros(evidence) & (not zeros_of_truncation(evidence))
         if any(CAUSES[id].found(evidence) is not None for id in OF_ENDS):
             alone &= ~evidence.last
+        if ((whole := _whole_of_zeros(evidence)) & (evidence.trainer < UNCERTAIN)).sum() >= FEWEST:
+            odd, alone = odd | whole, alone & ~whole
+            value = 0.0 if odd.sum() <= 2 * whole.sum() else value
         if alone.any() and not _in_runs(evidence, alone) and not _at_edges(evidence, alone):
             odd, value = (odd | alone, value if odd.sum() > alone.sum() else 0.0)
         impossible = int((~np.isfinite(evidence.sampler[odd]) | (evidence.sampler[odd] <= IMPOSSIBLE)).sum())
@@ -109,10 +112,16 @@ class Mask(Cause):
             "compare the sampler's options, and look what these tokens are",
             settled=lambda evidence: not _far_policies(evidence),
         ),
+        Alternative(
+            "log-probs of tokens that the model did sample, in whose place somebody filled in 0",
+            "look what these tokens are, and where their log-probs come from",
+            ("entropy",),
+            settled=lambda evidence: _not_sampled(evidence) > 0,
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        zeros = _zeros(evidence)
+        zeros = _zeros(evidence) & ~_whole_of_zeros(evidence)
         zeros &= ~(evidence.last & (_neighbours(evidence, evidence.sampler == 0) == 0))
         count = int(zeros.sum())
         if count < FEWEST or _constant(evidence):
@@ -130,10 +139,32 @@ class Mask(Cause):
             f"{count} of {len(evidence)} tokens, mostly {'side by side' if in_runs else 'beside masked ones'}, have a "
             f"log-prob of exactly 0 from the sampler, and of {depth:.1f} nats on average from the trainer",
             evidence.keep(~_with_neighbours(evidence, zeros) & ~((evidence.sampler == 0) & evidence.beside_masked)),
-            surest=FEW if _far_policies(evidence) else 1.0,
+            surest=min(FEW if _far_policies(evidence) else 1.0, {-1: 0.5, 0: FEW, 1: 1.0}[_not_sampled(evidence)]),
             of_zeros=True,
         )
 
+
+def _whole_of_zeros(evidence: Evidence) -> Booleans:
+    """The tokens of sequences of which every log-prob is exactly 0, as of an engine that reported none."""
+    zero = np.bincount(evidence.sequence, evidence.sampler == 0, minlength=len(evidence.records))
+    times = np.bincount(evidence.sequence, minlength=len(evidence.records))
+    return np.asarray((zero == times)[evidence.sequence])
+
+
+def _not_sampled(evidence: Evidence) -> int:
+    """1 where the tokens with an exact 0 are more surprising than draws from the trainer's distributions, as text is
+    that the model did not write; -1 where they are not; 0 where too few have an entropy to say."""
+    here = _with_neighbours(evidence, _zeros(evidence) & ~_whole_of_zeros(evidence))
+    if evidence.entropy is None:
+        return 0
+    here &= np.isfinite(evidence.entropy)
+    if here.sum() < TOLD:
+        return 0
+    return 1 if surprisal_balance(evidence.trainer[here], evidence.entropy[here]).z > 3 else -1
+
+
+TOLD = 16
+"""Tokens with an entropy that say whether the model sampled them, at least."""
 
 FAR = 0.5
 """Mean |d| (nats) of the tokens without an exact 0, from which a 0 at a token that is unlikely to the trainer may be of
@@ -529,11 +560,12 @@ def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
     mean = np.bincount(inverse, evidence.trainer) / times
     spread = np.sqrt(np.bincount(inverse, np.square(evidence.trainer - mean[inverse])) / times)
     ends = np.bincount(inverse, evidence.last) / times
+    several = np.bincount(np.unique(np.stack([inverse, evidence.sequence]), axis=1)[0], minlength=len(values)) > 1
     tokens = np.bincount(np.unique(np.stack([inverse, evidence.ids]), axis=1)[0], minlength=len(values))
     # Samples of one prompt share contexts, and log-probs with them; then the trainer's repeat, too, unless its weights
     # moved while the sampler's did not.  Either way the token is the same.
     repeated = (times >= max(FEWEST, 0.002 * len(sampler))) & (far > 0.7) & (spread > 0.3) & (ends < 0.9)
-    repeated &= tokens > 1
+    repeated &= (tokens > 1) & several  # a value of one sequence may be its mean
     # Few numbers are left to bf16 values, which return by chance; and of other tokens any value is far off.
     if not evidence.as_logged or _on_a_grid(sampler) or evidence.unrelated:
         repeated[:] = False
