@@ -765,8 +765,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: sequences of zeros called a wrong mask",
         "offcorr/diagnose/causes/values.py",
-        "zeros = _zeros(evidence) & ~_whole_of_zeros(evidence)",
-        "zeros = _zeros(evidence)",
+        "evidence.trainer < UNCERTAIN)).sum() >= FEWEST:",
+        "evidence.trainer < UNCERTAIN)).sum() < 0:",
         "tests/diagnose/test_causes.py::test_sequences_of_zeros_are_placeholders",
     ),
     Mutation(
@@ -3010,8 +3010,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: zeros of a truncation are surely a mask",
         "offcorr/diagnose/causes/values.py",
-        "surest=FEW if _far_policies(evidence) else 1.0,",
-        "surest=1.0,",
+        "surest=min(FEW if _far_policies(evidence) else 1.0, ",
+        "surest=min(1.0, ",
         "tests/diagnose/test_causes.py far_apart",
     ),
     Mutation(

@@ -121,7 +121,7 @@ class Mask(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        zeros = _zeros(evidence) & ~_whole_of_zeros(evidence)
+        zeros = _zeros(evidence)
         zeros &= ~(evidence.last & (_neighbours(evidence, evidence.sampler == 0) == 0))
         count = int(zeros.sum())
         if count < FEWEST or _constant(evidence):
@@ -154,7 +154,7 @@ def _whole_of_zeros(evidence: Evidence) -> Booleans:
 def _not_sampled(evidence: Evidence) -> int:
     """1 where the tokens with an exact 0 are more surprising than draws from the trainer's distributions, as text is
     that the model did not write; -1 where they are not; 0 where too few have an entropy to say."""
-    here = _with_neighbours(evidence, _zeros(evidence) & ~_whole_of_zeros(evidence))
+    here = _with_neighbours(evidence, _zeros(evidence))
     if evidence.entropy is None:
         return 0
     here &= np.isfinite(evidence.entropy)
