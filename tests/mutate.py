@@ -779,9 +779,16 @@ MUTATIONS = [
     Mutation(
         "diagnose: log-probs of the likeliest token called a ban",
         "offcorr/diagnose/causes/quantities.py",
-        "if not fitted and _of_the_likeliest(",
-        "if False and _of_the_likeliest(",
+        "not fitted and _of_the_likeliest(evidence)",
+        "False",
         "tests/diagnose/test_causes.py::test_log_probs_of_the_likeliest_token_are_another_quantity",
+    ),
+    Mutation(
+        "diagnose: another text taken for log-probs of the likeliest token",
+        "offcorr/diagnose/causes/quantities.py",
+        " or (balance is not None and abs(balance.z) > 4):",
+        ":",
+        "tests/diagnose/test_causes.py::test_another_text_from_some_token_on_is_no_log_prob_of_the_likeliest_token",
     ),
     Mutation(
         "tokens that the engine did not score left out of how the tokens were drawn",

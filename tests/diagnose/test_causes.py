@@ -1150,6 +1150,19 @@ def test_log_probs_of_the_likeliest_token_are_another_quantity(scale):
     )
     (found,) = diagnose(made.records()).causes
     assert found.cause == "other_quantity" and "those of the likeliest token" in found.evidence
+    assert found.confidence > 0.9
+    without = diagnose([dataclasses.replace(one, entropy=None) for one in made.records()])
+    assert without.verdict == "other_quantity" and without.confidence == 0.65
+
+
+def test_another_text_from_some_token_on_is_no_log_prob_of_the_likeliest_token():
+    """The trainer finds those tokens next to impossible, and before them the two sides agree."""
+
+    def other(columns, world):
+        columns["old_logp"][:, 20:] -= 6.0
+
+    found = {one.cause: one for one in diagnose(simulated.World(sequences=64, edits=[other]).records()).causes}
+    assert "other_quantity" not in found
 
 
 def test_impossible_log_probs_of_other_tokens_are_no_placeholders():

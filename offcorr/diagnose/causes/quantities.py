@@ -60,7 +60,7 @@ class OtherQuantity(Cause):
                 left = _distance(undone - wanted)
                 if left < most * own:
                     fitted.append((left, side, words, undone))
-        if not fitted and _of_the_likeliest(evidence.sampler, evidence.trainer):
+        if of_likeliest := not fitted and _of_the_likeliest(evidence):
             words = "those of the likeliest token of each place, whichever was sampled"
             fitted.append((0.0, "sampler", words, evidence.trainer))
         if (rows := _other_rows(evidence)) is not None and (left := _distance(rows - evidence.trainer)) < FITS * own:
@@ -76,6 +76,7 @@ class OtherQuantity(Cause):
             float(len(evidence)),  # it precedes the placeholders that such values would be taken for
             f"the {side}'s values are {words}: mean |d| is {evidence.gap:.2g} nats, and {left:.2g} once that is undone",
             dataclasses.replace(evidence, **changed),
+            surest=0.65 if of_likeliest and evidence.entropy is None else 1.0,
         )
 
 
@@ -184,16 +185,22 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
         yield words, FITS, np.where(at_bound, wanted, values)
 
 
-def _of_the_likeliest(values: Floats, wanted: Floats) -> bool:
-    """Whether tokens that have to be the likeliest ones agree, and others have larger values, by far on average."""
+def _of_the_likeliest(evidence: Evidence) -> bool:
+    """Whether the sampler's values can be those of the likeliest token of each place.
+
+    Tokens that have to be the likeliest ones agree, and others have larger values, by far on average; the tokens were
+    drawn from the trainer's distributions, whose entropy is at least -ln p of their likeliest token.
+    """
+    values, wanted, balance = evidence.sampler, evidence.trainer, evidence.balance
     likeliest, others = (wanted > np.log(0.55)) & (wanted < -0.02), wanted < np.log(0.3)
-    if likeliest.sum() < LIKELIEST or others.sum() < LIKELIEST:
+    if likeliest.sum() < LIKELIEST or others.sum() < LIKELIEST or (balance is not None and abs(balance.z) > 4):
         return False
     agree = float(np.abs(values - wanted)[likeliest].mean()) < 0.01
     above = (values - wanted)[others]
     fits = np.exp(values[others]) + np.exp(wanted[others]) < 1.02  # of two tokens, unless it is the same
     larger = (above > -0.01).mean() > 0.98 and (above > 0.1).mean() > 0.5 and np.minimum(above, 3).mean() > 0.7
-    return bool(agree and larger and (fits | (above < 0.01)).mean() > 0.98)
+    within = evidence.entropy is None or (np.nan_to_num(evidence.entropy, nan=np.inf) > -values - 0.02).mean() > 0.98
+    return bool(agree and larger and within and (fits | (above < 0.01)).mean() > 0.98)
 
 
 def _of_sequences(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tuple[str, float, Floats]]:
