@@ -765,8 +765,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: sequences of zeros called a wrong mask",
         "offcorr/diagnose/causes/values.py",
-        "evidence.trainer < UNCERTAIN)).sum() >= FEWEST:",
-        "evidence.trainer < UNCERTAIN)).sum() < 0:",
+        "if (whole := _whole_of_zeros(evidence)).sum() >= FEWEST:",
+        "if (whole := _whole_of_zeros(evidence)).sum() < 0:",
         "tests/diagnose/test_causes.py::test_sequences_of_zeros_are_placeholders",
     ),
     Mutation(
@@ -786,8 +786,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: another text taken for log-probs of the likeliest token",
         "offcorr/diagnose/causes/quantities.py",
-        " or (balance is not None and abs(balance.z) > 4):",
-        ":",
+        "return bool(agree and larger and within and",
+        "return bool(agree and larger and",
         "tests/diagnose/test_causes.py::test_another_text_from_some_token_on_is_no_log_prob_of_the_likeliest_token",
     ),
     Mutation(

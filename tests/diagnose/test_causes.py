@@ -1161,8 +1161,10 @@ def test_another_text_from_some_token_on_is_no_log_prob_of_the_likeliest_token()
     def other(columns, world):
         columns["old_logp"][:, 20:] -= 6.0
 
-    found = {one.cause: one for one in diagnose(simulated.World(sequences=64, edits=[other]).records()).causes}
-    assert "other_quantity" not in found
+    made = world(sequences=64)
+    made.sampler = made.trainer = lambda logits, world: 3 * logits
+    made.edits = [other]
+    assert "other_quantity" not in {one.cause for one in diagnose(made.records()).causes}
 
 
 def test_impossible_log_probs_of_other_tokens_are_no_placeholders():
@@ -1261,6 +1263,18 @@ def test_sequences_of_zeros_are_placeholders():
     ]
     (found,) = diagnose(some).causes
     assert found.cause == "sentinel" and found.confidence > 0.9
+
+
+def test_short_sequences_that_a_truncation_leaves_alone_are_no_placeholders():
+    """Each of their few tokens is likely, and alone under it."""
+    made = world("top_p", sequences=128, tokens=2)
+    made.sampler, made.trainer = (
+        (lambda logits, world: nucleus(0.9)(4 * logits, world)),
+        lambda logits, world: 4 * logits,
+    )
+    records = made.records()
+    assert sum(not one.rollout_logp.any() for one in records) > 8
+    assert "sentinel" not in {one.cause for one in diagnose(records).causes}
 
 
 def test_zeros_in_place_of_log_probs_of_sampled_tokens_are_no_sure_mask():

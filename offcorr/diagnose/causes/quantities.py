@@ -188,12 +188,12 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
 def _of_the_likeliest(evidence: Evidence) -> bool:
     """Whether the sampler's values can be those of the likeliest token of each place.
 
-    Tokens that have to be the likeliest ones agree, and others have larger values, by far on average; the tokens were
-    drawn from the trainer's distributions, whose entropy is at least -ln p of their likeliest token.
+    Tokens that have to be the likeliest ones agree, and others have larger values, by far on average; the entropy of
+    a distribution is at least -ln p of its likeliest token.
     """
-    values, wanted, balance = evidence.sampler, evidence.trainer, evidence.balance
+    values, wanted = evidence.sampler, evidence.trainer
     likeliest, others = (wanted > np.log(0.55)) & (wanted < -0.02), wanted < np.log(0.3)
-    if likeliest.sum() < LIKELIEST or others.sum() < LIKELIEST or (balance is not None and abs(balance.z) > 4):
+    if likeliest.sum() < LIKELIEST or others.sum() < LIKELIEST:
         return False
     agree = float(np.abs(values - wanted)[likeliest].mean()) < 0.01
     above = (values - wanted)[others]

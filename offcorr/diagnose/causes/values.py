@@ -53,7 +53,7 @@ class Sentinel(Cause):
         alone = _zeros(evidence) & (not zeros_of_truncation(evidence))
         if any(CAUSES[id].found(evidence) is not None for id in OF_ENDS):
             alone &= ~evidence.last
-        if ((whole := _whole_of_zeros(evidence)) & (evidence.trainer < UNCERTAIN)).sum() >= FEWEST:
+        if (whole := _whole_of_zeros(evidence)).sum() >= FEWEST:
             odd, alone = odd | whole, alone & ~whole
             value = 0.0 if odd.sum() <= 2 * whole.sum() else value
         if alone.any() and not _in_runs(evidence, alone) and not _at_edges(evidence, alone):
@@ -145,10 +145,16 @@ class Mask(Cause):
 
 
 def _whole_of_zeros(evidence: Evidence) -> Booleans:
-    """The tokens of sequences of which every log-prob is exactly 0, as of an engine that reported none."""
-    zero = np.bincount(evidence.sequence, evidence.sampler == 0, minlength=len(evidence.records))
-    times = np.bincount(evidence.sequence, minlength=len(evidence.records))
-    return np.asarray((zero == times)[evidence.sequence])
+    """The tokens of sequences of which every log-prob is exactly 0, as of an engine that reported none.
+
+    A truncation leaves short sequences of likely tokens alone, too; one of their tokens has to be unlikely.
+    """
+    several = len(evidence.records)
+    zero, unlikely, times = (
+        np.bincount(evidence.sequence, which, minlength=several)
+        for which in (evidence.sampler == 0, _zeros(evidence), np.ones(len(evidence)))
+    )
+    return np.asarray(((zero == times) & (unlikely > 0))[evidence.sequence])
 
 
 def _not_sampled(evidence: Evidence) -> int:
