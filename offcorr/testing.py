@@ -306,16 +306,19 @@ def finite_under_extremes(loss_fn: Correction) -> None:
             check_finite(loss_fn, batch)
         except AssertionError as error:
             raise AssertionError(f"in float32, at log-ratios of up to {largest:.0f}, {error}") from error
-    for size in (12.0, 50.0, 1e4):
-        batch = example()
+    for size, dtype in ((12.0, torch.float64), (50.0, torch.float64), (1e4, torch.float64), (1e4, torch.float32)):
+        batch = example(dtype=dtype)
         old_logp = batch.logp - 2 * size  # so that every log-prob below is one, and not above 0
         sign = torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)
         cases = ((f"log-ratios of {size:g}", sign), (f"ratios of e^{size:g}", 1.0), (f"ratios of e^-{size:g}", -1.0))
         for what, by in cases:
             rollout_logp = old_logp - 2 * size * sign
             wild = dataclasses.replace(batch, logp=old_logp + size * by, old_logp=old_logp, rollout_logp=rollout_logp)
-            check_finite(loss_fn, wild)
-            _finite(loss_fn(wild), what)
+            try:
+                check_finite(loss_fn, wild)
+                _finite(loss_fn(wild), what)
+            except AssertionError as error:
+                raise AssertionError(f"in float32, {error}" if dtype == torch.float32 else str(error)) from error
     batch = example()
     for one, which in ((1.0, "above 0"), (-1.0, "below 0"), (0.0, "0")):  # a statistic may count those of one sign
         one_sided = dataclasses.replace(batch, advantages=one * batch.advantages.abs())

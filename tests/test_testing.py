@@ -679,6 +679,24 @@ def test_nan_of_a_large_log_ratio_is_found_and_named():
         testing.check(offcorr.Correction(gate=RootOfSquare()), on_policy=False)
 
 
+def fifth_power(log_ratio):
+    power = ops.exp(5 * log_ratio)
+    return power / (1 + power), 5 * power / (1 + power) ** 2
+
+
+@dataclass(frozen=True)
+class FifthPower(gates.Gate):
+    """NaN in float32 from a log-ratio of 17.7 on, whose fifth power is no float32 number."""
+
+    surrogate = staticmethod(fifth_power)
+
+
+def test_an_overflow_in_float32_at_the_largest_log_ratio_is_found():
+    """Larger ones are clamped to 20."""
+    with pytest.raises(AssertionError, match=r"finite_under_extremes: in float32, .*FifthPower"):
+        testing.check(offcorr.Correction(gate=FifthPower()), on_policy=False)
+
+
 @dataclass(frozen=True)
 class OverTheMean(gates.Gate):
     """Divided by a mean over all tokens, as only a controller may."""

@@ -16,7 +16,7 @@ from offcorr.lab.text import listed
 from offcorr.metrics import LOSS, MISMATCH, Metric
 from offcorr.stages.checks import nearest
 from offcorr.training.field_metrics import ALIASES
-from offcorr.training.logged import SHORT, Answer
+from offcorr.training.logged import LONG, SHORT, Answer
 
 SERIES = {"offcorr/staleness/": MISMATCH, "offcorr/engine/": MISMATCH, "offcorr/loss/": LOSS}
 SYMBOLS = {
@@ -92,7 +92,7 @@ def entries() -> list[Entry]:
         for output in metric.outputs or (metric.name,)
     ]
     known = {entry.name for entry in found}
-    return [*found, *(Entry(answer.name) for answer in SHORT if answer.name not in known)]
+    return [*found, *(Entry(answer.name) for answer in (*SHORT, *LONG) if answer.name not in known)]
 
 
 def find(name: str) -> list[Entry]:
@@ -152,7 +152,7 @@ _ENGINE = SYMBOLS["offcorr/engine/"].removeprefix("d = ")
 
 def _page(entry: Entry, width: int) -> str:
     prefix, _, last = entry.name.rpartition("/")
-    advice, answer = GUIDE.get(entry.name), next((one for one in SHORT if one.name == entry.name), None)
+    advice, answer = GUIDE.get(entry.name), next((one for one in (*SHORT, *LONG) if one.name == entry.name), None)
     parts = {"meaning": answer.question if answer else "", "formula": answer.formula if answer else ""}
     if advice is not None:
         symbols = SYMBOLS.get(prefix + "/", "") if re.search(r"\b[cdr]\b", advice.formula) else ""
@@ -164,7 +164,9 @@ def _page(entry: Entry, width: int) -> str:
     said = f"{advice.healthy} {advice.outside}" if advice else ""
     if re.search(r"\b([Oo]urs?|table)\b", said):
         parts["ours"] = "means over our runs of the demo, two that learned and one that collapsed: docs/metrics.md"
-    parts["logged"] = f"{_when(answer)}, in the short log and the full one" if answer else 'log_metrics="full"'
+    parts["logged"] = 'log_metrics="full"'
+    if answer is not None and answer.logged != "full":
+        parts["logged"] = f"{_when(answer)}, in the short log and the full one"
     parts["more"] = f"{PAGES}/metrics.md"
     return "\n".join([entry.name, *(_labelled(label, text, width) for label, text in parts.items() if text)])
 

@@ -22,7 +22,7 @@ from offcorr.stages.ratios import Ratio
 from offcorr.stages.rejections import Rejection
 from offcorr.stages.weights import Weight
 from offcorr.training.field_metrics import ALIASES
-from offcorr.training.logged import SHORT
+from offcorr.training.logged import LONG, SHORT
 
 Table = list[dict[str, str]]
 
@@ -108,7 +108,7 @@ def metrics_table() -> Table:
             known |= {side + output for side in (prefix, *SIDES) for output in outputs}
             kind = metric.kind.__name__
             rows.append({"metric": prefix + names, "formula": metric.formula, "values": values, "accumulator": kind})
-    added = [answer for answer in SHORT if answer.name not in known]
+    added = [answer for answer in (*SHORT, *LONG) if answer.name not in known]
     return rows + [
         {"metric": answer.name, "formula": answer.question, "values": "of the loop", "accumulator": ""}
         for answer in added

@@ -119,7 +119,7 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         if (current := _of_logp(evidence)) is not None:
             found = _explain(current)
             if current.unrelated or (found[0] and _stage_of_most(found[0]) in OF_NO_UPDATE):
-                questions = [COPIED if _copied(evidence) else OF_ONE_VERSION]
+                questions = [COPIED if evidence.copied else OF_ONE_VERSION]
                 evidence, (findings, left) = current, found
         numbers = _numbers(evidence) | whole
         cannot = [*questions, *open_questions(evidence, [finding.cause for finding in findings])]
@@ -195,18 +195,13 @@ FAR, ABOUT = 0.05, 0.1
 ``old_logp`` is about ``rollout_logp``."""
 
 
-def _copied(evidence: Evidence) -> bool:
-    """Whether ``old_logp`` is ``rollout_logp``, number for number."""
-    return np.array_equal(evidence.trainer, evidence.sampler)
-
-
 def _of_logp(evidence: Evidence) -> Evidence | None:
     """``logp`` in place of an ``old_logp`` that may have the fault of ``rollout_logp``; None: nothing says so.
 
     It may if it is a copy, or if, by the versions, it should be ``logp`` and is far from it.
     """
     of_one_version = same_version(evidence) and evidence.moved > FAR and evidence.gap < ABOUT * evidence.moved
-    if evidence.moved <= SAME or not (_copied(evidence) or of_one_version):
+    if evidence.moved <= SAME or not (evidence.copied or of_one_version):
         return None
     return Evidence.of(
         [dataclasses.replace(one, old_logp=one.logp, logp=None) for one in evidence.records if one.logp is not None]

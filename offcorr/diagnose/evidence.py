@@ -249,6 +249,11 @@ class Evidence:
         return np.array_equal(self.sampler, self._logged("rollout_logp"), equal_nan=True)
 
     @cached_property
+    def copied(self) -> bool:
+        """Whether the trainer's log-probs are the sampler's, number for number, and vary."""
+        return np.array_equal(self.trainer, self.sampler) and len(np.unique(self.trainer)) > 1
+
+    @cached_property
     def unrelated(self) -> bool:
         """Whether the two log-probs of a token have next to nothing to do with each other, as of other tokens."""
         if self.gap < 0.5 or len(self) < 64 or self.selected:

@@ -23,9 +23,10 @@ ROUNDING = 1e-5
 class Answer(NamedTuple):
     """A metric, or several (``*`` is any text), and the question that it answers.
 
-    logged: when; "not 0": only where it is not; "in force": where an option asks for it, which alone measures it.
+    logged: when; "not 0": only where it is not; "in force": where an option asks for it, which alone measures it;
+        "full": in the long logs alone.
     option: that one, where it has a name of its own.
-    formula: of those that an option asks for; the others' are with their metrics.
+    formula: of those that have none with their metric.
     """
 
     name: str
@@ -88,6 +89,17 @@ SHORT = (
     Answer("offcorr/anchor/*", "How much is trained on, and was the anchor started anew?", "in force"),
 )
 """The metrics of ``log_metrics="short"``."""
+
+
+LONG = (
+    Answer(
+        STALENESS + "lag_max",
+        "How many optimizer updates old is the oldest sample?",
+        "full",
+        formula="max over tokens of the trainer's version minus the version that sampled, counted as lag is",
+    ),
+)
+"""Those that the loop adds to the long logs alone."""
 
 
 def logged(computed: Mapping[str, float], choice: str, train: bool = True) -> dict[str, float]:

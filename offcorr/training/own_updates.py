@@ -45,7 +45,7 @@ def _of_moving_versions(records: Sequence[Record]) -> str:
 
 
 def _of_generation(series: Series, records: Sequence[Record]) -> str:
-    """The sentence where the two sides agreed as the generation began, and no new weights were due since."""
+    """The sentence where the two sides agreed as the weights that sampled were new, and no others were due since."""
     if not series.lag_max:
         return ""
     gaps = _gap_of_steps(records)
@@ -55,8 +55,8 @@ def _of_generation(series: Series, records: Sequence[Record]) -> str:
     if least > AGREED or not (began_equal or series.grown_in_generation):
         return ""
     return (
-        f"the samples are used for up to {series.lag_max:g} updates after the one that they were sampled for, and "
-        "sampler and trainer agreed when this generation was new: no new weights were due since"
+        f"the samples are of weights that are up to {series.lag_max:g} updates old, and sampler and trainer agreed "
+        "when these weights were new: no new weights were due since"
     )
 
 

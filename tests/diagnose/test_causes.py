@@ -339,9 +339,40 @@ def test_older_weights_by_their_size_alone_are_no_surer_than_another_prompt():
     report = diagnose(far.records())
     assert report.verdict == "stale_weights" and report.confidence <= 0.8
     assert any("another prompt, or template" in one for one in report.cannot_tell)
-    older = [dataclasses.replace(one, rollout_version=3, trainer_version=19) for one in far.records()]
-    report = diagnose(older)
-    assert report.confidence > 0.8 and not any("another prompt" in one for one in report.cannot_tell)
+    for old in (3, 18):
+        older = [dataclasses.replace(one, rollout_version=old, trainer_version=19) for one in far.records()]
+        report = diagnose(older)
+        assert report.verdict == "stale_weights" and report.confidence == 0.65
+        assert any("another prompt" in one for one in report.cannot_tell)
+    # An update that is known to be small: logp is one update after old_logp, which is of the weights that sampled.
+    older = [dataclasses.replace(one, logp=one.old_logp - 0.01) for one in older]
+    assert diagnose(older).confidence == 0.5
+
+
+def test_a_difference_that_is_larger_in_older_samples_is_of_their_age():
+    """No other prompt and no precision does that."""
+    records = []
+    for age, size in ((1, 0.3), (8, 2.0), (16, 3.0)):
+        made = world(seed=age)
+        made.trainer = simulated.noise(size, shared=True)
+        records += [dataclasses.replace(one, rollout_version=19 - age, trainer_version=19) for one in made.records()]
+    report = diagnose(records)
+    assert report.verdict == "stale_weights" and report.confidence > 0.7
+    assert not any("another prompt" in one or "int4" in one for one in report.cannot_tell)
+
+
+def test_an_old_logp_that_is_a_copy_may_hide_any_difference():
+    """logp then differs from it by all that trainer and sampler differ by, with no update."""
+    asked = "old_logp is rollout_logp, number for number"
+    for cause in ("chat_template", "stale_weights", "precision"):
+        copied = [
+            dataclasses.replace(one, logp=one.old_logp, old_logp=one.rollout_logp) for one in world(cause).records()
+        ]
+        report = diagnose(copied)
+        assert report.verdict == "policy_updates" and report.confidence == 0.5
+        assert any(asked in one for one in report.cannot_tell)
+        older = diagnose([dataclasses.replace(one, rollout_version=3, trainer_version=5) for one in copied])
+        assert older.confidence > 0.9 and not any(asked in one for one in older.cannot_tell)
 
 
 @pytest.mark.parametrize("cause", ["chat_template", "truncated_prompt", "stale_prefix_cache"])
@@ -591,7 +622,8 @@ def test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision(ent
     assert entropy or asked["a temperature that one"] or beside
     older = [dataclasses.replace(one, rollout_version=3, trainer_version=19) for one in made.records()]
     report = diagnose(older)
-    assert not any("int4" in one or "a temperature that one" in one for one in report.cannot_tell)
+    assert any("int4" in one for one in report.cannot_tell)  # versions of one age say nothing of d
+    assert not any("a temperature that one" in one for one in report.cannot_tell)
     # Where old_logp is of the weights that sampled, the lag is in another difference, and says nothing of d.
     moved = [dataclasses.replace(one, logp=one.old_logp - 3.0) for one in older]
     assert any("int4" in one for one in diagnose(moved).cannot_tell)
@@ -776,9 +808,8 @@ def test_a_truncation_that_older_weights_hide_is_asked_about(share):
     made.trainer, made.sampler = noise(0.8, shared=True), simulated.nucleus(share) if share < 1 else made.sampler
     made.edits = [simulated.versions(3)]
     report = diagnose(made.records())
-    assert [one.cause for one in report.causes] == ["stale_weights"]
+    assert [one.cause for one in report.causes] == ["stale_weights"] and report.confidence == 0.65
     assert any("and would be 1 for two policies" in one for one in report.cannot_tell) == (share < 1)
-    assert (report.confidence == 0.65) == (share < 1)
 
 
 def test_the_method_for_older_weights_depends_on_the_length():

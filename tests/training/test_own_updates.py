@@ -41,6 +41,9 @@ def test_updates_within_a_generation_are_the_trainers():
     """No new weights were due: the learning rate comes first in the advice."""
     (alarm,) = staleness(quiet(name_cause=named("stale_weights")), [0.0, 1.0, 1.5, 2.0], [0, 1, 2, 3])
     assert (alarm.step, alarm.cause) == (4, "policy_updates") and alarm.advice.startswith("lower the learning rate")
+    assert "are of weights that are up to 3 updates old, and sampler and trainer agreed when these weights" in str(
+        alarm
+    )
     assert "no new weights were due" in str(alarm) and "still receives" not in str(alarm)
 
 

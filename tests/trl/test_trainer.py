@@ -17,6 +17,7 @@ from peft import LoraConfig
 from transformers import Qwen3ForCausalLM
 
 import offcorr
+from offcorr.cli.metrics import about, find
 from offcorr.rollout import OffPolicy
 from offcorr.stages import weights
 from offcorr.stages.checks import warn_again
@@ -878,6 +879,17 @@ def warnings_of_ignored(loss_type, **options):
         warnings.simplefilter("always")
         choose_correction(args)
     return [str(one.message) for one in caught if "TRL's own losses read" in str(one.message)]
+
+
+def test_every_metric_that_is_logged_is_explained(make_trainer):
+    """By its name, at the command line."""
+    settings = {"loss_type": "tis", "log_metrics": "full", "max_steps": 3, "ess_lr": "sqrt"}
+    trainer = make_trainer(rollout_func=OffPolicy(lag=1, precision="int8"), **settings)
+    trainer.train()
+    logged = {name for entry in trainer.state.log_history for name in entry if name.startswith("offcorr/")}
+    assert "offcorr/staleness/lag_max" in logged and len(logged) > 40
+    assert all(len(find(name)) == 1 for name in logged)
+    assert 'log_metrics="full"' in about("offcorr/staleness/lag_max", 100)
 
 
 def test_an_option_that_trls_kl_still_reads_is_not_called_ignored_alone():

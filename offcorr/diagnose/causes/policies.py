@@ -12,6 +12,7 @@ from offcorr.diagnose.causes.values import GROSS
 from offcorr.diagnose.causes.versions import (
     VERSIONS,
     age,
+    age_shows,
     before_any_update,
     lag_by_versions,
     lag_in_d,
@@ -251,7 +252,7 @@ def _one_sided(evidence: Evidence) -> bool:
 OTHER_PROMPT = Alternative(
     "another prompt, or template, that one side read",
     "give --model, or compare the prompt ids that each side read",
-    settled=shown_to_be_older,
+    settled=age_shows,
 )
 
 
@@ -361,7 +362,7 @@ COARSE_PRECISION = Alternative(
     "a coarse precision of the sampler's weights, such as int4 or fp8 (int8 or bf16, in a model that bears rounding "
     "badly)",
     "give --model, or look at the engine's quantisation",
-    settled=lag_in_d,
+    settled=age_shows,
 )
 
 
@@ -387,7 +388,7 @@ class StaleWeights(Cause):
         ),
         COARSE_PRECISION,
         OTHER_TEMPERATURE,
-        OTHER_TRANSFORM._replace(settled=lag_in_d),
+        OTHER_TRANSFORM._replace(settled=age_shows),
         Alternative(
             "the trainer's own updates on the batch, where the log-prob that it logged is of after them",
             "log both old_logp and logp",
@@ -505,7 +506,8 @@ def _other_weights(evidence: Evidence) -> Found | None:
         f"; the mean d of each token id in one half of the sequences correlates by {drift.value:.2f} with that in the "
         "other half, so d is no noise"
     )
-    told = all(other.settled(evidence) for other in (COARSE_PRECISION, OTHER_PROMPT, OTHER_TEMPERATURE))
+    told = OTHER_TEMPERATURE.settled(evidence) and lag_in_d(evidence) and not _moves_little(evidence)
+    surest = ALSO_OLDER if loses_mass(evidence, SIGNIFICANT) or not age_shows(evidence) else 1.0
     return Found(
         profile.mean,
         profile.error,
@@ -513,8 +515,17 @@ def _other_weights(evidence: Evidence) -> Found | None:
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to 0.02 that "
         f"rounding to bf16 or int8 mostly makes{profile.course}{said if shared else ''}",
-        surest=UNSURE if not told else ALSO_OLDER if loses_mass(evidence, SIGNIFICANT) else 1.0,
+        surest=surest if told else UNSURE,
     )
+
+
+LITTLE = 0.2
+"""Mean |logp - old_logp| over mean |d|, below which an update moves the policy by little of d."""
+
+
+def _moves_little(evidence: Evidence) -> bool:
+    """Whether logged updates moved the trainer's log-probs, and by too little to make d."""
+    return 10 * SAME < evidence.moved < LITTLE * evidence.gap and not age_shows(evidence)
 
 
 def _as_rounding(evidence: Evidence) -> Found | None:
@@ -593,9 +604,16 @@ class PrecisionOf(Cause):
         return found._replace(surest=0.5)  # a little dropout is as likely
 
 
+def _may_be_no_update(evidence: Evidence) -> bool:
+    """Whether old_logp is a copy of the sampler's log-probs, and no version says that the trainer was updated: then
+    logp differs from it by all that trainer and sampler differ by.
+    """
+    return evidence.copied and not updated(evidence)
+
+
 def _surest_of_updates(evidence: Evidence) -> float:
-    if same_version(evidence):
-        return 0.5  # the versions say that there were none
+    if same_version(evidence) or _may_be_no_update(evidence):
+        return 0.5  # the versions say that there were none, or nothing says that there were
     return 1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_OLDER
 
 
@@ -623,6 +641,13 @@ class PolicyUpdates(Cause):
             "lies between old_logp and logp, unless trainer_version is that of the weights of old_logp",
             "score one sequence by hand as the trainer does",
             settled=lambda evidence: not same_version(evidence),
+        ),
+        Alternative(
+            "a difference of trainer and sampler, such as another prompt, a lower precision or a temperature: old_logp "
+            "is rollout_logp, number for number, so that d is 0 whatever they differ by",
+            "log as old_logp what the trainer computes",
+            fields=VERSIONS,
+            settled=lambda evidence: not _may_be_no_update(evidence),
         ),
     )
 

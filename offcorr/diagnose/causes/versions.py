@@ -66,6 +66,29 @@ def gap_without_age(evidence: Evidence) -> bool:
     return float(evidence.size[fresh].mean()) > 0.5 * float(evidence.size[~fresh].mean())
 
 
+def age_shows(evidence: Evidence) -> bool:
+    """Whether d itself says that it is of the age: it grows over the optimizer steps, or is larger where versions say
+    that the sampler's weights are older.
+
+    Versions that are older say nothing of what else differs: one update may be a hundredth of another prompt's d.
+    """
+    if growth(evidence) is not None:
+        return True
+    ages = np.array([np.nan if (one := age(record)) is None else one for record in evidence.records])
+    times = np.bincount(evidence.sequence, minlength=len(ages))
+    gaps = np.bincount(evidence.sequence, evidence.size, minlength=len(ages)) / np.maximum(times, 1)
+    known = np.isfinite(ages) & (times > 0)
+    by_age = [float(gaps[known & (ages == one)].mean()) for one in np.unique(ages[known])]
+    if not older(evidence) or len(by_age) < 2:
+        return False
+    return by_age[-1] > GROWS * by_age[0] and float(np.corrcoef(ages[known], gaps[known])[0, 1]) > WITH_AGE
+
+
+GROWS, WITH_AGE = 2.0, 0.5
+"""Mean |d| of the oldest sequences over that of the newest, and the correlation of a sequence's with its age, from
+which d is of the age."""
+
+
 def lag_by_versions(evidence: Evidence) -> bool:
     """Whether logged versions say that d is of older weights, and neither samples of the same weights nor a larger
     difference of ``logp`` and ``old_logp`` say that it is not."""
