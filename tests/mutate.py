@@ -1131,15 +1131,15 @@ MUTATIONS = [
     Mutation(
         "diagnose: older weights are as sure where another prompt may be the cause",
         "offcorr/diagnose/causes/policies.py",
-        "surest=UNSURE if not told else",
-        "surest=UNSURE if False else",
-        "tests/diagnose/test_causes.py::test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision",
+        "surest=surest if told else UNSURE,",
+        "surest=surest,",
+        "tests/diagnose/test_causes.py::test_older_weights_by_their_size_alone_are_no_surer_than_another_prompt",
     ),
     Mutation(
         "diagnose: a coarse precision is excluded by the size of d",
         "offcorr/diagnose/causes/policies.py",
-        "    settled=lag_in_d,",
-        "    settled=lambda evidence: lag_in_d(evidence) or Profile.of(evidence).mean > 0.5,",
+        "    settled=age_shows,\n)\n\n\nclass StaleWeights",
+        "    settled=lambda evidence: Profile.of(evidence).mean > 0.5,\n)\n\n\nclass StaleWeights",
         "tests/diagnose/test_causes.py::test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision",
     ),
     Mutation(
@@ -1222,9 +1222,9 @@ MUTATIONS = [
     Mutation(
         "diagnose: older weights are as sure where mass is missing",
         "offcorr/diagnose/causes/policies.py",
-        "ALSO_OLDER if loses_mass(evidence, SIGNIFICANT) else 1.0",
-        "1.0",
-        "tests/diagnose/test_causes.py older_weights_hide",
+        "loses_mass(evidence, SIGNIFICANT) or not age_shows(evidence)",
+        "not age_shows(evidence)",
+        "tests/diagnose/test_causes.py::test_a_difference_that_is_larger_in_older_samples_is_of_their_age",
     ),
     Mutation(
         "diagnose: zeros beside a truncation are sure placeholders",
@@ -2806,9 +2806,9 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: a copied old_logp is clean",
-        "offcorr/diagnose/diagnosis.py",
-        "    return np.array_equal(evidence.trainer, evidence.sampler)",
-        "    return False",
+        "offcorr/diagnose/evidence.py",
+        "return np.array_equal(self.trainer, self.sampler) and",
+        "return False and",
         "tests/diagnose/test_causes.py copy_of_the_samplers",
     ),
     Mutation(
@@ -3031,8 +3031,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: an old_logp with the sampler's fault is believed",
         "offcorr/diagnose/diagnosis.py",
-        "if evidence.moved <= SAME or not (_copied(evidence) or of_one_version):",
-        "if evidence.moved <= SAME or not _copied(evidence):",
+        "if evidence.moved <= SAME or not (evidence.copied or of_one_version):",
+        "if evidence.moved <= SAME or not evidence.copied:",
         "tests/diagnose/test_causes.py fault_of_the_samplers",
     ),
     Mutation(

@@ -351,14 +351,21 @@ def test_older_weights_by_their_size_alone_are_no_surer_than_another_prompt():
 
 def test_a_difference_that_is_larger_in_older_samples_is_of_their_age():
     """No other prompt and no precision does that."""
-    records = []
-    for age, size in ((1, 0.3), (8, 2.0), (16, 3.0)):
-        made = world(seed=age)
-        made.trainer = simulated.noise(size, shared=True)
-        records += [dataclasses.replace(one, rollout_version=19 - age, trainer_version=19) for one in made.records()]
-    report = diagnose(records)
+
+    def aged(sampler):
+        records = []
+        for age, size in ((1, 0.3), (8, 2.0), (16, 3.0)):
+            made = world(seed=age)
+            made.trainer, made.sampler = simulated.noise(size, shared=True), sampler or made.sampler
+            of_age = {"rollout_version": 19 - age, "trainer_version": 19}
+            records += [dataclasses.replace(one, **of_age) for one in made.records()]
+        return diagnose(records)
+
+    report = aged(None)
     assert report.verdict == "stale_weights" and report.confidence > 0.7
     assert not any("another prompt" in one or "int4" in one for one in report.cannot_tell)
+    truncated = {one.cause: one.confidence for one in aged(nucleus(0.8)).causes}
+    assert truncated["stale_weights"] == 0.65  # the mean ratio is below 1
 
 
 def test_an_old_logp_that_is_a_copy_may_hide_any_difference():
