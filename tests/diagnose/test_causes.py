@@ -386,7 +386,7 @@ def test_an_old_logp_that_is_a_copy_may_hide_any_difference():
 def test_a_prompt_is_no_surer_the_cause_than_the_age_of_the_weights_lets_it_be(cause):
     """A small policy some updates later differs most at the first tokens, as after another prompt."""
     records = world(cause).records()
-    alternative = "weights that are older, whose d may be largest at the first tokens"
+    alternative = "weights that are older, as where an adapter"
     for versions, sure, said in (((None, None), 0.65, True), ((5, 5), 0.8, False), ((3, 19), 0.5, True)):
         given = [dataclasses.replace(one, rollout_version=versions[0], trainer_version=versions[1]) for one in records]
         report = diagnose(given)

@@ -28,7 +28,7 @@ FADES = 0.45
 
 
 OLDER_WEIGHTS = Alternative(
-    "weights that are older, whose d may be largest at the first tokens, too",
+    "weights that are older, as where an adapter was not synced, whose d may be largest at the first tokens, too",
     "log old_logp of the weights that sampled, and the versions",
     settled=no_lag_in_d,
 )

@@ -386,6 +386,11 @@ class StaleWeights(Cause):
             fields=VERSIONS,
             settled=versioned,
         ),
+        Alternative(
+            "an update, such as a LoRA adapter, that did not reach the sampler, whatever the versions say",
+            "score one known sequence with the engine after a sync, or give --model, with the adapter apart",
+            settled=lambda evidence: not older(evidence) or age_shows(evidence),
+        ),
         COARSE_PRECISION,
         OTHER_TEMPERATURE,
         OTHER_TRANSFORM._replace(settled=age_shows),
@@ -579,7 +584,7 @@ class PrecisionOf(Cause):
     )
     not_told_from = (
         Alternative(
-            "keys and values that are cached in a lower precision",
+            "keys and values that are cached in a lower precision, or of a prompt that was read with older weights",
             "give --model, or compare with a run whose cache has the model's precision (vLLM: kv_cache_dtype='auto')",
         ),
         Alternative("weights that are a little older", "give --model", fields=VERSIONS, settled=same_version),
