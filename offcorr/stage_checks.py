@@ -159,7 +159,7 @@ def _given(stage: Any) -> dict[str, Any]:
 
 def others(value: float) -> tuple[float, ...]:
     """Other values for a number, one of which is hopefully in its range."""
-    return (not value,) if isinstance(value, bool) else (value + 1, 1.5 * value + 0.1, 0.7 * value + 0.01)
+    return (not value,) if isinstance(value, bool) else (value + 1, 1.5 * value + 0.1, 0.7 * value + 0.01, 0.03 * value)
 
 
 def check_finite(loss_fn: Correction, batch: Batch) -> None:

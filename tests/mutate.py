@@ -833,6 +833,21 @@ MUTATIONS = [
         "tests/trl/test_trainer.py::test_every_metric_that_is_logged_is_explained",
     ),
     Mutation(
+        "diagnose: a prompt that is forgotten called weights that were swapped",
+        "offcorr/diagnose/causes/policies.py",
+        "np.median(cuts) >= 4 and not fades:",
+        "np.median(cuts) >= 4:",
+        "tests/diagnose/test_causes.py::test_a_prompt_that_a_recurrent_model_forgets_is_no_weights_that_were_swapped",
+    ),
+    Mutation(
+        "versions that d refutes are believed",
+        "offcorr/training/own_updates.py",
+        'return "" if series.aged or series.without_age else',
+        'return "" if series.aged else',
+        "tests/training/test_own_updates.py::"
+        "test_versions_that_say_that_weights_arrive_are_refuted_by_the_gap_at_lag_0",
+    ),
+    Mutation(
         "tokens that the engine did not score left out of how the tokens were drawn",
         "offcorr/training/semantics.py",
         "both = surprise_of(t, h), surprise_of(ours[drawn], entropies[drawn])",

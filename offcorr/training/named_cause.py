@@ -80,6 +80,11 @@ ALSO_A_LAG = "a sampler that stays some updates behind leaves about the same (no
 
 REPORTED = "where the sampler is to stay behind, return rollout_version, so that the lag is known"
 
+REFUTED = (
+    "samples that are reported to be of the weights of now (lag 0) have k3 {:.2g}, and the first ones had none: by the "
+    "versions new weights arrive, and by d they do not"
+)
+
 RISING = 2.0
 """Growth of k3 since it left its range, above which a gap that the first steps did not have at all is no precision."""
 
@@ -344,8 +349,11 @@ def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCa
     """That no update reaches the sampler, where the run says since when and no logged version explains it."""
     evidence = getattr(report, "evidence", None)
     older_by_log = evidence is not None and older(evidence)
-    looks_so = series.never_fell or series.never_synced
-    if series.name == "surprise" or named.cause not in OF_AGE or not looks_so or older_by_log:
+    if series.name == "surprise" or named.cause not in OF_AGE:
+        return named
+    if older_by_log or not (series.never_fell or series.never_synced):
+        if series.name == "staleness" and series.without_age and older_by_log:
+            return NamedCause("adapter_not_synced", named.confidence, (REFUTED.format(series.new_size),), LOST_UPDATES)
         return named
     also = () if evidence is not None and versioned(evidence) else (ALSO_A_LAG,)
     if not series.never_fell:

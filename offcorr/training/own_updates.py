@@ -28,7 +28,7 @@ def of_own_updates(series: Series, records: Sequence[Record]) -> str:
     """
     sampled_by = {float(np.mean(one.rollout_version)) for one in records if one.rollout_version is not None}
     if len(sampled_by) > 1 or (sampled_by and series.aged):
-        return "" if series.aged else _of_moving_versions(records)
+        return "" if series.aged or series.without_age else _of_moving_versions(records)
     return _of_generation(series, records)
 
 

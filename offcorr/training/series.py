@@ -55,6 +55,10 @@ engine's k3; and the number of steps in a row that k3 is above it, after none at
 GAP_BEGINS = 16.0
 """Factor of k3 (4 in |d|) by which a gap is another than before."""
 
+WITHOUT_AGE = 0.1
+"""k3 of samples that are reported to be of the weights of now, over that of the last step, from which their age does
+not explain it."""
+
 GROWN, STEPS = 4.0, 20
 """While an alarm is on, its cause is looked at again where k3 is ``GROWN`` times that at the last look, or after
 ``STEPS`` steps."""
@@ -229,6 +233,15 @@ class Series:
         if not self.lag or self.new_size is None or self.size is None:
             return False
         return self.size >= GAP_BEGINS * self.new_size
+
+    @property
+    def without_age(self) -> bool:
+        """Whether samples of the weights of now, by the reported lag, have much of k3, which was none at first: then
+        these weights are not those that sampled.
+        """
+        if self.new_size is None or self.size is None or self.start > SMALLEST_K3:
+            return False
+        return self.new_size >= WITHOUT_AGE * self.size
 
     @property
     def growth(self) -> float:

@@ -12,7 +12,9 @@ import torch
 
 import offcorr
 from offcorr.diagnose import Record
+from offcorr.diagnose.evidence import Evidence
 from offcorr.training.alarms import Alarm
+from offcorr.training.named_cause import named_cause
 from offcorr.training.own_updates import of_own_updates
 from offcorr.training.semantics import MENDS
 from tests.training.test_monitor import batch_of, quiet
@@ -190,6 +192,22 @@ def test_a_sampler_that_was_updated_at_first_is_not_called_never_updated():
     assert last.cause == first.cause == "stale_weights" and "never updated" not in str(last)
     assert "agreed up to step 8, and k3 has grown since" in str(last)
     assert "updates have not reached the sampler since step 8" in str(last)
+
+
+@pytest.mark.parametrize(("at_lag_0", "cause"), [(0.03, "adapter_not_synced"), (1e-6, "policy_updates")])
+def test_versions_that_say_that_weights_arrive_are_refuted_by_the_gap_at_lag_0(at_lag_0, cause):
+    """k3 of samples that are reported to be of the newest weights; the first ones had none."""
+    records = []
+    for step in range(6, 12):
+        one = {"prompt_ids": np.array([1]), "completion_ids": np.arange(4), "rollout_logp": np.full(4, -1.0)}
+        versions = {"trainer_version": step, "rollout_version": 4 * (step // 4)}
+        records.append(Record(**one, old_logp=np.full(4, -1.5), step=step, **versions))
+    series = quiet()._series["staleness"]
+    series.size, series.new_size = 0.04, at_lag_0
+    report = SimpleNamespace(verdict="stale_weights", confidence=0.5, causes=[], evidence=Evidence.of(records))
+    found = named_cause(series, report, {}, records=records)
+    assert found.cause == cause
+    assert ("by the versions new weights arrive, and by d they do not" in " ".join(found.evidence)) == (at_lag_0 > 0.01)
 
 
 def test_what_to_do_comes_before_the_evidence():

@@ -72,7 +72,10 @@ class TemperatureSilent(Cause):
     id = "temperature_silent"
     stage = "unlogged"
     title = "the sampler applies a temperature, and both sides log log-probs without it"
-    advice = f"set the sampler's temperature= for the trainer, too, and {PROCESSED}"
+    advice = (
+        f"set the sampler's temperature= for the trainer, too, and {PROCESSED}; where the sampler truncates instead, "
+        "sample with top_p=1.0, top_k=0, min_p=0.0"
+    )
     not_told_from = (
         SELECTED,
         LEFT_OUT,
