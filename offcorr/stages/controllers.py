@@ -196,7 +196,7 @@ def outward_squares(tokens: Tokens, mismatch: Mismatch) -> Joined:
 
 @dataclass(frozen=True)
 class MomentBudget(Controller):
-    """Drop the tokens with the largest log^2 ratio until the mean over what is left of them is <= ``tau`` (M2PO, 2510.01161).
+    """Drop the tokens of largest log^2 ratio until the mean over the rest of them is <= ``tau`` (M2PO, 2510.01161).
 
     One threshold for the global batch, by an exact sort; tokens at the threshold are kept.  Statistics are 4 bytes a
     position (8 in float64), masked or not.  The log-ratios are not clamped.
