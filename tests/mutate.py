@@ -848,6 +848,27 @@ MUTATIONS = [
         "test_versions_that_say_that_weights_arrive_are_refuted_by_the_gap_at_lag_0",
     ),
     Mutation(
+        "diagnose: values slightly above 0 called placeholders",
+        "offcorr/diagnose/causes/values.py",
+        "above = (sampler > 1e-6) & (np.nan_to_num(evidence.size, posinf=1e3) > ABOVE)",
+        "above = sampler > 1e-6",
+        "tests/diagnose/test_causes.py::test_values_slightly_above_0_are_asked_about_and_no_placeholders",
+    ),
+    Mutation(
+        "diagnose: log-probs above 0 beside a truncation",
+        "offcorr/diagnose/causes/truncation.py",
+        "(evidence.sampler > ROUNDED_UP).sum() >= ALONE:",
+        "(evidence.sampler > ROUNDED_UP).sum() < 0:",
+        "tests/diagnose/test_causes.py::test_values_slightly_above_0_are_asked_about_and_no_placeholders",
+    ),
+    Mutation(
+        "diagnose: a number added to nearly certain probabilities is cut off",
+        "offcorr/diagnose/causes/quantities.py",
+        "summed = np.exp(np.minimum(values, 1))",
+        "summed = np.exp(np.minimum(values, 0))",
+        "tests/diagnose/test_causes.py::test_a_number_added_to_nearly_certain_probabilities_is_found",
+    ),
+    Mutation(
         "tokens that the engine did not score left out of how the tokens were drawn",
         "offcorr/training/semantics.py",
         "both = surprise_of(t, h), surprise_of(ours[drawn], entropies[drawn])",

@@ -9,12 +9,15 @@ import numpy as np
 from offcorr.diagnose.causes import CAUSES
 from offcorr.diagnose.causes.policies import differs_by_itself, differs_by_itself_now, repeatable, updated
 from offcorr.diagnose.causes.sampling import loses_mass
-from offcorr.diagnose.causes.values import zeros_of_truncation
+from offcorr.diagnose.causes.values import FEWEST, zeros_of_truncation
 from offcorr.diagnose.causes.versions import VERSIONS
 from offcorr.diagnose.evidence import Evidence
 
 OFF = 5.0
 """Standard errors by which the surprisal balance, or the mean ratio, has to be off."""
+
+SMALLEST_ABOVE = 1e-6
+"""A log-prob above 0 that is asked about, at least."""
 
 MOVE_THE_BALANCE = ("values", "sampling", "unlogged", "policies")
 """Stages whose causes move it."""
@@ -74,6 +77,13 @@ trainer_version, or give --model'
             f"whether the sampler left tokens out as well (top_p, top_k, min_p): {zeros:,} tokens have a log-prob of "
             "exactly 0 from the sampler, mostly likely ones, as the only token that is left has. To find out, read the "
             "engine's sampling options"
+        )
+    above = int((evidence.sampler > SMALLEST_ABOVE).sum())
+    if above >= FEWEST and not any(CAUSES[id].stage == "values" for id in named):
+        said.append(
+            f"why {above:,} of the sampler's log-probs are above 0, by up to {float(evidence.sampler.max()):.2g} nats, "
+            "as no log-prob is: they may not be normalised, a number may have been added to the probabilities, or a "
+            "logit and its normaliser may have another precision. To find out, compute that of one token by hand"
         )
     if evidence.unrelated and not any(CAUSES[id].stage == "values" for id in named):
         said.append(

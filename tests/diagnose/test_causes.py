@@ -1292,6 +1292,39 @@ def test_values_above_0_in_a_part_of_the_sequences_are_another_quantity(side, ch
     assert f"in 8 of {len(records)} sequences" in found.evidence
 
 
+@pytest.mark.parametrize("added", [1e-5, 1e-4])
+def test_values_slightly_above_0_are_asked_about_and_no_placeholders(added):
+    """As of log(p + epsilon) of a peaked policy, or of a logit and a normaliser of different precision."""
+    asked = "of the sampler's log-probs are above 0, by up to"
+    made = world(sequences=64)
+    made.sampler = made.trainer = lambda logits, world: 6 * logits
+    records = with_values(made.records(), lambda logp: np.log(np.exp(logp) + added))
+    assert sum((one.rollout_logp > 1e-6).sum() for one in records) > 16
+    report = diagnose(records)
+    named = {one.cause for one in report.causes}
+    assert not named & {"sentinel", "min_p", "top_k", "logit_mask", "top_p"}
+    assert "other_quantity" in named or any(asked in one for one in report.cannot_tell)
+    assert not any(asked in one for one in diagnose(made.records()).cannot_tell)
+
+
+def test_a_number_added_to_nearly_certain_probabilities_is_found():
+    made = world(sequences=64)
+    made.sampler = made.trainer = lambda logits, world: 6 * logits
+    (found,) = diagnose(with_values(made.records(), lambda logp: np.log(np.exp(logp) + 0.01))).causes
+    assert found.cause == "other_quantity" and "log(p + 0.01)" in found.evidence
+
+
+def test_another_prompt_stands_beside_a_temperature_that_explains_a_part():
+    """A large d of any other policy looks in part like a temperature."""
+    asked = "a part of which the fit of a temperature takes"
+    made = world(sequences=64)
+    made.trainer = lambda logits, world: noise(1.0, shared=True)(1.4 * logits, world)
+    report = diagnose(made.records())
+    named = {one.cause for one in report.causes}
+    assert "temperature" not in named or any(asked in one for one in report.cannot_tell)
+    assert not any(asked in one for one in diagnose(world("temperature").records()).cannot_tell)
+
+
 def test_sequences_of_zeros_are_placeholders():
     """As of one engine of two that reports no log-probs; the model sampled these tokens, so no mask is wrong."""
     records = world().records()

@@ -172,9 +172,10 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
         yield f"logarithms to base {base}", FITS_BASE, values * np.log(base)
     yield from _sums(values, evidence)
     yield from _of_sequences(values, wanted, evidence)
-    added = float(np.median(np.exp(np.minimum(values, 0)) - np.exp(np.minimum(wanted, 0))))
+    summed = np.exp(np.minimum(values, 1))  # above 1 where the number was added to nearly 1
+    added = float(np.median(summed - np.exp(np.minimum(wanted, 0))))
     if added > SMALLEST_ADDED:
-        probabilities = np.maximum(np.exp(np.minimum(values, 0)) - added, 1e-30)
+        probabilities = np.maximum(summed - added, 1e-30)
         yield f"log(p + {added:.2g}), where p is the probability", FITS_BASE, np.log(probabilities)
     if (constant := float(np.median(values - wanted))) != 0:
         words = f"off by {constant:+.3g} nats, one number at every token, or the other side's are"

@@ -201,6 +201,13 @@ BESIDES = Alternative(
 )
 
 
+PART_OF_IT = Alternative(
+    "another prompt, older weights or a lower precision, a part of which the fit of a temperature takes",
+    "give --model, or compare the prompt ids that each side read",
+    settled=lambda evidence: evidence.with_entropy is None or power(evidence).explained > NEARLY_ALL,
+)
+
+
 class Temperature(Cause):
     """The sampler's log-probs carry another temperature, and it sampled from them."""
 
@@ -216,6 +223,7 @@ class Temperature(Cause):
             settled=lambda evidence: power(evidence).explained > NEARLY_ALL,
         ),
         BESIDES,
+        PART_OF_IT,
         OTHER_TRANSFORM,
         Alternative(
             "log-probs without the temperature that the engine samples at (raw_logprobs)",
@@ -237,6 +245,7 @@ class RawLogprobs(Cause):
     advice = PROCESSED
     not_told_from = (
         BESIDES,
+        PART_OF_IT,
         OTHER_TRANSFORM,
         Alternative(
             "a temperature that the trainer does not apply",

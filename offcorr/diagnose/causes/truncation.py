@@ -53,6 +53,9 @@ ALONE = 8
 """Tokens that are alone, from which on the share of the mass is found that decides it."""
 
 
+ROUNDED_UP = 1e-5
+"""A log-prob above 0 that rounding leaves, at most."""
+
 SHARP, BLURRED = 0.01, 0.03
 """Distance of a probability from top-p within which rounding, and coarse rounding, decides whether a token is alone."""
 
@@ -135,6 +138,8 @@ def kept(evidence: Evidence) -> Kept | None:
     d = evidence.d
     above, below = float(np.clip(d, 0, 1).sum()), float(np.clip(-d, 0, 1).sum())
     if lost.value < max(0.0005, SIGNIFICANT * lost.error) or evidence.selected:
+        return None
+    if (evidence.sampler > ROUNDED_UP).sum() >= ALONE:  # probabilities above 1, which no truncation leaves
         return None
     if above > 0.03 * below:
         return _kept_among_others(evidence, lost)

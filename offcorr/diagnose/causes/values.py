@@ -554,14 +554,20 @@ def _neighbours(evidence: Evidence, which: Booleans) -> Floats:
     return count
 
 
+ABOVE = 0.3
+"""|d| (nats) from which a value above 0 is a placeholder."""
+
+
 def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
     """Tokens with a value that stands for none, and the commonest such value."""
     sampler = evidence.sampler
     impossible = (sampler <= IMPOSSIBLE) & (evidence.trainer > sampler / 2)
     if evidence.unrelated and len(np.unique(sampler[impossible])) > max(FEWEST, 0.5 * impossible.sum()):
         impossible[:] = False  # log-probs of other tokens, or of another model
-    odd = ~np.isfinite(sampler) | (sampler > 1e-6) | impossible
     values, inverse, times = np.unique(sampler, return_inverse=True, return_counts=True)
+    # Beside the trainer's, values above 0 are no placeholders: an open question asks about them.
+    above = (sampler > 1e-6) & (np.nan_to_num(evidence.size, posinf=1e3) > ABOVE)
+    odd = ~np.isfinite(sampler) | above | impossible
     far = np.bincount(inverse, np.nan_to_num(evidence.size, posinf=1e3) > 0.5) / times
     mean = np.bincount(inverse, evidence.trainer) / times
     spread = np.sqrt(np.bincount(inverse, np.square(evidence.trainer - mean[inverse])) / times)
