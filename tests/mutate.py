@@ -833,13 +833,6 @@ MUTATIONS = [
         "tests/trl/test_trainer.py::test_every_metric_that_is_logged_is_explained",
     ),
     Mutation(
-        "diagnose: a prompt that is forgotten called weights that were swapped",
-        "offcorr/diagnose/causes/policies.py",
-        "np.median(cuts) >= 4 and not fades:",
-        "np.median(cuts) >= 4:",
-        "tests/diagnose/test_causes.py::test_a_prompt_that_a_recurrent_model_forgets_is_no_weights_that_were_swapped",
-    ),
-    Mutation(
         "versions that d refutes are believed",
         "offcorr/training/own_updates.py",
         'return "" if series.aged or series.without_age else',

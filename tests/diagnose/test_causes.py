@@ -995,6 +995,7 @@ def test_one_token_that_is_far_off_is_no_sure_cause():
     assert any("ids that the sampler did not draw" in said for said in report.cannot_tell)
     assert any("a few tokens that somebody filled in" in said for said in report.cannot_tell)
     many = diagnose(world("moe_routing").records())
+    assert any("a logit_bias" in said for said in many.cannot_tell)
     assert many.confidence == 0.8 and not any("filled in" in said for said in many.cannot_tell)
 
 
@@ -1599,12 +1600,13 @@ def test_weights_that_are_the_trainers_from_one_token_on_were_swapped(size):
     assert "agree in the last part of the completion" in report.causes[0].evidence
 
 
-def test_a_prompt_that_a_recurrent_model_forgets_is_no_weights_that_were_swapped():
-    """Its state is soon the same to the last digit; before that d falls from token to token."""
+def test_a_prompt_that_a_recurrent_model_forgets_looks_like_weights_that_were_swapped():
+    """Its state is soon the same to the last digit."""
     made = world()
     made.sampler = noise(2.0, where=simulated.positions(lambda t: np.exp(-0.7 * t)))
     report = diagnose(made.records())
-    assert (report.verdict, report.confidence) == ("chat_template", 0.65)
+    assert (report.verdict, report.confidence) == ("weights_swapped", 0.65)
+    assert any("another prompt, or template" in one for one in report.cannot_tell)
 
 
 @pytest.mark.parametrize(("name", "named"), [("shift", "shift"), ("temperature", "temperature")])

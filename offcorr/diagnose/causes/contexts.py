@@ -258,6 +258,10 @@ class TruncatedPrompt(Cause):
         Alternative("another prompt of the same length (chat_template)", "compare their prompt ids"),
         OLD_CACHE,
         OLDER_WEIGHTS,
+        Alternative(
+            "weights that changed within the sequences (weights_swapped)",
+            "see whether running requests go on while new weights are loaded",
+        ),
         NOT_SYNCED,
     )
 

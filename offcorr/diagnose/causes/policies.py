@@ -205,6 +205,7 @@ class MoERouting(Cause):
     advice = "compute the router in float32 on both sides, or replay the sampler's choice of experts in the trainer"
     not_told_from = (
         OTHER_IDS,
+        OTHER_TRANSFORM,
         Alternative(
             "log-probs of a few tokens that somebody filled in, such as those of end tokens",
             "look where the log-probs of the tokens that are far off come from",
@@ -277,8 +278,7 @@ class WeightsSwapped(Cause):
             return None
         profile = Profile.of(evidence)
         share, first, cuts = profile.halves
-        fades = first < 0.5 and len(cuts) >= 4 and _fades_before(profile, int(np.median(cuts)))
-        if share > 0.25 and len(cuts) >= 4 and not 0.1 < first < 0.9 and np.median(cuts) >= 4 and not fades:
+        if share > 0.25 and len(cuts) >= 4 and not 0.1 < first < 0.9 and np.median(cuts) >= 4:
             margin = 1.5 + 4 * (share - 0.25)
             if first < 0.5 and np.ptp(np.quantile(cuts, [0.1, 0.9])) <= 4:  # at one position, which no fade explains
                 margin *= 2
@@ -323,14 +323,6 @@ class WeightsSwapped(Cause):
             f"{of_age(evidence)}",
             surest=surest_beside_age(evidence),
         )
-
-
-def _fades_before(profile: Profile, cut: int) -> bool:
-    """Whether the size of d falls all the way to the place from which the two sides agree, as where a recurrent state
-    forgets another prompt; weights that were swapped leave it up to there.
-    """
-    third = max(1, cut // 3)
-    return profile.level(0, third)[0] - profile.level(cut - third, cut)[0] > 1.0
 
 
 def _dropped(profile: Profile) -> bool:
