@@ -942,8 +942,8 @@ MUTATIONS = [
     Mutation(
         "a router named for a few tokens with the same confidence as for many",
         "offcorr/diagnose/causes/policies.py",
-        "surest=ALIKE if len(_far_off(evidence)) >= BOTH_WAYS else 0.5,",
-        "surest=ALIKE,",
+        "surest=ALSO_OLDER if len(_far_off(evidence)) >= BOTH_WAYS else 0.5,",
+        "surest=ALSO_OLDER,",
         "tests/diagnose/test_causes.py::test_one_token_that_is_far_off_is_no_sure_cause",
     ),
     Mutation(

@@ -230,7 +230,7 @@ class MoERouting(Cause):
             float(np.log(heavy / 5)) + 0.5,
             f"the relative difference |d| / (1 - p) has a mean of {profile.mean:.2g} and a median of "
             f"{profile.median:.2g}: most tokens agree, and a few are far off",
-            surest=ALIKE if len(_far_off(evidence)) >= BOTH_WAYS else 0.5,
+            surest=ALSO_OLDER if len(_far_off(evidence)) >= BOTH_WAYS else 0.5,  # a logit_bias leaves the same
         )
 
 
