@@ -98,7 +98,7 @@ SEEN: Mapping[str, Mapping[str, str]] = {
             "are no sign of another cause",
         ),
         **_each(
-            "temperature raw_logprobs unnormalised repetition_penalty",
+            "temperature raw_logprobs unnormalised repetition_penalty logit_bias",
             "it changes a token id in much the same way everywhere, which brings the dots near the grey line",
         ),
     },

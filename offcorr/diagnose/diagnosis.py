@@ -37,7 +37,16 @@ BESIDE_DROPOUT = 0.5
 BESIDE_A_FIT = 0.5
 """Confidence at most in what the fit of a temperature leaves."""
 
-OF_OTHERS = {"stale_weights", "adapter_not_synced", "precision", "moe_routing", "weights_swapped"}
+OF_OTHERS = {
+    "stale_weights",
+    "adapter_not_synced",
+    "precision",
+    "moe_routing",
+    "weights_swapped",
+    "chat_template",
+    "truncated_prompt",
+    "stale_prefix_cache",
+}
 """Causes that what it leaves may look like, where the logits were changed otherwise."""
 
 OF_OTHER_CHANGES = (

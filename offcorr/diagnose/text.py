@@ -103,9 +103,22 @@ def to_do(report: Report) -> list[str]:
         return [f"{checked} {floor}", nothing]
     return [
         f"{checked} None explains a difference of {report.numbers['abs_mean']:.2g} nats per token.",
-        f"To do: dump more sequences (a few hundred){_with(wanted(report.evidence))}; or give --model, the trainer's "
-        "model, which scores some sequences again under one hypothesis after the other.",
+        f"To do: {_further(report)}; or give --model, the trainer's model, which scores some sequences again under one "
+        "hypothesis after the other.",
     ]
+
+
+ENOUGH = 200
+"""Sequences from which on more of them would hardly show a cause."""
+
+
+def _further(report: Report) -> str:
+    """The data that would help, as words after "To do"."""
+    fields = _with(wanted(report.evidence))
+    if report.numbers["sequences"] < ENOUGH:
+        return f"dump more sequences (a few hundred){fields}"
+    apart = "diagnose a few of the first steps and a few of the last by themselves (what differs may change in a run)"
+    return apart + (f", or dump sequences{fields}" if fields else "")
 
 
 def _with(parts: list[str]) -> str:

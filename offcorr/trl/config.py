@@ -318,7 +318,7 @@ def choose_correction(args: Any, loss: offcorr.Correction | None = None) -> Anne
         return None
     else:
         annealed = named(loss_type, args)
-    _warn_about_ignored(args, annealed.at(0.0))
+    _warn_about_ignored(args, annealed.at(0.0), "loss_kwargs" if loss is None else "the correction passed as loss=")
     return annealed
 
 
@@ -358,8 +358,12 @@ def _with_length(correction: offcorr.Correction, args: Any) -> offcorr.Correctio
     return correction if length is None else correction.with_max_length(length)
 
 
-def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
-    """Warn of options of TRL's own losses that were set and do nothing here."""
+def _warn_about_ignored(args: Any, correction: offcorr.Correction, where: str) -> None:
+    """Warn of options of TRL's own losses that were set and do nothing here.
+
+    Args:
+        where: the options of the correction are given.
+    """
     ignored = {
         name: instead
         for name, instead in TRL_LOSS_OPTIONS.items()
@@ -381,12 +385,18 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction) -> None:
         but = (
             KL_READS_IT
             if "importance_sampling_level" in ignored and weights_kl(args)
-            else ": use loss_kwargs" * ("(here:" in listed and [*ignored] != ["importance_sampling_level"])
+            else f": set the one named here in {where} instead" * _can_be_set(listed, ignored)
         )
         warnings.warn(
             f"TRL's own losses read {listed}; the correction {correction.method!r} ignores this{but}",
             stacklevel=outside(),
         )
+
+
+def _can_be_set(listed: str, ignored: Mapping[str, Any]) -> bool:
+    """Whether an option of the correction is named in place of one that is ignored."""
+    named = listed.count("(here:") - listed.count("(here: nothing")
+    return named > 0 and [*ignored] != ["importance_sampling_level"]
 
 
 def _engine_weight(args: Any) -> str:

@@ -144,6 +144,10 @@ def banned(logits, world):
     return np.where(np.arange(VOCABULARY) % 7 == 0, -np.inf, logits)
 
 
+def biased(logits, world):
+    return logits + 2.0 * (np.arange(VOCABULARY) % 20 == 7)
+
+
 def penalty(logits, world):
     return np.where(world.seen, logits - 0.8, logits)
 
@@ -250,6 +254,7 @@ CAUSES = {
     "min_p": {"sampler": min_p},
     "repetition_penalty": {"sampler": penalty, "penalised": True},
     "logit_mask": {"sampler": banned},
+    "logit_bias": {"sampler": biased},
     "shift": {"edits": [shift]},
     "mask": {"edits": [tools]},
     "sentinel": {"edits": [placeholders]},

@@ -60,6 +60,9 @@ def test_unknown_says_what_to_do_next(reports):
     assert said.startswith("unknown: trainer and sampler disagree, and no known cause fits")
     assert "None explains a difference of 0.093 nats per token" in said
     assert "dump more sequences" in said and "--model" in said and "To do: nothing" not in said
+    many = dataclasses.replace(unknown, numbers=dict(unknown.numbers) | {"sequences": 960.0})
+    said = " ".join(text(many).split())
+    assert "more sequences" not in said and "To do: diagnose a few of the first steps and a few of the last" in said
 
 
 def test_updates_since_are_a_number_of_their_own():

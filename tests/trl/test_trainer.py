@@ -873,11 +873,11 @@ def test_options_only_trl_reads_are_named(model_folder, dataset, tokenizer, tmp_
         )
 
 
-def warnings_of_ignored(loss_type, **options):
+def warnings_of_ignored(loss_type, loss=None, **options):
     args = GRPOConfig("out", loss_type=loss_type, bf16=False, use_cpu=True, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        choose_correction(args)
+        choose_correction(args, loss)
     return [str(one.message) for one in caught if "TRL's own losses read" in str(one.message)]
 
 
@@ -918,7 +918,13 @@ def test_an_option_that_trls_kl_still_reads_is_not_called_ignored_alone():
 def test_an_ignored_option_is_named_with_the_one_that_this_method_has(loss_type, option, said):
     (warning,) = warnings_of_ignored(loss_type, **option)
     assert said in warning
-    assert warning.endswith("use loss_kwargs") == ("(here:" in warning)
+    assert warning.endswith("set the one named here in loss_kwargs instead") == ("(here:" in warning)
+
+
+def test_of_a_loss_that_was_passed_the_option_is_set_in_it():
+    """``loss_kwargs`` beside ``loss=`` is refused."""
+    (said,) = warnings_of_ignored("dapo", offcorr.get("ppo"), epsilon=0.3)
+    assert said.endswith("ignores this: set the one named here in the correction passed as loss= instead")
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -954,7 +960,8 @@ def test_epsilon_is_the_cap_of_a_method_that_has_one_and_a_low_delta_is_nothing_
     (said,) = warnings_of_ignored("ppo", epsilon=0.1)
     assert "epsilon=0.1 (here: eps_low" in said
     (low,), (high,) = warnings_of_ignored("ppo", delta=1.1), warnings_of_ignored("ppo", delta=1.5)
-    assert "bounds positive advantages, too" in low and "here: dual_clip" in high
+    assert "bounds positive advantages, too" in low and low.endswith("'ppo' ignores this")
+    assert "here: dual_clip" in high
 
 
 @pytest.mark.parametrize("method", ["tis", "seq_mis", "minpro"])

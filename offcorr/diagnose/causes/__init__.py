@@ -1,6 +1,6 @@
 """The causes of a mismatch, one class each, in files by the stage in which they are looked for."""
 
-from offcorr.diagnose.causes import contexts, policies, quantities, sampling, truncation, unlogged, values
+from offcorr.diagnose.causes import bias, contexts, policies, quantities, sampling, truncation, unlogged, values
 from offcorr.diagnose.causes.base import CAUSES, STAGES, Cause, Finding, Found, confidence
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Cause",
     "Finding",
     "Found",
+    "bias",
     "confidence",
     "contexts",
     "policies",

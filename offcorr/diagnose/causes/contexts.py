@@ -9,6 +9,7 @@ from offcorr.diagnose.causes.policies import (
     ALIKE,
     COARSE_PRECISION,
     FAR,
+    UNSURE,
     WEIGHTS,
     noise,
     not_drawn_so,
@@ -340,5 +341,5 @@ class StalePrefixCache(Cause):
             _faded(profile, decay)
             + ("; the mean d of a token id is alike in all sequences" if shared else "")
             + of_age(evidence),
-            surest=surest_beside_age(evidence),
+            surest=UNSURE,  # another prompt fades in the same way
         )

@@ -278,7 +278,7 @@ BAN = Alternative(
     ("entropy",),
     settled=lambda evidence: evidence.with_entropy is not None and not _told_by_tail(evidence),
 )
-LIKELIEST = BAN._replace(words="a truncation to the likeliest tokens (top_k, min_p)")
+LIKELIEST = BAN._replace(words="a truncation to the likeliest tokens (top_p, top_k, min_p)")
 
 
 DIVIDED = Alternative(
@@ -420,7 +420,8 @@ class LogitMask(Cause):
     title = "the sampler forbids some tokens that the trainer does not"
     advice = (
         "sample without structured decoding, logit_bias, bad_words, min_tokens and ignore_eos, or, only in a loop of "
-        "your own, apply the same mask in the trainer (offcorr.linear_logprob(..., support=))"
+        "your own, apply the same mask in the trainer (offcorr.linear_logprob(..., support=)); where the sampler "
+        "truncates instead, sample with top_p=1.0, top_k=0, min_p=0.0"
     )
     not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, LIKELIEST, DIVIDED_UNLESS_DRAWN_SO, PADDED)
 
@@ -438,11 +439,13 @@ class LogitMask(Cause):
             )
         named = _truncated(evidence, found, said, 2.0)
         # Other weights besides move the balance as well, which then says little of what is missing.
-        return named._replace(surest=min(named.surest, BESIDE_OTHERS)) if found.among_others else named
+        unknown = found.balance is None or found.among_others
+        return named._replace(surest=min(named.surest, BALANCE_UNKNOWN)) if unknown else named
 
 
-BESIDE_OTHERS = 0.5
-"""The most that a ban is sure beside other weights."""
+BALANCE_UNKNOWN = 0.5
+"""The most that a ban is sure where nothing says how likely the sampled tokens should be: no entropy is logged, or
+other weights differ besides.  A truncation of a policy that is mostly certain leaves few tokens out, too."""
 
 
 def _banned(found: Kept) -> bool:

@@ -7,6 +7,8 @@ import numpy as np
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.drawn import Repeats, Truncation, repeats, truncation
 from offcorr.diagnose.causes.over_steps import surprising_steps
+from offcorr.diagnose.causes.policies import WEIGHTS
+from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import PROCESSED
 from offcorr.diagnose.causes.truncation import flat
 from offcorr.diagnose.evidence import Estimate, Evidence
@@ -155,22 +157,25 @@ class PenaltySilent(Cause):
             (found.z - REPEATED) / 3 + 0.3,
             f"where the likely next tokens stood in the context before, the sampled tokens are more surprising than "
             f"draws from the trainer's distributions would be, relative to the others by {found.seen.value:.2f} +- "
-            f"{found.seen.error:.2f} of what the entropy allows, although the two log-probs agree (mean |d| "
-            f"{where.gap:.2g} nats){of_steps}",
+            f"{found.seen.error:.2f} of what the entropy allows, while the two log-probs differ by "
+            f"{where.gap:.2g} nats on average{of_steps}",
             evidence.unbalanced(),
             share=1.0,
         )
 
 
 def _silent(evidence: Evidence, balance: Estimate, which: str, apart: float, more: str = "") -> Found:
-    """The finding, but for what is left; ``apart``: a margin that says how far it is from the other silent causes."""
+    """The finding, but for what is left; ``apart``: a margin that says how far it is from the other silent causes.
+
+    Other weights that sampled, or another prompt, can make the draws surprising, or the contrary, by themselves.
+    """
     return Found(
         balance.value,
         balance.error,
         3.5 * balance.error,
-        min(abs(balance.z) / 8, apart),
+        0.0 if Profile.of(evidence).mean > WEIGHTS else min(abs(balance.z) / 8, apart),
         f"the sampled tokens are {which} surprising than draws from the trainer's distributions would be, by "
-        f"{abs(balance.value):.3f} nats per token, although the two log-probs agree (mean |d| {evidence.gap:.2g} nats)"
+        f"{abs(balance.value):.3f} nats per token, while the two log-probs differ by {evidence.gap:.2g} nats on average"
         f"{more}",
         share=1.0,
     )
