@@ -39,7 +39,7 @@ SURE, ALSO_UPDATES = 0.8, 0.65
 
 
 class Signs(NamedTuple):
-    """How the sign of d follows from the token id.
+    """The sign of d as a function of the token id.
 
     Args:
         ids: those with the rarer sign.
