@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, STAGES, Cause, Finding, Found, confidence
+from offcorr.diagnose.causes.base import NEARLY_GREEDY
 from offcorr.diagnose.causes.policies import differs_by_itself
 from offcorr.diagnose.causes.sampling import loses_mass
 from offcorr.diagnose.causes.versions import lag_by_versions, same_version, shown_to_be_older
@@ -30,6 +31,9 @@ TRUNCATIONS = {"top_p", "top_k", "min_p", "logit_mask"}
 ALONE = TRUNCATIONS | {"shift", "retokenised"}
 """Causes beside which a log-prob of 0 may be of a token that a truncation left alone: truncations, and those that move
 such a log-prob to another token."""
+
+OF_GREEDY = 0.5
+"""Confidence at most in what a temperature near 0 leaves, too."""
 
 BESIDE_DROPOUT = 0.5
 """Confidence at most in a further cause beside dropout, whose noise can leave its traces."""
@@ -275,6 +279,8 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
             left = after
     if any(one.cause == "dropout" for one in findings):
         findings = [one if one.cause == "dropout" else _beside_dropout(one) for one in findings]
+    if evidence.nearly_greedy and (evidence.sampler != 0).any():
+        findings = [_of_nearly_greedy(one) for one in findings]
     if of_zeros and any(one.cause in ALONE for one in findings):
         findings = [_beside_zeros(one, of_zeros) for one in findings]
     return findings, left
@@ -289,6 +295,14 @@ def _beside_zeros(one: Finding, of_zeros: set[str]) -> Finding:
         said = f"more of the zeros of {' and '.join(sorted(of_zeros))}, at tokens that are likely, leave the same"
     said = f"{one.evidence}; {said}"
     return dataclasses.replace(one, confidence=min(one.confidence, LEFT_OVER), evidence=said)
+
+
+def _of_nearly_greedy(one: Finding) -> Finding:
+    """The finding, where a temperature near 0 leaves zeros, and little probability to the other tokens."""
+    if NEARLY_GREEDY not in CAUSES[one.cause].not_told_from:
+        return one
+    said = f"{one.evidence}; a temperature near 0 leaves the same"
+    return dataclasses.replace(one, confidence=min(one.confidence, OF_GREEDY), evidence=said)
 
 
 def _beside_dropout(one: Finding) -> Finding:

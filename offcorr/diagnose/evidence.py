@@ -23,6 +23,10 @@ SAME = 5e-5
 UNRELATED = 0.3
 """Correlation of the two log-probs below which they are not of two policies over the same tokens."""
 
+CERTAIN = 0.9
+NEARLY_CERTAIN = float(np.log(CERTAIN))
+"""Probability and log-prob of a token from which a distribution is nearly that token."""
+
 LARGEST = 50.0
 """Bound on |d| (nats) before e^d is taken."""
 
@@ -247,6 +251,12 @@ class Evidence:
     def as_logged(self) -> bool:
         """Whether the sampler's values are those of the dump, with nothing taken away but whole tokens."""
         return np.array_equal(self.sampler, self._logged("rollout_logp"), equal_nan=True)
+
+    @cached_property
+    def nearly_greedy(self) -> bool:
+        """Whether the sampler gives most tokens of which the trainer is not certain nearly all of the probability."""
+        doubted = self.trainer < NEARLY_CERTAIN
+        return bool(doubted.any() and (np.exp(self.sampler[doubted]) > CERTAIN).mean() > 0.5)
 
     @cached_property
     def copied(self) -> bool:

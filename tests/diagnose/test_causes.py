@@ -1843,17 +1843,33 @@ def test_without_entropy_a_ban_is_as_likely_as_a_truncation_of_a_peaked_policy(e
     assert "top_p=1.0" in CAUSES["logit_mask"].advice
 
 
-def test_where_other_weights_differ_a_silent_cause_is_no_likelier():
-    """They can make the draws surprising by themselves."""
-    made = world("temperature_silent", seed=1)
-    made.trainer = noise(0.05)
+@pytest.mark.parametrize(("temperature", "drift", "sure"), [(0.7, 0.0, 0.5), (1.4, 0.0, 0.65), (1.4, 0.1, 0.5)])
+def test_a_silent_cause_is_unsure_where_the_draws_are_too_likely_or_other_weights_differ(temperature, drift, sure):
+    """A truncation makes them likely, too; other weights make them surprising, or the contrary, by themselves."""
+    made = World(seed=1, sequences=64, sampler=lambda logits, world: logits / temperature, logged=simulated.raw)
+    made.trainer = noise(drift)
     said = {one.cause: one for one in diagnose(made.records()).causes}["temperature_silent"]
-    assert said.confidence == 0.5 and "while the two log-probs differ by" in said.evidence
-    alone = diagnose(world("temperature_silent", seed=1).records())
-    assert alone.verdict == "temperature_silent" and alone.confidence > 0.6
+    assert said.confidence == pytest.approx(sure, abs=0.01) and "while the two log-probs differ by" in said.evidence
 
 
 def test_a_prompt_beside_a_temperature_may_be_what_its_fit_leaves():
     report = diagnose(world("temperature", "truncated_prompt").records())
     (found,) = [one for one in report.causes if one.cause == "truncated_prompt"]
     assert found.confidence <= 0.65 and "it is what the temperature leaves" in found.evidence
+
+
+@pytest.mark.parametrize("temperature", [0.001, 0.01])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_a_temperature_near_0_leaves_is_no_sure_placeholder_or_truncation(temperature, seed):
+    """The sampler is nearly certain of every token, and the log-probs are 0 or nearly so."""
+    report = diagnose(World(seed=seed, sampler=lambda logits, world: logits / temperature).records())
+    assert report.causes and all(one.confidence == 0.5 for one in report.causes)
+    assert "a temperature near 0 leaves the same" in report.causes[0].evidence
+    assert any("or a temperature near 0" in one for one in report.cannot_tell)
+
+
+@pytest.mark.parametrize("cause", ["sentinel", "mask", "top_p", "min_p"])
+def test_a_sampler_that_is_as_uncertain_as_the_trainer_is_at_no_temperature_near_0(cause):
+    report = diagnose(world(cause).records())
+    assert report.verdict == cause and report.confidence > 0.5
+    assert not any("near 0" in one for one in report.cannot_tell)

@@ -66,6 +66,13 @@ class Alternative(NamedTuple):
     cause: str = ""
 
 
+NEARLY_GREEDY = Alternative(
+    "a temperature near 0, at which the sampler is nearly certain of the likeliest token",
+    "compare the temperatures of both sides",
+    settled=lambda evidence: not evidence.nearly_greedy or not bool((evidence.sampler != 0).any()),
+)
+
+
 class Cause(ABC):
     """One cause.  A subclass has the three texts and ``found``; it is known once its module is imported.
 

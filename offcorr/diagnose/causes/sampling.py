@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import Alternative, Cause, Found
+from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.versions import lag_by_versions
 from offcorr.diagnose.evidence import Estimate, Evidence
@@ -47,6 +47,7 @@ class Unnormalised(Cause):
             "compare the sampler's options, or give --model",
             settled=lambda evidence: _proportional(evidence) or float(evidence.d.mean()) > 0,
         ),
+        NEARLY_GREEDY,
     )
 
     def found(self, evidence: Evidence) -> Found | None:

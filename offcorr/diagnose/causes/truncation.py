@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import Alternative, Cause, Found
+from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.sampling import PADDED, SIGNIFICANT
 from offcorr.diagnose.evidence import Booleans, Estimate, Evidence
 from offcorr.diagnose.record import Floats
@@ -313,6 +313,7 @@ class TopP(Cause):
         OTHER_TRUNCATION,
         DIVIDED_UNLESS_DRAWN_SO,
         PADDED,
+        NEARLY_GREEDY,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -357,7 +358,7 @@ class MinP(Cause):
     stage = "sampling"
     title = "the sampler draws from the tokens with at least min_p of the likeliest one's probability"
     advice = ADVICE
-    not_told_from = (TOP_P_AND_K, BLURRED_TOP_P, OTHER_TRUNCATION, BAN, DIVIDED_UNLESS_DRAWN_SO, PADDED)
+    not_told_from = (TOP_P_AND_K, BLURRED_TOP_P, OTHER_TRUNCATION, BAN, DIVIDED_UNLESS_DRAWN_SO, PADDED, NEARLY_GREEDY)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -388,6 +389,7 @@ class TopK(Cause):
         ),
         DIVIDED,
         PADDED,
+        NEARLY_GREEDY,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -423,7 +425,7 @@ class LogitMask(Cause):
         "your own, apply the same mask in the trainer (offcorr.linear_logprob(..., support=)); where the sampler "
         "truncates instead, sample with top_p=1.0, top_k=0, min_p=0.0"
     )
-    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, LIKELIEST, DIVIDED_UNLESS_DRAWN_SO, PADDED)
+    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, LIKELIEST, DIVIDED_UNLESS_DRAWN_SO, PADDED, NEARLY_GREEDY)
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)

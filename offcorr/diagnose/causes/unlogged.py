@@ -10,14 +10,10 @@ from offcorr.diagnose.causes.over_steps import surprising_steps
 from offcorr.diagnose.causes.policies import WEIGHTS
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import PROCESSED
-from offcorr.diagnose.causes.truncation import flat
 from offcorr.diagnose.evidence import Estimate, Evidence
 
 ENDS = 2.2
 """Log-likelihood ratio (nats) from which a truncation is named rather than a temperature."""
-
-CLEARLY_ENDS = 4.0
-"""The same from which it is more than just as likely: temperatures have left 0 to 4, a top_p .6 to 27."""
 
 REPEATED = 3.5
 """Standard errors by which draws are too surprising, over all and after repetitions, before a penalty is named."""
@@ -102,11 +98,10 @@ class TemperatureSilent(Cause):
             if balance is None:
                 continue
             if sign > 0:
-                found = None if _penalised(where) else _silent(where, balance, "more", UNSURE, of_steps)
+                found = None if _penalised(where) else _silent(where, balance, of_steps)
             else:
-                ended = _truncation(where, rest).support
-                apart = min(UNSURE, 0.2 + (ENDS - ended) / 2)
-                found = None if ended > ENDS else _silent(where, balance, "less", apart, of_steps)
+                ends = _truncation(where, rest).support > ENDS
+                found = None if ends else _silent(where, balance, of_steps)
             return found and found._replace(left=evidence.unbalanced())
         return None
 
@@ -128,10 +123,8 @@ class TopPSilent(Cause):
         found = _silent(
             where,
             balance,
-            "less",
-            UNSURE if ended.support > CLEARLY_ENDS and not flat(where) else 0.0,
             f", and by their log-probs and entropies unlikely tokens end, as under a top_p of {ended.share:.2f} or "
-            "more, more clearly than they mostly do at a low temperature, where they become rare; distributions that "
+            "more, as they mostly do not at a low temperature, where they become rare; distributions that "
             f"are flat over few tokens end by themselves, too{of_steps}",
         )
         return found._replace(left=evidence.unbalanced())
@@ -164,19 +157,21 @@ class PenaltySilent(Cause):
         )
 
 
-def _silent(evidence: Evidence, balance: Estimate, which: str, apart: float, more: str = "") -> Found:
-    """The finding, but for what is left; ``apart``: a margin that says how far it is from the other silent causes.
+def _silent(evidence: Evidence, balance: Estimate, more: str = "") -> Found:
+    """The finding, but for what is left; it is barely surer than another where the draws are too likely.
 
+    In a policy that is flat over a few tokens, or certain, a low temperature and a truncation leave nearly the same.
     Other weights that sampled, or another prompt, can make the draws surprising, or the contrary, by themselves.
     """
+    told = balance.value > 0 and Profile.of(evidence).mean <= WEIGHTS
     return Found(
         balance.value,
         balance.error,
         3.5 * balance.error,
-        0.0 if Profile.of(evidence).mean > WEIGHTS else min(abs(balance.z) / 8, apart),
-        f"the sampled tokens are {which} surprising than draws from the trainer's distributions would be, by "
-        f"{abs(balance.value):.3f} nats per token, while the two log-probs differ by {evidence.gap:.2g} nats on average"
-        f"{more}",
+        min(abs(balance.z) / 8, UNSURE) if told else 0.0,
+        f"the sampled tokens are {'more' if balance.value > 0 else 'less'} surprising than draws from the trainer's "
+        f"distributions would be, by {abs(balance.value):.3f} nats per token, while the two log-probs differ by "
+        f"{evidence.gap:.2g} nats on average{more}",
         share=1.0,
     )
 

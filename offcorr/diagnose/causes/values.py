@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
+from offcorr.diagnose.causes.base import CAUSES, NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.evidence import Booleans, Evidence, surprisal_balance
 from offcorr.diagnose.record import Floats
 
@@ -43,6 +43,7 @@ class Sentinel(Cause):
             "look whether these completions were cut by the length limit",
             settled=lambda evidence: not _at_ends(evidence),
         ),
+        NEARLY_GREEDY,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -118,6 +119,7 @@ class Mask(Cause):
             ("entropy",),
             settled=lambda evidence: _not_sampled(evidence) > 0,
         ),
+        NEARLY_GREEDY,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
