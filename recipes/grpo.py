@@ -409,6 +409,9 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         trainer.remove_callback(quiet)
     if trainer.accelerator.is_main_process and not args.disable_tqdm:
         trainer.add_callback(Bar)
+    tied = getattr(trainer.model.config, "tie_word_embeddings", False)
+    if args.resume_from_checkpoint and tied and trainer.accelerator.is_main_process:
+        print("(lm_head.weight, which transformers may miss in the checkpoint, is the embedding's)", file=sys.stderr)
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except KeyboardInterrupt:
@@ -630,9 +633,9 @@ WEIGHT = {
 every step, and is not shown."""
 
 CAPTION = (
-    "Accuracies: of --eval_size new samples each (256: +- .03). All else: means over the run. ESS: effective sample "
-    "size, 1 where all count alike. Multiplier, tokens and their ESS: of those with an advantage; damped, amplified: "
-    "by more than 1 %."
+    "Accuracies: of --eval_size new samples each (of 256: +- .03, of 32: +- .09). All else: "
+    "means over the run. ESS: effective sample size, 1 where all count alike. Multiplier, tokens and their ESS: of "
+    "those with an advantage; damped, amplified: by more than 1 %."
 )
 ALIKE = "A prompt has no advantage where its samples all got one reward."
 KEYS = "More: `offcorr metrics KEY`, KEY in the last column."
