@@ -1433,9 +1433,30 @@ MUTATIONS = [
     Mutation(
         "the rewards are blamed for what the mask leaves out",
         "offcorr/trl/step.py",
-        "MASKED_ADVANTAGE if masked",
-        "MASKED_ADVANTAGE if False",
+        'MASKED_ADVANTAGE.format(f", by {masks}" * bool(masks)) if masked',
+        'MASKED_ADVANTAGE.format(f", by {masks}" * bool(masks)) if False',
         "tests/trl/test_watch.py blamed_on_the_rewards",
+    ),
+    Mutation(
+        "rewards or a mask are blamed where the advantages are in other steps of a generation",
+        "offcorr/trl/step.py",
+        "if steps > 1:",
+        "if False:",
+        "tests/trl/test_watch.py in_other_steps",
+    ),
+    Mutation(
+        "the model's own generation_config is not looked at",
+        "offcorr/trl/trainer.py",
+        "self._of_model() if self._sampler is None else {}",
+        "{}",
+        "tests/trl/test_watch.py own_generation",
+    ),
+    Mutation(
+        "the sampler's settings are blamed on a model's generation_config that TRL replaces",
+        "offcorr/trl/sampling.py",
+        "for name in off if getattr(of_trl, name, None) is None}",
+        "for name in off}",
+        "tests/trl/test_watch.py own_generation",
     ),
     Mutation(
         "diagnose: a few largest d tell a ban from a top-k for sure",

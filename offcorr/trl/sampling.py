@@ -86,6 +86,20 @@ def unknown_to_trainer(args: Any, sampler: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value not in OF_GENERATION[name]}
 
 
+def of_model(of_trl: Any, own: Any) -> dict[str, Any]:
+    """The settings of a model's generation_config that TRL's own generation applies, as it leaves them unset.
+
+    Args:
+        of_trl: the generation_config that TRL made; None: it has none, as with vLLM.
+        own: that of the model.
+    """
+    off = OFF | OF_GENERATION
+    if of_trl is None or own is None:
+        return {}
+    unset = {name: getattr(own, name, None) for name in off if getattr(of_trl, name, None) is None}
+    return {name: value for name, value in unset.items() if value not in off[name]}
+
+
 def _innermost(sampler: Any) -> Any:
     while isinstance(sampler, Around):
         sampler = sampler.sampler
@@ -116,18 +130,22 @@ def lags(sampler: Any) -> bool | None:
     return sampler.sync_every > 1 if isinstance(sampler, VLLMServer) else None
 
 
-def distortion_warning(settings: Mapping[str, Any], reported: bool) -> str:
+def distortion_warning(settings: Mapping[str, Any], reported: bool, own: Mapping[str, Any]) -> str:
     """The warning of these settings.
 
     Args:
         reported: the sampler reports log-probs, which the first batch's test looks at.
+        own: further settings, of the model's generation_config.
     """
-    said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    named = [f"{name}={value!r}" for name, value in settings.items()]
+    said = ", ".join([*named, *(f"{name}={value!r} (of the model's generation_config)" for name, value in own.items())])
     cures = [f"set {SWITCHED_OFF}"] if not settings.keys().isdisjoint(OFF) else []
     if "temperature" in settings:
         cures.append("give the temperature as temperature=, which the trainer scores at, and not in generation_kwargs")
     if left_out := [name for name in settings if name in OF_GENERATION]:
         cures.append(f"leave {listed(left_out)} out of generation_kwargs")
+    if own:
+        cures.append(f"set {listed([f'model.generation_config.{name}' for name in own])} to None")
     seen = (
         "" if reported else ", and without the sampler's log-probs the monitor's series of surprise alone can show it"
     )

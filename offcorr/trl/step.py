@@ -62,8 +62,14 @@ NO_ADVANTAGE = (
 
 MASKED_ADVANTAGE = (
     "no token that is trained on has an advantage since the last log, although the rewards of some prompts' "
-    "completions differ: the sequences that have an advantage are left out, by mask_truncated_completions (raise "
-    f"max_completion_length), env_mask or top_entropy_quantile. {NOT_MEASURED}"
+    f"completions differ: the sequences that have an advantage are left out{{}}. {NOT_MEASURED}"
+)
+
+ADVANTAGE_ELSEWHERE = (
+    "no token that is trained on has an advantage since the last log: the sequences that have one are trained on in "
+    "other optimizer steps of their generation, of which it has {}, or there is none, as where the rewards of each "
+    f"prompt's completions are all equal{{}}. {NOT_MEASURED}. Where frac_reward_zero_std stays near 1, check the "
+    "reward functions, or take prompts that are neither always nor never solved"
 )
 
 DROPOUT = (
@@ -247,14 +253,29 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
         ratios = trainer.correction is not None and "old_logp" in trainer.correction.needs
         warn_once_in_run(trainer, UNSCORED + UNANCHORED if anchored and ratios else UNSCORED)
     if step.none_advantaged and mode == "train":
-        equal, rewards = (trainer._metrics[mode].get(name, []) for name in ("frac_reward_zero_std", "reward"))
-        masked = any(share < 1 for share in equal) and all(map(math.isfinite, rewards))
-        warn_once_in_run(trainer, MASKED_ADVANTAGE if masked else NO_ADVANTAGE)
+        warn_once_in_run(trainer, _why_no_advantage(trainer))
     if step.all_dropped and mode == "train":
         updates = "update" if getattr(trainer.args, "logging_steps", 1) == 1 else "updates"
         warn_once_in_run(trainer, ALL_DROPPED.format(trainer.correction.method, updates), "all dropped")
     if step.none_trained and mode == "train" and getattr(trainer.args, "mask_truncated_completions", False):
         warn_of_cut_off(trainer, trainer.state.global_step, "completions trained on since the last log")
+
+
+def _why_no_advantage(trainer: Any) -> str:
+    """The warning where no token that is trained on has an advantage."""
+    args = trainer.args
+    options = {
+        "mask_truncated_completions (raise max_completion_length)": getattr(args, "mask_truncated_completions", False),
+        "env_mask": getattr(trainer, "_sampler", None) is not None or getattr(trainer, "tools", None),
+        "top_entropy_quantile": getattr(args, "top_entropy_quantile", 1.0) < 1,
+    }
+    masks = " or ".join(name for name, on in options.items() if on)
+    steps = -(-args.steps_per_generation // args.gradient_accumulation_steps)
+    if steps > 1:
+        return ADVANTAGE_ELSEWHERE.format(steps, f", or {masks} leaves them out" * bool(masks))
+    equal, rewards = (trainer._metrics["train"].get(name, []) for name in ("frac_reward_zero_std", "reward"))
+    masked = any(share < 1 for share in equal) and all(map(math.isfinite, rewards))
+    return MASKED_ADVANTAGE.format(f", by {masks}" * bool(masks)) if masked else NO_ADVANTAGE
 
 
 def _measured(trainer: Any, train: bool, choice: str) -> dict[str, float]:

@@ -40,7 +40,7 @@ from offcorr.trl.prompts import check_prompts
 from offcorr.trl.recorded import score_unrecorded
 from offcorr.trl.returned import SAMPLED, check_returned, check_rollout_func, column, none_as_nan
 from offcorr.trl.rewards import checked, reward_faults
-from offcorr.trl.sampling import distorting, distortion_warning, lag_of, precision_of, unknown_to_trainer
+from offcorr.trl.sampling import distorting, distortion_warning, lag_of, of_model, precision_of, unknown_to_trainer
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
     StepCallback,
@@ -591,14 +591,19 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _check_sampling(self) -> None:
         """Warn of settings with which the sampler draws from another distribution than the trainer scores."""
-        settings = distorting(self.args, self._sampler)
+        settings, own = distorting(self.args, self._sampler), self._of_model() if self._sampler is None else {}
         if self.correction_step.monitor is not None:
             self.correction_step.monitor.sampling = settings
             self.correction_step.monitor.precision = precision_of(self._sampler)
             self.correction_step.monitor.lag = lag_of(self._sampler)
         said = settings | unknown_to_trainer(self.args, self._sampler)
-        if said:
-            warn_on_main(self, distortion_warning(said, reported=self._sampler is not None or self.use_vllm))
+        if said or own:
+            warn_on_main(self, distortion_warning(said, self._sampler is not None or self.use_vllm, own))
+
+    def _of_model(self) -> dict[str, Any]:
+        """The settings of the model's own generation_config that TRL's generation applies."""
+        model = self.accelerator.unwrap_model(self.model)
+        return of_model(getattr(self, "generation_config", None), getattr(model, "generation_config", None))
 
     def _take_over_vllm_correction(self) -> None:
         if self.use_vllm and self.vllm_importance_sampling_correction:

@@ -6,7 +6,7 @@ import math
 import warnings
 
 import pytest
-from transformers import TrainerCallback
+from transformers import Qwen3ForCausalLM, TrainerCallback
 
 from offcorr.rollout import OffPolicy, Sampling, decode
 from offcorr.training import MismatchError
@@ -227,8 +227,38 @@ def test_advantages_that_the_mask_leaves_out_are_not_blamed_on_the_rewards(make_
         warnings.simplefilter("always")
         trainer.train()
     said = [str(one.message) for one in caught if "has an advantage" in str(one.message)]
-    assert not masked or "the sequences that have an advantage are left out, by mask_truncated_completions" in said[0]
+    by = "by mask_truncated_completions (raise max_completion_length) or env_mask"
+    assert not masked or f"the sequences that have an advantage are left out, {by}" in said[0]
     assert len(said) == masked
+
+
+def test_advantages_in_other_steps_of_a_generation_are_blamed_on_nothing(make_trainer):
+    """One prompt of eight has samples with different rewards, and each generation is trained on in eight steps."""
+
+    def rare(completion_ids, prompts, **_):
+        return [float(i == 0) for i in range(len(prompts))]
+
+    settings = {"steps_per_generation": 8, "per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 8}
+    settings = SETTINGS | settings | {"gradient_accumulation_steps": 1, "monitor": "off"}
+    trainer = make_trainer(loss_type="minpro", reward_funcs=rare, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    (said,) = [str(one.message) for one in caught if "has an advantage" in str(one.message)]
+    assert "in other optimizer steps of their generation, of which it has 8, or there is none" in said
+    assert "mask" not in said and "env" not in said
+
+
+def test_the_own_generation_config_of_a_model_is_warned_of_where_trl_leaves_it_in_force(make_trainer, model_folder):
+    model = Qwen3ForCausalLM.from_pretrained(model_folder)
+    model.generation_config.min_p = 0.2
+    model.generation_config.no_repeat_ngram_size = 2
+    model.generation_config.top_p = 0.5  # TRL sets it itself
+    with pytest.warns(UserWarning, match="draws from another distribution than the trainer scores") as caught:
+        make_trainer(model=model, loss_type="minpro")
+    (said,) = [str(one.message) for one in caught if "draws from another" in str(one.message)]
+    assert said.startswith("min_p=0.2 (of the model's generation_config), no_repeat_ngram_size=2 (of the model's")
+    assert "set model.generation_config.min_p and model.generation_config.no_repeat_ngram_size to None" in said
 
 
 def test_an_infinite_reward_is_noticed(make_trainer):
