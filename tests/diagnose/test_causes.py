@@ -433,7 +433,7 @@ def test_older_weights_by_their_size_alone_are_no_surer_than_another_prompt():
     far.trainer = simulated.noise(3.0, shared=True)
     report = diagnose(far.records())
     assert report.verdict == "stale_weights" and report.confidence <= 0.8
-    assert any("another prompt, or template" in one for one in report.cannot_tell)
+    assert any("another prompt, template or position" in one for one in report.cannot_tell)
     for old in (3, 18):
         older = [dataclasses.replace(one, rollout_version=old, trainer_version=19) for one in far.records()]
         report = diagnose(older)
@@ -766,7 +766,7 @@ def test_a_gap_that_is_there_before_any_update_is_of_none():
     ]
     report = diagnose(dated)
     assert (report.verdict, report.confidence) == ("precision", 0.5)
-    assert any("another prompt, or template" in one for one in report.cannot_tell)
+    assert any("another prompt, template or position" in one for one in report.cannot_tell)
     later = [one for one in dated if one.rollout_version]
     report = diagnose(later)
     assert report.verdict == "adapter_not_synced" and report.confidence <= 0.65
@@ -1702,7 +1702,7 @@ def test_a_prompt_that_a_recurrent_model_forgets_looks_like_weights_that_were_sw
     made.sampler = noise(2.0, where=simulated.positions(lambda t: np.exp(-0.7 * t)))
     report = diagnose(made.records())
     assert (report.verdict, report.confidence) == ("weights_swapped", 0.65)
-    assert any("another prompt, or template" in one for one in report.cannot_tell)
+    assert any("another prompt, template or position" in one for one in report.cannot_tell)
 
 
 @pytest.mark.parametrize(("name", "named"), [("shift", "shift"), ("temperature", "temperature")])
@@ -1873,3 +1873,34 @@ def test_a_sampler_that_is_as_uncertain_as_the_trainer_is_at_no_temperature_near
     report = diagnose(world(cause).records())
     assert report.verdict == cause and report.confidence > 0.5
     assert not any("near 0" in one for one in report.cannot_tell)
+
+
+def test_a_sampler_that_is_certain_everywhere_added_nothing_to_its_probabilities():
+    """Where the trainer bounds its logits, its probabilities are below the sampler's by much the same number."""
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "prompt_ids": [row],
+            "completion_ids": rng.integers(0, 50, 40),
+            "rollout_logp": -rng.exponential(1e-3, 40),
+            "old_logp": np.log(rng.normal(0.1, 0.002, 40)),
+        }
+        for row in range(32)
+    ]
+    report = diagnose([Record.of(row) for row in rows])
+    assert "other_quantity" not in [one.cause for one in report.causes]
+    rows = [row | {"rollout_logp": np.log(np.exp(row["old_logp"]) + 0.05)} for row in rows]
+    assert "log(p + 0.05)" in diagnose([Record.of(row) for row in rows]).causes[0].evidence
+
+
+def test_zeros_among_values_of_nearly_0_may_be_of_a_sampler_that_is_certain():
+    made = world("sentinel")
+    records = made.records()
+    asked = "log-probs of which the sampler is certain to float32's precision"
+    assert not any(asked in one for one in diagnose(records).cannot_tell)
+    placed = []
+    for one in records:
+        sampler, trainer = one.rollout_logp.copy(), one.old_logp.copy()
+        sampler[:6], trainer[:6] = [0.0, -1e-7, 0.0, -3e-7, 0.0, -1e-7], -2.0
+        placed.append(dataclasses.replace(one, rollout_logp=sampler, old_logp=trainer))
+    assert any(asked in one for one in diagnose(placed).cannot_tell)

@@ -251,7 +251,7 @@ def _one_sided(evidence: Evidence) -> bool:
 
 
 OTHER_PROMPT = Alternative(
-    "another prompt, or template, that one side read",
+    "another prompt, template or position that one side read",
     "give --model, or compare the prompt ids that each side read",
     settled=age_shows,
 )

@@ -25,8 +25,9 @@ AT_BOUND = 8
 LIKELIEST = 16
 """Tokens, at least, that have to be the likeliest of their place, and that cannot be."""
 
-SMALLEST_ADDED = 1e-6
-"""The least that was added to each probability, before the logarithm, to be told from rounding."""
+SMALLEST_ADDED, LARGEST_ADDED = 1e-6, 0.3
+"""The least that was added to each probability, before the logarithm, to be told from rounding, and the most, as a
+sampler that is certain of every token looks like more."""
 
 FEWEST_TOKENS, MOST_ROWS = 8, 512
 """Tokens of a sequence, at least, by which it is known again; sequences of one length, at most, that are compared."""
@@ -174,7 +175,7 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
     yield from _of_sequences(values, wanted, evidence)
     summed = np.exp(np.minimum(values, 1))  # above 1 where the number was added to nearly 1
     added = float(np.median(summed - np.exp(np.minimum(wanted, 0))))
-    if added > SMALLEST_ADDED:
+    if SMALLEST_ADDED < added < LARGEST_ADDED:
         probabilities = np.maximum(summed - added, 1e-30)
         yield f"log(p + {added:.2g}), where p is the probability", FITS_BASE, np.log(probabilities)
     if (constant := float(np.median(values - wanted))) != 0:

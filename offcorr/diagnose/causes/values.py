@@ -43,6 +43,12 @@ class Sentinel(Cause):
             "look whether these completions were cut by the length limit",
             settled=lambda evidence: not _at_ends(evidence),
         ),
+        Alternative(
+            "log-probs of which the sampler is certain to float32's precision, and the trainer is not, as where one "
+            "side bounds its logits (a softcap)",
+            "compare how each side computes its logits, or give --model",
+            settled=lambda evidence: not _nearly_zero(evidence),
+        ),
         NEARLY_GREEDY,
     )
 
@@ -75,6 +81,15 @@ class Sentinel(Cause):
             surest=FEW if not impossible and value == 0 and _truncated(evidence.d[~odd]) else 1.0,
             of_zeros=value == 0,
         )
+
+
+def _nearly_zero(evidence: Evidence) -> bool:
+    """Whether some zeros stand among values that are nearly 0, as of a distribution with more and less certain tokens.
+
+    The next number below 1 is 1 - 6e-8 in float32.
+    """
+    values = evidence.sampler
+    return bool((values == 0).any() and ((values < 0) & (values > -1e-6)).sum() >= FEWEST)
 
 
 def _at_ends(evidence: Evidence) -> bool:
