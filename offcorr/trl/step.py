@@ -270,7 +270,8 @@ def _why_no_advantage(trainer: Any) -> str:
         "top_entropy_quantile": getattr(args, "top_entropy_quantile", 1.0) < 1,
     }
     masks = " or ".join(name for name, on in options.items() if on)
-    steps = -(-args.steps_per_generation // args.gradient_accumulation_steps)
+    once = args.gradient_accumulation_steps
+    steps = -(-getattr(args, "steps_per_generation", once) // once)  # the asynchronous trainer has none
     if steps > 1:
         return ADVANTAGE_ELSEWHERE.format(steps, f", or {masks} leaves them out" * bool(masks))
     equal, rewards = (trainer._metrics["train"].get(name, []) for name in ("frac_reward_zero_std", "reward"))
