@@ -1904,3 +1904,16 @@ def test_zeros_among_values_of_nearly_0_may_be_of_a_sampler_that_is_certain():
         sampler[:6], trainer[:6] = [0.0, -1e-7, 0.0, -3e-7, 0.0, -1e-7], -2.0
         placed.append(dataclasses.replace(one, rollout_logp=sampler, old_logp=trainer))
     assert any(asked in one for one in diagnose(placed).cannot_tell)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.85])
+def test_beside_a_d_that_grows_what_was_there_from_the_start_is_asked_about(temperature):
+    records = []
+    for step in range(12):
+        made = World(seed=step, sequences=16, sampler=lambda logits, world: logits / temperature)
+        made.trainer = lambda logits, world, step=step: logits + 0.15 * step * np.sin(np.arange(simulated.VOCABULARY))
+        records += [dataclasses.replace(one, step=step, entropy=None) for one in made.records()]
+    report = diagnose(records)
+    assert "adapter_not_synced" in [one.cause for one in report.causes]
+    asked = "that was there from the dump's first steps on"
+    assert any(asked in one for one in report.cannot_tell) == (temperature != 1)

@@ -69,6 +69,12 @@ def _sizes(evidence: Evidence) -> Floats:
     return np.asarray(np.bincount(index, gaps[known]) / np.bincount(index))
 
 
+def at_first(evidence: Evidence) -> float:
+    """Mean |d| / (1 - p) at the first of several optimizer steps; 0 where they are not logged, or there is one."""
+    sizes = _sizes(evidence)
+    return float(sizes[0]) if len(sizes) > 1 else 0.0
+
+
 STEADY = 0.7
 """Rank correlation of d with the optimizer step from which it grows steadily."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
-from offcorr.diagnose.causes.over_steps import growth, small_growth
+from offcorr.diagnose.causes.over_steps import at_first, growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import ENOUGH_FOR_A_FIT, OTHER_TRANSFORM, SIGNIFICANT, away, loses_mass, power
 from offcorr.diagnose.causes.values import GROSS
@@ -417,6 +417,13 @@ def _has_rollout_version(evidence: Evidence) -> bool:
     return any(record.rollout_version is not None for record in evidence.records)
 
 
+FROM_THE_START = Alternative(
+    "a further one, such as a temperature, that was there from the dump's first steps on",
+    "diagnose the first steps by themselves",
+    settled=lambda evidence: growth(evidence) is None or at_first(evidence) < WEIGHTS,
+)
+
+
 class AdapterNotSynced(Cause):
     """As stale weights, while the logged versions say that sampler and trainer have the same, or d keeps growing."""
 
@@ -442,6 +449,7 @@ class AdapterNotSynced(Cause):
         COARSE_PRECISION,
         OTHER_TEMPERATURE,
         OTHER_PROMPT,
+        FROM_THE_START,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
