@@ -14,6 +14,7 @@ from offcorr.diagnose.causes import CAUSES, STAGES, Cause, Finding, Found, confi
 from offcorr.diagnose.causes.base import NEARLY_GREEDY
 from offcorr.diagnose.causes.policies import differs_by_itself
 from offcorr.diagnose.causes.sampling import loses_mass
+from offcorr.diagnose.causes.truncation import TRUNCATIONS
 from offcorr.diagnose.causes.versions import lag_by_versions, same_version, shown_to_be_older
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import open_questions
@@ -27,7 +28,6 @@ LEFT_OVER = 0.65
 """Confidence at most in two policies that differ, beside sequences that were encoded again: some may not be found; and
 in placeholders of 0 beside a truncation."""
 
-TRUNCATIONS = {"top_p", "top_k", "min_p", "logit_mask"}
 ALONE = TRUNCATIONS | {"shift", "retokenised"}
 """Causes beside which a log-prob of 0 may be of a token that a truncation left alone: truncations, and those that move
 such a log-prob to another token."""
@@ -266,6 +266,8 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
                 share = 1.0 if np.isnan(share) else share  # an infinite gap is explained
             of_zeros |= {best} if found[best].of_zeros else set()
             one = _finding(causes.pop(best), found[best], min(max(share, 0.0), 1.0), of_steps)
+            if left.selected:  # where d is above 0, beside a truncation
+                one = dataclasses.replace(one, at_most=False, at_least=True)
             if stage == "policies" and any(other.cause == "retokenised" for other in findings):
                 one = dataclasses.replace(one, confidence=min(one.confidence, LEFT_OVER))
             if stage == "policies" and fitted and one.cause in OF_OTHERS and not lag_by_versions(left):

@@ -9,6 +9,7 @@ import numpy as np
 from offcorr.diagnose.causes import CAUSES
 from offcorr.diagnose.causes.policies import differs_by_itself, differs_by_itself_now, repeatable, updated
 from offcorr.diagnose.causes.sampling import loses_mass
+from offcorr.diagnose.causes.truncation import TRUNCATIONS
 from offcorr.diagnose.causes.values import FEWEST, zeros_of_truncation
 from offcorr.diagnose.causes.versions import VERSIONS
 from offcorr.diagnose.evidence import Evidence
@@ -26,6 +27,12 @@ MOVE_THE_BALANCE = ("values", "sampling", "unlogged", "policies")
 HIDDEN_BY_DROPOUT = (
     "what else differs: the noise of dropout hides a second cause, such as older weights or a penalty. To find out, "
     "dump again with dropout off"
+)
+
+HIDDEN_BY_TRUNCATION = (
+    "how much of the difference is of the tokens that are left out: it is below 0, and hides there what a lower "
+    "precision, older weights or another prompt make. To find out, dump again without the truncation or ban, or give "
+    "--model"
 )
 
 
@@ -112,6 +119,8 @@ trainer_version, or give --model'
             "what else differs: a penalty moves each context by another amount, and hides a second cause, such as "
             "older weights. To find out, dump again without the penalty, or give --model"
         )
+    if not TRUNCATIONS.isdisjoint(named) and not draws_known:
+        said.append(HIDDEN_BY_TRUNCATION)
     if not {"dropout", "position"} & set(named) and differs_by_itself(evidence) and not draws_known:
         said.append(
             "why the trainer gives one token other log-probs after the same context, by "

@@ -200,7 +200,8 @@ def _numbered(place: int, finding: Finding) -> str:
 def how_sure(finding: Finding) -> str:
     """The confidence in a cause, and its share of mean |d|; of updates and of what neither side logs, d has none."""
     of_gap = CAUSES[finding.cause].stage != "unlogged" and finding.of_d and finding.share >= 0.005
-    share = f", explains {'up to ' * finding.at_most}{finding.share:.0%} of the mean |d|" if of_gap else ""
+    bound = "up to " * finding.at_most + "at least " * finding.at_least
+    share = f", explains {bound}{finding.share:.0%} of the mean |d|" if of_gap else ""
     return f"confidence {finding.confidence:.2f}{share}"
 
 

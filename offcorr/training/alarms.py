@@ -104,7 +104,7 @@ class Alarm:
         before = ""
         if self.revises:
             named = "no cause was" if self.revises in ("clean", "unknown") else f"{self.revises!r} was"
-            before = f"; {named} named at first"
+            before = f"; {named} named before"
         return f"cause: {self.cause} (confidence {self.confidence:.2f}{before})"
 
 

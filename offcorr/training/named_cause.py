@@ -28,6 +28,10 @@ OLDER = ("stale_weights", "adapter_not_synced")
 SHARPENED = ("temperature", "temperature_silent")
 """Causes that older weights come to look like, where the policy has become sharper since."""
 
+OF_THE_PROMPT = ("chat_template", "truncated_prompt", "position")
+"""Causes that older weights look like where they differ most at the first tokens, and that make a gap from the first
+step of a run on."""
+
 NO_CAUSE = ("clean", "unknown")
 """The verdicts that name none."""
 
@@ -94,6 +98,11 @@ SHARPENED_GROWS = (
     "the log-probs alone would be taken for {cause!r}, as where updates sharpen the trainer's policy; k3 is "
     "{times:.2g} times that when it left its range, after steps in which the two sides agreed, and a temperature "
     "would make one gap from its first step on"
+)
+
+PROMPT_GROWS = (
+    "the log-probs alone would be taken for {cause!r}; but the two sides agreed at the first step, where another "
+    "prompt would have shown, and the gap has grown since"
 )
 
 LOST_UPDATES = (
@@ -177,6 +186,8 @@ def named_cause(
         named = _grown(ROUNDING_GROWS, series, report)
     elif _sharpened(named, series):
         named = _grown(SHARPENED_GROWS.format(cause=named.cause, times=series.risen), series, report)
+    elif named.cause in OF_THE_PROMPT and (series.keeps_growing or (series.agreed and series.risen >= RISING)):
+        named = _grown(PROMPT_GROWS.format(cause=named.cause), series, report)
     elif named.cause == "precision" and series.moved and series.agreed:
         named = replace(named, evidence=(*named.evidence, BEGAN))
     if not same_weights or series.name == "staleness":
@@ -316,8 +327,10 @@ def _as_large_without_age(series: Series) -> bool:
 
 
 def _of_known_precision(named: NamedCause, series: Series, precision: str | None) -> NamedCause:
-    """The sampler's lower precision in place of old weights, where samples without an age show the gap, too."""
-    if named.cause not in OLDER or precision in (None, "fp32") or not _as_large_without_age(series):
+    """The sampler's lower precision in place of old weights, where samples without an age show the gap, too, or of
+    another prompt, as a sampler that says its precision takes the trainer's token ids.
+    """
+    if named.cause not in (*OLDER, *OF_THE_PROMPT) or precision in (None, "fp32") or not _as_large_without_age(series):
         return named
     said = (
         f"the sampler's weights are {precision}, and k3, {series.size:.2g}, was {_size_without_age(series):.2g} of "

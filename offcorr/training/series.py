@@ -204,7 +204,12 @@ class Series:
     @property
     def never_fell(self) -> bool:
         """Whether k3 was none at the first step and has grown ever since: no update has reached the sampler."""
-        return self.steps >= LONG and self.start <= SMALLEST_K3 and 2 * self.highs >= self.steps
+        return self.steps >= LONG and self.keeps_growing
+
+    @property
+    def keeps_growing(self) -> bool:
+        """Whether k3 was none at the first step, and most steps since had the largest so far."""
+        return self.steps >= SEVERAL and self.start <= SMALLEST_K3 and 2 * self.highs >= self.steps
 
     @property
     def unsynced(self) -> bool:

@@ -12,7 +12,7 @@ from offcorr.diagnose.causes import CAUSES
 from offcorr.diagnose.html import page
 from offcorr.diagnose.record import NAMES
 from offcorr.diagnose.text import headline, measured, text
-from tests.diagnose.simulated import world
+from tests.diagnose.simulated import World, noise, nucleus, world
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,20 @@ def test_a_share_that_others_may_have_made_is_an_upper_bound_and_what_is_left_is
         assert "explains 30% of the mean |d|" in said and "70% of the mean |d| is not accounted for" in said
     drawn = diagnose(world("temperature_silent").records())
     assert "is not accounted for" not in text(drawn)
+
+
+def test_a_truncation_hides_what_else_differs_so_that_its_share_is_a_bound():
+    """Where d is below 0 it holds the difference of other weights, too, of which those above 0 show a part."""
+    besides = {"sequences": 64, "trainer": noise(0.03)}
+    report = diagnose(World(sampler=nucleus(0.95), **besides).records())
+    first, second = report.causes
+    assert (first.cause, first.at_most, first.at_least) == ("top_p", True, False)
+    assert (second.cause, second.at_most, second.at_least) == ("precision", False, True)
+    said = " ".join(text(report).split())
+    assert "explains up to 99% of the mean |d|" in said and "explains at least 1% of the mean |d|" in said
+    assert "it is below 0, and hides there what a lower precision, older weights or another prompt make" in said
+    without = diagnose(World(**besides).records()).numbers["abs_mean"]
+    assert second.share * report.numbers["abs_mean"] < without < first.share * report.numbers["abs_mean"]
 
 
 def test_clean_says_what_was_checked_and_what_no_log_prob_shows(reports):

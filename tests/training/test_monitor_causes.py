@@ -77,7 +77,7 @@ def test_the_cause_is_looked_at_again_after_20_steps_and_said_if_it_changed():
         (28, "precision", ""),
         (68, "dropout", "precision"),
     ]
-    assert "cause: dropout (confidence 1.00; 'precision' was named at first)" in str(changed[1])
+    assert "cause: dropout (confidence 1.00; 'precision' was named before)" in str(changed[1])
 
 
 def test_the_cause_is_looked_at_again_when_the_gap_has_grown():
@@ -115,6 +115,26 @@ def test_what_looks_like_a_temperature_and_keeps_growing_is_updates_that_do_not_
     alarm = run(quiet(name_cause=name_cause), gaps)[0]
     assert (alarm.step, alarm.cause) == (28, cause)
     assert ("the log-probs alone would be taken for 'temperature'" in str(alarm)) == (cause == "adapter_not_synced")
+
+
+@pytest.mark.parametrize(
+    ("gaps", "cause"),
+    [
+        ([0.0, 0.05, 0.1, 0.15, 0.2, 0.25], "adapter_not_synced"),  # a copy of the model that gets no updates
+        ([0.0] * 25 + [0.12] * 3, "chat_template"),  # a gap that begins at once, as with another engine
+        ([0.2] * 6, "chat_template"),  # and from the first step on
+        ([0.1, 0.15, 0.2, 0.25, 0.3], "chat_template"),
+    ],
+)
+def test_what_looks_like_another_prompt_and_grows_from_nothing_is_updates_that_do_not_arrive(gaps, cause):
+    def name_cause(records):
+        return SimpleNamespace(verdict="chat_template", confidence=0.5, causes=[])
+
+    alarm = run(quiet(name_cause=name_cause), gaps)[0]
+    assert alarm.cause == cause
+    assert ("agreed at the first step, where another prompt would have shown" in str(alarm)) == (
+        cause != "chat_template"
+    )
 
 
 def test_an_alarm_says_what_else_the_data_may_be():
@@ -301,6 +321,17 @@ def test_a_lag_that_is_known_is_named_before_an_old_prefix_cache(set_lag, report
     said = str(monitor.alarms[0])
     assert ("this run's own lag of 16" in said and "anchor='snapshot'" in said) == (set_lag == 16)
     assert ("the log-probs alone would be taken for 'stale_prefix_cache'" in said) == reported
+
+
+@pytest.mark.parametrize("verdict", ["chat_template", "truncated_prompt"])
+@pytest.mark.parametrize("precision", ["int4", None])
+def test_a_sampler_of_known_precision_reads_no_other_prompt(verdict, precision):
+    monitor = quiet(name_cause=named(verdict))
+    monitor.precision = precision
+    for step in range(1, 6):
+        monitor.observe(batch_of(0.3, seed=step), step=step)
+        monitor.end(step, {"offcorr/engine/k3": 0.045, "field/mult_error": 1.3, "offcorr/staleness/lag": 0.0})
+    assert monitor.alarms[0].cause == ("precision" if precision else verdict)
 
 
 @pytest.mark.parametrize(

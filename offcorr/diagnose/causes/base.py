@@ -123,6 +123,7 @@ class Finding:
         statistic, se, threshold: of the test that found it.
         share: of the mean |d|, what this cause explains.
         at_most: the share is an upper bound: the cause was put down for all that others leave, or fits some of it.
+        at_least: it is a lower bound: where d is below 0 a truncation hides what this cause makes.
         of_d: False: it is of no d, but of ``logp`` and ``old_logp``.
         title, evidence, advice: in words.
     """
@@ -138,6 +139,7 @@ class Finding:
     advice: str
     at_most: bool = False
     of_d: bool = True
+    at_least: bool = False
 
     def as_dict(self) -> Mapping[str, Any]:
         """For JSON."""

@@ -194,6 +194,9 @@ ADVICE = (
 )
 
 
+TRUNCATIONS = {"top_p", "top_k", "min_p", "logit_mask"}
+"""The causes of this file."""
+
 UNSURE = math.log(0.95)
 """Log-prob below which a token tells one change of its distribution from another."""
 
@@ -215,6 +218,7 @@ def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) ->
         f"{1 - found.lost.value:.3f} of the trainer's probability on average; {sentence}",
         found.left,
         surest=0.5 if telling < TELLING else surest,
+        at_most=True,
     )
 
 
