@@ -56,7 +56,7 @@ def test_a_bias_on_a_few_token_ids_is_named_with_them(side, amount, few):
 
     first = diagnose(World(sequences=64, **{side: change}).records()).causes[0]
     assert first.cause == "logit_bias"
-    assert f"d is {few} 0 at tokens with the id 7 or 27 or 47 (mean" in first.evidence
+    assert f"d is {few} that of the other ids at tokens with the id 7 or 27 or 47, on average" in first.evidence
 
 
 def signs(of_id, ids=30, tokens=1200, logp=None):
@@ -81,6 +81,8 @@ def two_levels(rng, ids):
     ("is_one", "options"),
     [
         (True, {"of_id": two_levels}),
+        # Two ids up and one down, beside others whose d is small and of both signs.
+        (True, {"of_id": lambda rng, ids: np.where(ids < 3, 0.9 * (-1.0) ** ids, rng.normal(0, 0.05, len(ids)))}),
         # Rounding besides, to both sides of 0.
         (
             True,

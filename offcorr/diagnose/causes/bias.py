@@ -9,14 +9,11 @@ import numpy as np
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.sampling import power
 from offcorr.diagnose.causes.versions import VERSIONS, same_version
-from offcorr.diagnose.evidence import Evidence
-from offcorr.diagnose.record import Integers
-
-SMALL = 0.3
-"""d below this share of its mean size, or of what a tenth of the tokens exceed, has no sign that counts."""
+from offcorr.diagnose.evidence import Booleans, Evidence
+from offcorr.diagnose.record import Floats, Integers
 
 PURE = 0.95
-"""Share of either sign that has to follow from the token id."""
+"""Share of the tokens, of the few ids and of the others, whose sign, or size, has to follow from the id."""
 
 LEAST = 0.3
 """Nats between the mean d of the two sets of ids, at least: about the bias, which rounding does not reach."""
@@ -38,43 +35,47 @@ SURE, ALSO_UPDATES = 0.8, 0.65
 """The most that a bias is sure, and where updates that rewarded a few tokens may leave the same."""
 
 
-class Signs(NamedTuple):
-    """The sign of d as a function of the token id.
+class Carriers(NamedTuple):
+    """Token ids whose tokens have something that those of other ids have not.
 
     Args:
-        ids: those with the rarer sign.
-        follows: share of the tokens of either sign, the smaller one, whose sign is that of most of their id.
-        nats: the log-likelihood of the signs given the ids, above that of as many signs at random.
-        above: the sign of d of ``ids`` is +.
+        ids: most of whose tokens have it.
+        follows: share of their tokens that have it, or of the others' tokens that have it not, the smaller one.
+        nats: the log-likelihood of who has it given the ids, above that of as many at random.
+        where: d of these ids, in words.
     """
 
     ids: Integers
     follows: float
     nats: float
-    above: bool
+    where: str
 
     @classmethod
-    def of(cls, evidence: Evidence) -> Signs | None:
-        """None: one of the signs does not occur, or not by id."""
-        if not len(evidence):
+    def of(cls, ids: Integers, has: Booleans, where: str) -> Carriers | None:
+        """None: no id has it, or all have."""
+        known, same, count = np.unique(ids, return_inverse=True, return_counts=True)
+        chosen = np.bincount(same, has, minlength=len(known)) > count / 2
+        if not chosen.any() or chosen.all():
             return None
-        large = evidence.size > SMALL * min(evidence.gap, float(np.quantile(evidence.size, 0.9)))
-        above = evidence.d[large] > 0
-        known, same = np.unique(evidence.ids[large], return_inverse=True)
-        count = np.bincount(same, minlength=len(known))
-        up = np.bincount(same, above, minlength=len(known))
-        mostly = up > count / 2
-        rarer = bool(mostly.mean() < 0.5)  # whether fewer ids have a d above 0
-        chosen = mostly == rarer
-        share = float((above == rarer).mean())
-        few = chosen[same]  # whether the token has one of these ids
-        if not few.any() or few.all() or not 0 < share < 1:
-            return None
-        chance = -len(above) * (share * np.log(share) + (1 - share) * np.log(1 - share))
-        right = few == (above == rarer)
-        follows = min(float(right[side].mean()) for side in (above, ~above))
-        told = float(chance - chosen.sum() * np.log(len(known)))
-        return cls(known[chosen], follows, told, rarer)
+        few = chosen[same]
+        told = _entropy(has) - _entropy(has[few]) - _entropy(has[~few]) - chosen.sum() * np.log(len(known))
+        return cls(known[chosen], min(float(has[few].mean()), float(1 - has[~few].mean())), float(told), where)
+
+
+def _entropy(has: Booleans) -> float:
+    """Entropy (nats) of as many draws of a share."""
+    share = np.clip(has.mean(), 1e-12, 1 - 1e-12)
+    return float(-len(has) * (share * np.log(share) + (1 - share) * np.log1p(-share)))
+
+
+def _carriers(evidence: Evidence) -> Carriers | None:
+    """The ids with one sign of d, where they are fewer than those with the other, or, without such, with a large d."""
+    ids, d = evidence.ids, evidence.d
+    properties = {"above": d > 0, "below": d < 0, "far from": np.abs(d - np.median(d)) > LEAST}
+    found = {where: Carriers.of(ids, has, f"{where} that of the other ids") for where, has in properties.items()}
+    far = found.pop("far from")
+    fewer = min(filter(None, found.values()), key=lambda one: len(one.ids), default=None)
+    return next((one for one in (fewer, far) if one and one.follows >= PURE and one.nats >= CONVINCING), None)
 
 
 def _spread_by_id(evidence: Evidence) -> float:
@@ -87,12 +88,18 @@ def _spread_by_id(evidence: Evidence) -> float:
     return float(np.sqrt(np.average((level - np.average(level, weights=weight)) ** 2, weights=weight)))
 
 
+def _of_one_sign(ids: Integers, values: Floats) -> float:
+    """Share of the values whose sign is that of the mean of their id."""
+    _, same = np.unique(ids, return_inverse=True)
+    return float((np.sign(np.bincount(same, values))[same] == np.sign(values)).mean())
+
+
 def _listed(ids: Integers) -> str:
     return " or ".join(map(str, ids)) if len(ids) <= LISTED else f"{', '.join(map(str, ids[:LISTED]))}, …"
 
 
 class LogitBias(Cause):
-    """The sign of d follows from the token id: one for a few ids and the other for the rest."""
+    """The sign of d, or its size, follows from the token id: one for a few ids and the other for the rest."""
 
     id = "logit_bias"
     stage = "sampling"
@@ -111,25 +118,30 @@ class LogitBias(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        if evidence.gap < evidence.floor or evidence.selected:
+        if not len(evidence) or evidence.gap < evidence.floor or evidence.selected:
             return None
-        signs = Signs.of(evidence)
-        if signs is None or signs.follows < PURE or signs.nats < CONVINCING:
+        few = _carriers(evidence)
+        if few is None:
             return None
-        chosen = np.isin(evidence.ids, signs.ids)
+        chosen = np.isin(evidence.ids, few.ids)
         rest = evidence.keep(~chosen)
-        apart = float(evidence.d[chosen].mean() - rest.d.mean())
-        if abs(apart) < LEAST or _spread_by_id(rest) > LEVEL * abs(apart) or power(rest).explained > TEMPERED:
+        off = evidence.d[chosen] - rest.d.mean()
+        apart = float(np.abs(off).mean())
+        if (
+            apart < LEAST
+            or _of_one_sign(evidence.ids[chosen], off) < PURE
+            or _spread_by_id(rest) > LEVEL * apart
+            or power(rest).explained > TEMPERED
+        ):
             return None
-        few, most = ("above", "below") if signs.above else ("below", "above")
         return Found(
-            signs.follows,
-            float(np.sqrt(signs.follows * (1 - signs.follows) / len(evidence))),
+            few.follows,
+            float(np.sqrt(few.follows * (1 - few.follows) / len(evidence))),
             PURE,
-            1.0 + 2 * float(np.log(signs.nats / CONVINCING)),
-            f"d is {few} 0 at tokens with the id {_listed(signs.ids)} (mean {evidence.d[chosen].mean():+.2g}), and "
-            f"{most} 0 at the others (mean {rest.d.mean():+.2g}), for {100 * signs.follows:.3g} % of either; other "
-            "weights differ in both directions at an id",
+            1.0 + 2 * float(np.log(few.nats / CONVINCING)),
+            f"d is {few.where} at tokens with the id {_listed(few.ids)}, on average {apart:.2g} nats from it, and not "
+            f"so at the others, for {100 * few.follows:.3g} % of both or more; other weights make no such difference "
+            "between ids",
             at_most=True,
             surest=SURE if same_version(evidence) else ALSO_UPDATES,
         )
