@@ -940,13 +940,6 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py::test_zeros_at_the_last_tokens_are_placeholders",
     ),
     Mutation(
-        "a router named for a few tokens with the same confidence as for many",
-        "offcorr/diagnose/causes/policies.py",
-        "surest=ALSO_OLDER if len(_far_off(evidence)) >= BOTH_WAYS else 0.5,",
-        "surest=ALSO_OLDER,",
-        "tests/diagnose/test_causes.py::test_one_token_that_is_far_off_is_no_sure_cause",
-    ),
-    Mutation(
         "probabilities beside other weights taken for placeholders",
         "offcorr/diagnose/causes/quantities.py",
         "most = np.inf if _share_above(values) > 0.98 else FITS",
@@ -1398,8 +1391,8 @@ MUTATIONS = [
     Mutation(
         "a generation that begins far apart agreed",
         "offcorr/training/own_updates.py",
-        "if least > AGREED or not",
-        "if not",
+        "series.new_size <= AGREED**2 / 2",
+        "True",
         "tests/training/test_own_updates.py begins_far_apart",
     ),
     Mutation(
@@ -1459,18 +1452,46 @@ MUTATIONS = [
         "tests/trl/test_watch.py own_generation",
     ),
     Mutation(
+        "monitor: the last sequences alone say how a generation began",
+        "offcorr/training/own_updates.py",
+        "if not began_equal and not (series.grown_in_generation and _agreed_when_new(series)):",
+        "if not began_equal:",
+        "tests/training/test_own_updates.py more_sequences_than_are_kept",
+    ),
+    Mutation(
+        "decode: a copy that computes with another model's weights",
+        "offcorr/rollout/decode.py",
+        "    _check_own_forward(model)\n",
+        "",
+        "tests/rollout/test_rollout_trl.py copy_of_the_model",
+    ),
+    Mutation(
+        "monitor: a gap that grows from nothing is another prompt",
+        "offcorr/training/named_cause.py",
+        "elif named.cause in OF_THE_PROMPT and (",
+        "elif False and (",
+        "tests/training/test_monitor_causes.py grows_from_nothing",
+    ),
+    Mutation(
+        "monitor: a sampler of a known precision reads another prompt",
+        "offcorr/training/named_cause.py",
+        "not in (*OLDER, *OF_THE_PROMPT) or precision",
+        "not in OLDER or precision",
+        "tests/training/test_monitor_causes.py known_precision",
+    ),
+    Mutation(
+        "diagnose: beside a truncation the share of another cause is an upper bound",
+        "offcorr/diagnose/diagnosis.py",
+        "if left.selected:  # where d",
+        "if False:  # where d",
+        "tests/diagnose/test_text.py hides_what_else",
+    ),
+    Mutation(
         "diagnose: a few largest d tell a ban from a top-k for sure",
         "offcorr/diagnose/causes/truncation.py",
         "return found.balance is None and found.tail > LONG_TAIL",
         "return found.balance is not None and found.tail > LONG_TAIL",
         "tests/diagnose/test_causes.py::test_without_entropy_a_ban_is_no_sure_top_k",
-    ),
-    Mutation(
-        "diagnose: of few sequences another prompt is sure",
-        "offcorr/diagnose/causes/policies.py",
-        "ALIKE if len(evidence.records) >= ENOUGH else ALSO_OLDER",
-        "ALIKE",
-        "tests/diagnose/test_causes.py::test_of_few_sequences_another_prompt_and_other_weights_look_alike",
     ),
     Mutation(
         "Step: a window of other micro-batches is taken in silence",

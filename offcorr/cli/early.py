@@ -117,7 +117,8 @@ def _check_file(config: Path, values: Mapping[str, Any], options: Mapping[str, O
     """Numbers of a file that are none; those of flags are read by the parser."""
     for name, value in values.items():
         kind = options[name].annotation if name in options else ""
-        if kind in NUMBERS and isinstance(value, str) and not _is_number(value, NUMBERS[kind]):
+        number = kind in NUMBERS and not (isinstance(value, str) and _is_number(value, NUMBERS[kind]))
+        if number and isinstance(value, str | list | dict):
             raise Refusal(f"{config}: {name}: invalid {kind} value: {value!r}")
 
 
@@ -159,7 +160,8 @@ def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], proc
 
 def _words(given: Any) -> Any:
     """One text, where the parser made several words of it."""
-    return " ".join(given) if isinstance(given, list) else given
+    of_flags = isinstance(given, list) and all(isinstance(word, str) for word in given)
+    return " ".join(given) if of_flags else given
 
 
 def _is_number(text: str, kind: type) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CellType
 
 import torch
 from torch import Tensor, nn
@@ -94,10 +95,12 @@ def decode(
         generator: on the model's device; None: torch's global one.
 
     Raises:
-        ValueError: an empty prompt, or ``max_new_tokens`` below 1.
+        ValueError: an empty prompt, ``max_new_tokens`` below 1, or a model that computes with another one's weights,
+            as a copy of a trainer's model does.
         FloatingPointError: the model's logits are not finite.
         RuntimeError: the model does not write to the KV cache.
     """
+    _check_own_forward(model)
     limits = limits_of(max_new_tokens, len(prompt_ids))
     if min(limits, default=1) < 1:
         raise ValueError(f"max_new_tokens is {min(limits)}, expected at least 1")
@@ -242,6 +245,30 @@ def checkpoints_activations(model: nn.Module) -> bool:
     False
     """
     return any(vars(module).get("gradient_checkpointing") is True for module in model.modules())
+
+
+def _check_own_forward(model: nn.Module) -> None:
+    """Raise where ``forward``, replaced in another model and copied from it, calls that model's.
+
+    TRL does so in the model that it trains, and ``copy.deepcopy`` copies no function.
+    """
+    replaced = vars(model).get("forward")
+    cells = getattr(getattr(replaced, "__func__", replaced), "__closure__", None) or ()
+    owners = [getattr(_contents(cell), "__self__", None) for cell in cells]
+    if any(isinstance(owner, type(model)) and owner is not model for owner in owners):
+        raise ValueError(
+            "model is a copy whose forward is still that of the model it was copied from, as TRL replaces it there, so "
+            "that it computes with that model's weights: `del copy.forward` before its first use, or load the state "
+            "dict into a model that was made before the trainer"
+        )
+
+
+def _contents(cell: CellType) -> object:
+    """None where it is still empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _check_grown(cache: DynamicCache, seen: int, checkpointing: bool) -> None:

@@ -50,14 +50,18 @@ def _of_generation(series: Series, records: Sequence[Record]) -> str:
         return ""
     gaps = _gap_of_steps(records)
     recent = {step: gap for step, gap in gaps.items() if step >= max(gaps) - series.lag_max}
-    least = min(recent.values(), default=0.0)
-    began_equal = len(recent) > 1 and least <= AGREES * max(recent.values())
-    if least > AGREED or not (began_equal or series.grown_in_generation):
+    began_equal = len(recent) > 1 and min(recent.values()) <= min(AGREED, AGREES * max(recent.values()))
+    if not began_equal and not (series.grown_in_generation and _agreed_when_new(series)):
         return ""
     return (
         f"the samples are of weights that are up to {series.lag_max:g} updates old, and sampler and trainer agreed "
         "when these weights were new: no new weights were due since"
     )
+
+
+def _agreed_when_new(series: Series) -> bool:
+    """Whether k3 of the last step on samples of the weights of now, about half the mean of d^2, was small."""
+    return series.new_size is not None and series.new_size <= AGREED**2 / 2
 
 
 def _gap_of_steps(records: Sequence[Record]) -> dict[int, float]:

@@ -180,6 +180,9 @@ MISTAKES = {
     "--resume_from_checkpoint runs": "'runs', which holds checkpoints; expected one of them: runs/checkpoint-8",
     "learning_rat: 1e-4": "'learning_rat', did you mean 'learning_rate'",
     "lag: sixteen": "run.yaml: lag: invalid int value: 'sixteen'",
+    "lag: [3]": "[3]",
+    "{loss_type: minpro, loss_kwargs: [1, 2]}": "loss_kwargs is [1, 2], expected a mapping or a JSON object",
+    "precision: [int8, 2]": "precision is ['int8', 2], expected one of fp32",
     "max_steps: three": "run.yaml: max_steps: invalid int value: 'three'",
     "use_cpu: perhaps": "run.yaml: use_cpu: Truthy value expected",
     "--per_device_train_batch_size 3 --steps_per_generation 1": "generation_batch_size (3) must be divisible by "

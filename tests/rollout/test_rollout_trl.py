@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
 import torch
 from datasets import Dataset
@@ -9,7 +12,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from offcorr.rollout import OffPolicy, score
+from offcorr.rollout import OffPolicy, decode, score
 from offcorr.training import Precision, Replica
 from tests.rollout.rollout_models import fresh_model, tokenizer
 
@@ -136,6 +139,30 @@ def test_lag_k_samples_with_the_weights_of_k_updates_ago(tmp_path):
                 assert gap(call["old_logp"], scored(watch.weights[other], call)) > 1e-2
         assert 1e-3 < gap(call["old_logp"], call["logprobs"])
     assert gap(sampler.train[-1]["old_logp"], sampler.train[-1]["current"]) > 1e-2
+
+
+def test_a_copy_of_the_model_that_computes_with_its_weights_is_refused(tmp_path):
+    """TRL replaces the model's forward by a function that a copy shares; without it the copy is a model of its own."""
+    seen = []
+
+    def sample(prompts, trainer):
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        ids = trainer.processing_class(prompts)["input_ids"]
+        options = {"max_new_tokens": 4, "eos_token_ids": [1]}
+        copied = copy.deepcopy(model)
+        with pytest.raises(ValueError, match="computes with that model's weights: `del copy.forward`"):
+            decode(copied, ids, **options)
+        del copied.forward
+        with torch.no_grad():
+            copied.lm_head.weight.zero_()
+        seen.append(decode(copied, ids, **options).logp)
+        drawn = decode(model, ids, **options)
+        return {"prompt_ids": ids, "completion_ids": drawn.completion_ids, "logprobs": drawn.logp}
+
+    trainer = trainer_of(sample, tmp_path, max_steps=1)
+    trainer.train()
+    even = -math.log(trainer.model.config.vocab_size)
+    assert all(logp == pytest.approx(even) for row in seen[0] for logp in row)
 
 
 def test_the_ring_sees_steps_between_generations(tmp_path):

@@ -70,6 +70,27 @@ def test_versions_of_one_generation_say_no_more(sampled_by):
     assert (alarm.step, alarm.cause) == (4, "policy_updates")
 
 
+@pytest.mark.parametrize("versions", [True, False])
+@pytest.mark.parametrize("engine", [True, False])
+@pytest.mark.parametrize(("first", "cause"), [(0.0, "policy_updates"), (0.5, "stale_weights")])
+def test_a_generation_of_more_sequences_than_are_kept_began_equal_all_the_same(versions, engine, first, cause):
+    """The last sequences are of its last steps alone, and k3 of its first step says how it began."""
+    logged = {
+        "rollout_version": lambda step, lag: torch.full((64, 64), 0),
+        "trainer_version": lambda step, lag: int(lag),
+    }
+    monitor = quiet(name_cause=named("stale_weights"))
+    for step, gap in enumerate([first, 1.0, 1.5, 2.0, 2.5, 3.0], 1):
+        batch = batch_of(0.0, seed=step, rows=64)
+        given = {name: value(step, step - 1) for name, value in logged.items()} if versions else {}
+        unscored = {} if engine else {"rollout_logp": torch.full_like(batch.logp, torch.nan), "old_logp": batch.logp}
+        noise = gap * torch.randn(batch.logp.shape, generator=torch.Generator().manual_seed(step))
+        monitor.observe(batch.replaced(logp=batch.logp + noise, **given, **unscored), step=step)
+        k3 = {K3: gap**2 / 2, "offcorr/staleness/ess_token": 1.0 if gap < 1 else 0.1}
+        monitor.end(step, k3 | {LAG: step - 1.0, "offcorr/staleness/lag_max": step - 1.0})
+    assert monitor.alarms[0].cause == (cause if engine or not first else "unknown")
+
+
 def test_a_generation_that_begins_far_apart_began_no_equal():
     """As of rows in another order: the updates make the gap seven times larger, and it was there before."""
     alarms = staleness(quiet(name_cause=named("stale_weights")), [0.4, 2.0, 2.5, 3.0], [0, 1, 2, 3])

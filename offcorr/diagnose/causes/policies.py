@@ -17,7 +17,6 @@ from offcorr.diagnose.causes.versions import (
     lag_by_versions,
     lag_in_d,
     never_updated,
-    no_lag_in_d,
     older,
     same_version,
     shown_to_be_older,
@@ -62,17 +61,11 @@ ALSO_OLDER, OLDER = 0.65, 0.5
 they are."""
 
 
-ENOUGH = 16
-"""Sequences from which on the course of d along them tells causes apart that fall along the completion."""
-
-
 def surest_beside_age(evidence: Evidence) -> float:
     """The most that a cause is sure whose traces, a d that falls along the completion, older weights may leave.
 
     Of few sequences, another prompt and other weights from some token on leave nearly the same.
     """
-    if no_lag_in_d(evidence):
-        return ALIKE if len(evidence.records) >= ENOUGH else ALSO_OLDER
     return OLDER if lag_by_versions(evidence) else ALSO_OLDER
 
 
@@ -204,6 +197,11 @@ class MoERouting(Cause):
     title = "the sampler's router sends some tokens to other experts than the trainer's"
     advice = "compute the router in float32 on both sides, or replay the sampler's choice of experts in the trainer"
     not_told_from = (
+        Alternative(
+            "older weights, or an update, such as a LoRA adapter, that did not reach the sampler, where it moved few "
+            "tokens, in a model with or without experts",
+            "score one known sequence with the engine after a sync, or give --model",
+        ),
         OTHER_IDS,
         OTHER_TRANSFORM,
         Alternative(
@@ -230,7 +228,7 @@ class MoERouting(Cause):
             float(np.log(heavy / 5)) + 0.5,
             f"the relative difference |d| / (1 - p) has a mean of {profile.mean:.2g} and a median of "
             f"{profile.median:.2g}: most tokens agree, and a few are far off",
-            surest=ALSO_OLDER if len(_far_off(evidence)) >= BOTH_WAYS else 0.5,  # a logit_bias leaves the same
+            surest=UNSURE,  # nothing logged says whether the model has experts
         )
 
 

@@ -24,7 +24,7 @@ PADDED = Alternative(
     "compare the number of logits on both sides",
 )
 
-NOT_PROPORTIONAL = 0.8
+NOT_PROPORTIONAL = 0.5
 """Confidence at most that log-probs were divided, where d is not proportional to them."""
 
 
@@ -43,7 +43,8 @@ class Unnormalised(Cause):
         ),
         PADDED._replace(settled=lambda evidence: _proportional(evidence)),
         Alternative(
-            "a ban of likely tokens (logit_bias, bad_words, structured decoding)",
+            "a truncation (top_k, top_p, min_p) where contexts have many tokens alike, or a ban of likely tokens "
+            "(logit_bias, bad_words, structured decoding)",
             "compare the sampler's options, or give --model",
             settled=lambda evidence: _proportional(evidence) or float(evidence.d.mean()) > 0,
         ),
@@ -64,6 +65,7 @@ class Unnormalised(Cause):
         if not uncertain.any() or (evidence.size[uncertain] > evidence.floor).mean() < 0.9:  # it changes all of them
             return None
         more = "more" if d.mean() < 0 else "less"
+        unless = "" if proportional or more == "less" else ", unless it leaves out tokens that the trainer does not"
         return Found(
             identity.value,
             identity.error,
@@ -71,7 +73,7 @@ class Unnormalised(Cause):
             8.0,  # it precedes a temperature, which fits the same log-probs
             f"d is {'above' if more == 'less' else 'below'} 0 at {_share(evidence, more == 'less'):.0%} of the tokens "
             f"that differ: the sampler's probabilities, which are e to its log-probs, sum to {more} than 1 (the mean "
-            f"ratio e^d is {identity.value:.3f})",
+            f"ratio e^d is {identity.value:.3f}){unless}",
             surest=1.0 if proportional else NOT_PROPORTIONAL,
         )
 

@@ -282,7 +282,11 @@ BAN = Alternative(
     ("entropy",),
     settled=lambda evidence: evidence.with_entropy is not None and not _told_by_tail(evidence),
 )
-LIKELIEST = BAN._replace(words="a truncation to the likeliest tokens (top_p, top_k, min_p)")
+LIKELIEST = Alternative(
+    "a truncation to the likeliest tokens (top_p, top_k, min_p), which in contexts with many tokens alike cuts likely "
+    "ones, too",
+    "compare the sampler's options, or give --model",
+)
 
 
 DIVIDED = Alternative(
@@ -441,17 +445,14 @@ class LogitMask(Cause):
         elif found.balance is not None:
             said = (
                 "the sampled tokens are hardly likelier than draws from the trainer's distributions (surprisal balance "
-                f"{found.balance.value:+.3f} nats), so what is missing is not the unlikely tokens alone"
+                f"{found.balance.value:+.3f} nats), as where likely tokens are missing, or many are alike"
             )
-        named = _truncated(evidence, found, said, 2.0)
-        # Other weights besides move the balance as well, which then says little of what is missing.
-        unknown = found.balance is None or found.among_others
-        return named._replace(surest=min(named.surest, BALANCE_UNKNOWN)) if unknown else named
+        return _truncated(evidence, found, said, 2.0)._replace(surest=HARDLY)
 
 
-BALANCE_UNKNOWN = 0.5
-"""The most that a ban is sure where nothing says how likely the sampled tokens should be: no entropy is logged, or
-other weights differ besides.  A truncation of a policy that is mostly certain leaves few tokens out, too."""
+HARDLY = 0.5
+"""The most that a ban is sure: of many tokens alike a truncation cuts likely ones, too, a policy that is mostly certain
+leaves it few tokens to cut, and other weights besides move the surprisal balance."""
 
 
 def _banned(found: Kept) -> bool:
