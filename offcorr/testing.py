@@ -441,7 +441,12 @@ def _options_matter(method: Any) -> None:
     for name in values:
         ignored = [_ignored(known, mode, name, annotations.get(name)) for mode in (given, *modes)]
         said = [one for one in ignored if one is not None]
-        assert not said or not all(said), f"{known.name}: the option {name} changes nothing: {said[0]}"
+        untried = [other for other in untested_options(method) if isinstance(values[other], str)]
+        beside = "".join(
+            f" beside {other}={values[other]!r} (other values of {other}, which is no Literal, were not tried)"
+            for other in untried
+        )
+        assert not said or not all(said), f"{known.name}: the option {name} changes nothing{beside}: {said[0]}"
 
 
 def _ignored(known: Method, mode: dict[str, Any], name: str, annotation: Any) -> str | None:

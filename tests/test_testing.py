@@ -728,3 +728,18 @@ def test_a_controller_that_counts_one_pair_is_told_how_to_say_so():
         offcorr.Correction(weight=EngineWeight())
     saying = type("Saying", (EngineWeight,), {"mismatch": "engine", "__module__": __name__})
     assert offcorr.Correction(weight=saying()).weight
+
+
+def test_an_option_that_may_act_in_a_mode_that_was_not_tried_is_said_to_be_so():
+    """Of a plain str no other value is known."""
+
+    @offcorr.register("mine")
+    def mine(mode: str = "a", eps: float = 0.2, tau: float = 0.5):
+        return offcorr.Correction(gate=gates.Clip(eps, tau if mode == "b" else eps))
+
+    said = r"changes nothing beside mode='a' \(other values of mode, which is no Literal, were not tried\)"
+    try:
+        with pytest.raises(AssertionError, match=f"the option tau {said}"):
+            testing.check(mine)
+    finally:
+        unregister("mine")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 try:
     from trl.trainer.utils import is_async_callable as awaited
@@ -121,11 +121,36 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+EQUAL = 1e-6
+"""Distance of a reward from its group's mean, over the group's largest |reward|, up to which float32 rounds it off."""
+
+
+def without_rounding(advantages: Tensor, rewards: Tensor, size: int, first: int = 0) -> Tensor:
+    """[B] advantages, 0 where the reward is the mean of its group but for rounding.
+
+    The mean of eight rewards of .1 is not .1 in float32, and divided by their spread, which is rounding as well, what
+    is left is an advantage of about 1e-4.
+
+    Args:
+        rewards: [global B], whole groups of ``size``.
+        first: the place of the first advantage among them.
+
+    >>> import torch
+    >>> equal = torch.full((8,), 0.1)
+    >>> without_rounding(equal - equal.mean() + 1e-9, equal, 8).tolist()
+    [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    """
+    groups = rewards.double().view(-1, size)
+    off = (groups - groups.mean(1, keepdim=True)).abs()
+    rounded = (off <= EQUAL * groups.abs().amax(1, keepdim=True)).flatten()
+    return advantages.masked_fill(rounded[first : first + len(advantages)], 0.0)
+
+
 def group_advantages(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
     """[groups, n]: rewards less their group's mean, over its standard deviation, as TRL's asynchronous worker has them.
 
     A completion without a reward has the advantage 0 and counts in neither; so have all of a group with an infinite
-    reward.
+    reward, and one whose reward is the mean but for rounding.
 
     >>> group_advantages(np.array([[1.0, 3.0, np.nan], [1.0, np.inf, 2.0]])).round(2).tolist()
     [[-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
@@ -135,4 +160,5 @@ def group_advantages(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
         known = ~np.isnan(group)
         if known.any() and np.isfinite(group[known]).all():
             own[known] = (group[known] - group[known].mean()) / (group[known].std() + 1e-8)
+            own[known] *= np.abs(group[known] - group[known].mean()) > EQUAL * np.abs(group[known]).max()
     return advantages

@@ -39,7 +39,7 @@ from offcorr.trl.patch import patched
 from offcorr.trl.prompts import check_prompts
 from offcorr.trl.recorded import score_unrecorded
 from offcorr.trl.returned import SAMPLED, check_returned, check_rollout_func, column, none_as_nan
-from offcorr.trl.rewards import checked, reward_faults
+from offcorr.trl.rewards import checked, reward_faults, without_rounding
 from offcorr.trl.sampling import distorting, distortion_warning, lag_of, of_model, precision_of, unknown_to_trainer
 from offcorr.trl.skip import check_skipping, dead_sequences, only, rows_kept
 from offcorr.trl.step import (
@@ -68,6 +68,9 @@ ENGINE_MISSING = (
 
 OF_SEQUENCE = ("sequence", "geometric")
 """The spans in which every token's ratio is that of the whole sequence."""
+
+SUMMED = "sum_then_normalize"
+"""How TRL makes one reward of several, by default: then a reward at its group's mean has no advantage."""
 
 FEWER_TOKENS = (
     "top_entropy_quantile={:g}: with {!r} the tokens of high entropy alone have a gradient. TRL's loss at the level of "
@@ -448,7 +451,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         row = torch.arange(first, first + ours, device=device)
         output["group_ids"] = self._groups_made + row // size
         self._groups_made += -(-ours * self.accelerator.num_processes // size)
-        output["rewards"] = self._weighted_rewards(size)[first : first + ours]
+        rewards = self._weighted_rewards(size)
+        output["rewards"] = rewards[first : first + ours]
+        if self._corrects and getattr(self, "multi_objective_aggregation", SUMMED) == SUMMED:
+            output["advantages"] = without_rounding(output["advantages"], rewards, size, first)
         output["generated_at"] = torch.full_like(row, self.state.global_step)
 
         for name, rows in self._sampled.items():

@@ -352,3 +352,20 @@ def test_a_lag_that_no_sample_reaches_in_an_epoch_is_said_when_it_begins(make_tr
     with pytest.warns(UserWarning, match=said) as caught:
         make_trainer(loss_type="minpro", rollout_func=OffPolicy(lag=100), **epoch).train()
     assert sum("keeps the sampler at the first weights" in str(one.message) for one in caught) == 1
+
+
+@pytest.mark.parametrize("generations", [4, 8])
+@pytest.mark.parametrize("skip", [True, False])
+def test_equal_rewards_give_no_advantage_whatever_their_mean_is_rounded_to(make_trainer, series, generations, skip):
+    """The mean of eight rewards of .1 is not .1 in float32."""
+
+    def equal(completion_ids, **_):
+        return [0.1] * len(completion_ids)
+
+    settings = SETTINGS | {"num_generations": generations, "max_steps": 2, "monitor": "off"}
+    options = {"skip_dead_sequences": skip, "reward_funcs": equal, "loss_type": "ppo" if skip else "kimi"}
+    with pytest.warns(UserWarning, match="no sequence since the last log has an advantage"):
+        trainer = make_trainer(**options, **settings)
+        trainer.train()
+    assert series(trainer, "offcorr/loss/no_advantage") == [1.0, 1.0] and not series(trainer, "offcorr/loss/dropped")
+    assert not skip or min(series(trainer, "offcorr/loss/skipped")) > 0.8  # one row is always computed

@@ -351,9 +351,15 @@ PENALISED = 5.0
 """Standard errors between tokens that were seen before and new ones."""
 
 
-UNPENALISED = 0.2
-"""Share of the new tokens that are less likely to the sampler, as a penalty makes none, from which on updates may have
-left the same."""
+UNPENALISED = 0.05
+"""Share of the new tokens that are less likely to the sampler, as a penalty makes none, from which on updates, or
+another change of the logits, may have left the same."""
+
+
+def _unpenalised(evidence: Evidence) -> float:
+    """Share of the new tokens of which the trainer is not certain that are less likely to the sampler."""
+    new = evidence.d[~evidence.seen & (evidence.trainer < -0.02)]
+    return float((new > 1e-4).mean()) if len(new) else 0.0
 
 
 class RepetitionPenalty(Cause):
@@ -363,6 +369,14 @@ class RepetitionPenalty(Cause):
     stage = "sampling"
     title = "the sampler penalises tokens that were seen before"
     advice = "sample with repetition_penalty=1.0, presence_penalty=0 and frequency_penalty=0"
+    not_told_from = (
+        Alternative(
+            "another change of the logits that one side makes, such as a softcap, a clamp, a scale or a logit_bias, or "
+            "updates since",
+            "read the engine's sampling options, or give --model",
+            settled=lambda evidence: _unpenalised(evidence) < UNPENALISED,
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         able = evidence.trainer < -0.02  # a certain token moves little, whatever its past
@@ -387,5 +401,5 @@ class RepetitionPenalty(Cause):
             "the share that is explained is what these two means remove, and a penalty, which moves each context by "
             "another amount, makes more of d than that",
             left.with_floor(1.1 * left.gap),
-            surest=1.0 if float((new > 1e-4).mean()) < UNPENALISED else ALSO_UPDATES,
+            surest=1.0 if _unpenalised(evidence) < UNPENALISED else UNKNOWN_DRAWS,
         )
