@@ -1487,6 +1487,13 @@ MUTATIONS = [
         "tests/diagnose/test_text.py hides_what_else",
     ),
     Mutation(
+        "trl: rounding of equal rewards is an advantage",
+        "offcorr/trl/rewards.py",
+        "rounded[first : first + len(advantages)], 0.0)",
+        "rounded[first : first + len(advantages)] & False, 0.0)",
+        "tests/trl/test_watch.py equal_rewards",
+    ),
+    Mutation(
         "diagnose: a few largest d tell a ban from a top-k for sure",
         "offcorr/diagnose/causes/truncation.py",
         "return found.balance is None and found.tail > LONG_TAIL",
