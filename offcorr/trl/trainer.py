@@ -69,6 +69,11 @@ ENGINE_MISSING = (
 OF_SEQUENCE = ("sequence", "geometric")
 """The spans in which every token's ratio is that of the whole sequence."""
 
+MODE_CHANGED = (
+    "rollout_func left the model in another mode, by model.eval() or model.train(); it was set back, as an update in "
+    "evaluation mode would count as an evaluation. Set it back where you change it"
+)
+
 SUMMED = "sum_then_normalize"
 """How TRL makes one reward of several, by default: then a reward at its group's mean has no advantage."""
 
@@ -507,7 +512,11 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _remember_sampled(self, rollout_func: Callable) -> Callable:
         def remembering(prompts: list, trainer: Any) -> Mapping[str, Any]:
+            training = trainer.model.training
             output = rollout_func(prompts, trainer)
+            if trainer.model.training != training:  # as TRL's own generation leaves it
+                trainer.model.train(training)
+                warn_once_in_run(self, MODE_CHANGED)
             check_returned(output, prompts, trainer)
             if not self._reported and self._mode == "train":
                 check_prompts(output, prompts, trainer)

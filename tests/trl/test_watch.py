@@ -369,3 +369,19 @@ def test_equal_rewards_give_no_advantage_whatever_their_mean_is_rounded_to(make_
         trainer.train()
     assert series(trainer, "offcorr/loss/no_advantage") == [1.0, 1.0] and not series(trainer, "offcorr/loss/dropped")
     assert not skip or min(series(trainer, "offcorr/loss/skipped")) > 0.8  # one row is always computed
+
+
+@pytest.mark.parametrize("loss_type", ["ppo", "dapo"])
+def test_a_rollout_func_that_leaves_the_model_in_evaluation_mode_is_told_and_it_is_set_back(make_trainer, loss_type):
+    sampler = OffPolicy()
+
+    def careless(prompts, trainer):
+        output = sampler(prompts, trainer)
+        trainer.model.eval()
+        return output
+
+    careless.attach = sampler.attach
+    trainer = make_trainer(loss_type=loss_type, rollout_func=careless, **SETTINGS | {"max_steps": 2, "monitor": "off"})
+    with pytest.warns(UserWarning, match="rollout_func left the model in another mode"):
+        trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "offcorr/staleness/abs_mean" in entry] == [1, 2]
