@@ -281,7 +281,7 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
             left = after
     if any(one.cause == "dropout" for one in findings):
         findings = [one if one.cause == "dropout" else _beside_dropout(one) for one in findings]
-    if evidence.nearly_greedy and (evidence.sampler != 0).any():
+    if not NEARLY_GREEDY.settled(evidence):
         findings = [_of_nearly_greedy(one) for one in findings]
     if of_zeros and any(one.cause in ALONE for one in findings):
         findings = [_beside_zeros(one, of_zeros) for one in findings]

@@ -75,7 +75,7 @@ MODE_CHANGED = (
 )
 
 SUMMED = "sum_then_normalize"
-"""How TRL makes one reward of several, by default: then a reward at its group's mean has no advantage."""
+"""TRL's default way to make one reward of several, in which a reward at its group's mean has no advantage."""
 
 FEWER_TOKENS = (
     "top_entropy_quantile={:g}: with {!r} the tokens of high entropy alone have a gradient. TRL's loss at the level of "

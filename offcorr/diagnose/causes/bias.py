@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
-from offcorr.diagnose.causes.sampling import power
+from offcorr.diagnose.causes.sampling import ALSO_UPDATES, power
 from offcorr.diagnose.causes.versions import VERSIONS, same_version
 from offcorr.diagnose.evidence import Booleans, Evidence
 from offcorr.diagnose.record import Floats, Integers
@@ -31,8 +31,8 @@ TEMPERED = 0.95
 LISTED = 8
 """Token ids that a sentence names at most."""
 
-SURE, ALSO_UPDATES = 0.8, 0.65
-"""The most that a bias is sure, and where updates that rewarded a few tokens may leave the same."""
+SURE = 0.8
+"""The most that a bias is sure, where no updates may have rewarded these tokens."""
 
 
 class Carriers(NamedTuple):

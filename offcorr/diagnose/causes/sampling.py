@@ -351,9 +351,9 @@ PENALISED = 5.0
 """Standard errors between tokens that were seen before and new ones."""
 
 
-UNPENALISED = 0.05
+UNPENALISED, AS_LIKELY = 0.05, 0.5
 """Share of the new tokens that are less likely to the sampler, as a penalty makes none, from which on updates, or
-another change of the logits, may have left the same."""
+another change of the logits, may have left the same; the most that a penalty is sure then."""
 
 
 def _unpenalised(evidence: Evidence) -> float:
@@ -401,5 +401,5 @@ class RepetitionPenalty(Cause):
             "the share that is explained is what these two means remove, and a penalty, which moves each context by "
             "another amount, makes more of d than that",
             left.with_floor(1.1 * left.gap),
-            surest=1.0 if _unpenalised(evidence) < UNPENALISED else UNKNOWN_DRAWS,
+            surest=1.0 if _unpenalised(evidence) < UNPENALISED else AS_LIKELY,
         )
