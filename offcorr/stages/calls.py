@@ -21,7 +21,11 @@ from offcorr.stages.definition import checked_params
 _WRONG = (ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError)
 """The errors of a function that cannot work, beside torch's; others (a lack of memory, say) are passed on."""
 
+_NUMBER = "ops takes a tensor first; a plain number is computed in params, by math, or stands second"
+
 _MENDS = {
+    "argument 'input' (position 1) must be Tensor": _NUMBER,
+    "object has no attribute 'clamp'": _NUMBER,
     "Boolean value of Tensor": "`if`, `and`, `or` and `not` see one value only: use ops.where, &, | and ~",
     "only one element tensors": "use offcorr.ops, which takes tensors, in the place of math and float()",
     "cannot be converted to Scalar": "use offcorr.ops, which takes tensors, in the place of math and float()",

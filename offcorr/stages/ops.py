@@ -7,33 +7,17 @@ names for Triton.  So a pointwise function may use these, arithmetic, comparison
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-
-def _of_a_tensor(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """torch's function, with an error that says where a plain number goes."""
-    name = function.__name__
-
-    @wraps(function)
-    def checked(x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"ops.{name} takes a tensor, and got {x!r}; a number is computed in params, by math")
-        return function(x)
-
-    return checked
-
-
-exp = _of_a_tensor(torch.exp)
-log = _of_a_tensor(torch.log)
-abs = _of_a_tensor(torch.abs)
-sqrt = _of_a_tensor(torch.sqrt)
-sigmoid = _of_a_tensor(torch.sigmoid)
-zeros_like = _of_a_tensor(torch.zeros_like)
+exp = torch.exp
+log = torch.log
+abs = torch.abs
+sqrt = torch.sqrt
+sigmoid = torch.sigmoid
+zeros_like = torch.zeros_like
 
 UNBOUNDED = 1e30
 """Stands for "no bound" in parameters: finite, so that a product with a zero advantage is 0."""
@@ -48,20 +32,13 @@ def __getattr__(name: str) -> NoReturn:
     raise AttributeError(f"offcorr.ops has no {name!r}; a pointwise function may use {_NAMES}")
 
 
-def _check_first(name: str, a: Any) -> None:
-    if not isinstance(a, Tensor):
-        raise TypeError(f"ops.{name} takes a tensor first, and got {a!r}; put the number second")
-
-
 def minimum(a: Tensor, b: Tensor | float) -> Tensor:
     """The smaller of two; NaN where either is."""
-    _check_first("minimum", a)
     return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
 
 
 def maximum(a: Tensor, b: Tensor | float) -> Tensor:
     """The larger of two; NaN where either is."""
-    _check_first("maximum", a)
     return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
 
 

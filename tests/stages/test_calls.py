@@ -43,6 +43,18 @@ def by_math(value):
     return ops.zeros_like(value) + math.exp(value), value > 0
 
 
+def exponent_of_a_number(value):
+    return ops.zeros_like(value) + ops.exp(0.5), value > 0
+
+
+def number_first(value):
+    return ops.minimum(2.0, ops.exp(value)), value > 0
+
+
+def two_numbers(value):
+    return ops.exp(value) * ops.maximum(2, 0.5), value > 0
+
+
 def plain_number(value):
     return 1.0, value > 0
 
@@ -76,6 +88,9 @@ def gate(surrogate: Any, strict: bool = False) -> offcorr.Correction:
         (weight(one_per_row), r"Mine.rule returned a factor with shape \(7,\) .*, expected \(7, 12\)"),
         (weight(branching), "Mine.rule: Boolean value of Tensor .*use ops.where"),
         (weight(by_math), "Mine.rule: only one element .*use offcorr.ops"),
+        (weight(exponent_of_a_number), r"Mine.rule: exp\(\): .*ops takes a tensor first; a plain number is computed"),
+        (weight(number_first), r"Mine.rule: minimum\(\): .*ops takes a tensor first"),
+        (weight(two_numbers), r"Mine.rule: 'int' object .*ops takes a tensor first"),
         (weight(plain_number), "Mine.rule returned 1.0 as a factor, expected a tensor"),
         (gate(half), "Mine.surrogate returned a surrogate .* torch.float16, expected .*torch.float64"),
         (gate(truth), "Mine.surrogate returned a derivative .* torch.bool, expected .*torch.float64"),
