@@ -231,6 +231,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--json", action="store_true", help="print JSON, with every column, instead of the table")
     add("--output", type=Path, metavar="FILE.png", help="also draw a picture (needs matplotlib)")
+    add("--overwrite", action="store_true", help="replace the file of --output if it exists")
     parser.set_defaults(run=run)
 
 
@@ -240,6 +241,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         setting = _setting(options)
         results.check_picture("--output", options.output)
+        if options.output is not None:
+            results.free(options.output, options.overwrite)
         if options.draws < 2:
             raise ValueError(f"--draws is {options.draws}, expected at least 2 batches")
         for spec in options.methods:

@@ -252,6 +252,17 @@ def test_the_picture_is_drawn(command, tmp_path):
     assert "--output compare.png draws this" in command("ppo", *TINY)[1]
 
 
+def test_a_picture_is_replaced_only_where_that_was_asked_for(command, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "compare.png"
+    path.write_text("another one")
+    code, out, err = command("ppo", *TINY, "--output", path)
+    assert code == 2 and not out and path.read_text() == "another one"
+    assert err.endswith(f"{path} exists; choose another --output, or allow it with --overwrite\n")
+    assert command("ppo", *TINY, "--output", path, "--overwrite")[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_without_matplotlib_the_option_is_named_before_anything_runs(command, monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name))
@@ -424,7 +435,7 @@ def test_the_page_names_every_option():
     parser = argparse.ArgumentParser()
     compare.add_parser(parser.add_subparsers())
     options = vars(parser.parse_args(["compare"])).keys() - {"methods", "run"}
-    assert len(options) == 12
+    assert len(options) == 13
     for name in options:
         assert f"--{name.replace('_', '-')}" in page
     for column in comparison.COLUMNS:
