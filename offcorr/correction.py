@@ -75,7 +75,7 @@ class Correction:
         advantages: what takes the place of the batch's advantages, for all other stages; None: nothing does.
         aggregate: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "sum" or "seq-mean-token-sum-norm".
         max_length: the constant length of "seq-mean-token-sum-norm"; None: the padded width, with a warning.
-        count_rejected: whether rejected tokens stay in the denominator.
+        count_rejected: whether rejected tokens stay in the denominator; False warns where it changes nothing.
         strict: raise on NaN or infinity in ``logp``, ``old_logp`` or ``advantages``, and in ``rewards`` where a stage
             reads them (costs a synchronisation), instead of setting loss and gradient to 0 there.
 
@@ -115,6 +115,10 @@ class Correction:
             check_flag(self, name)
         check_aggregate(self.aggregate, self.max_length)
         refuse_double_counting(self.ratio, self.gate, as_tuple(self.weight))
+        if not self.count_rejected and not self.divides_by_kept:
+            divides = AGGREGATIONS[self.aggregate].unit != "none"
+            reason = "no weight or rejection drops a token" if divides else f"{self.aggregate!r} divides by no count"
+            warn_once(f"count_rejected=False changes nothing here: {reason}")
 
     # -- for adapters ------------------------------------------------------------------------------------------
 
@@ -143,6 +147,12 @@ class Correction:
     def couples(self) -> frozenset[str]:
         """The sequences that its controllers couple: "batch", "group" (the samples of a prompt), both or none."""
         return frozenset(stage.couples for stage in self.controllers.values())
+
+    @property
+    def divides_by_kept(self) -> bool:
+        """Whether the denominator counts what weights and rejections keep."""
+        drops = as_tuple(self.weight) + as_tuple(self.reject)
+        return not self.count_rejected and bool(drops) and AGGREGATIONS[self.aggregate].unit != "none"
 
     @property
     def scales_with_advantage(self) -> bool:

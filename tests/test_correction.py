@@ -601,3 +601,26 @@ def test_the_coefficient_alone_refuses_what_a_call_refuses():
     correction = offcorr.get("geo_rs", count_rejected=False)
     with pytest.raises(ValueError, match="count_rejected=False"):
         correction.coefficient(offcorr.testing.example(), denominator=8.0)
+
+
+@pytest.mark.parametrize(
+    "name, options, said",
+    [
+        ("ppo", {}, "no weight or rejection drops a token"),
+        ("icepop", {"aggregate": "sum"}, "'sum' divides by no count"),
+        ("icepop", {}, None),
+        ("icepop", {"aggregate": "seq-mean-token-mean"}, None),
+    ],
+)
+def test_a_denominator_of_what_is_kept_that_changes_nothing_is_told(name, options, said, heard):
+    batch = testing.example()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        divided = offcorr.get(name, count_rejected=False, **options)
+    counted = offcorr.get(name, **options)
+    assert divided.divides_by_kept == (said is None)
+    if said is None:
+        assert not told and not torch.equal(divided(batch).loss, counted(batch).loss)
+    else:
+        assert str(told[0].message) == f"count_rejected=False changes nothing here: {said}" and len(told) == 1
+        assert torch.equal(divided(batch).loss, counted(batch).loss)

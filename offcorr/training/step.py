@@ -339,26 +339,20 @@ class Step:
     @property
     def needs_window(self) -> bool:
         """Whether ``begin`` reads ``window``: the correction couples the batch, or divides by what it keeps."""
-        return self._correction is not None and (bool(self._correction.couples) or self._counts_kept)
-
-    @property
-    def _counts_kept(self) -> bool:
-        correction = self.correction
-        rejects = any(place.startswith(("weight", "reject")) for place in correction.stages)
-        return not correction.count_rejected and rejects and AGGREGATIONS[correction.aggregate].unit != "none"
+        return self._correction is not None and (bool(self._correction.couples) or self._correction.divides_by_kept)
 
     @torch.no_grad()
     def _look_ahead(self, window: Iterable[Batch]) -> None:
         """The statistics and the kept units of the whole step, over all micro-batches and ranks."""
         correction = self.correction
-        batches = list(window) if self._counts_kept else window
+        batches = list(window) if correction.divides_by_kept else window
         self._kept = {}
         if correction.couples:
             parts: list[Any] = [correction.statistics(batch) for batch in batches]
             self._ahead = len(parts)
             if parts:
                 self.statistics = reduce(Statistics.merge, parts).all_reduce(self._gather)
-        if self._counts_kept and batches:
+        if correction.divides_by_kept and batches:
             units = [correction.kept_units(batch, self.statistics) for batch in batches]
             self._ahead, kept = len(units), self.total(torch.stack(units).sum(0))
             self._kept = {"tokens": kept[0], "sequences": kept[1]}
