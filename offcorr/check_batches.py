@@ -51,6 +51,25 @@ def example(
     return batch if dtype == torch.float64 else moved(batch, dtype, "cpu")
 
 
+def one_sided(batch: Batch) -> Batch:
+    """The batch with, by turns, a row as it is, one of log-ratios above 0 and one below, both without a masked token.
+
+    In such a row a masked token, whose log-ratio counts as 0, would be the smallest or the largest of all.
+    """
+    turn = torch.arange(batch.sequences)[:, None] % 3
+    sign = torch.where(turn == 1, 1.0, -1.0)
+    logp, old_logp, rollout_logp = batch.logp, batch.old_logp, batch.rollout_logp
+    assert old_logp is not None and rollout_logp is not None
+    older = (logp - sign * (logp - old_logp).abs()).clamp(max=-0.01)
+    engine = (older - sign * (old_logp - rollout_logp).nan_to_num(0.1).abs()).clamp(max=-0.01)
+    return dataclasses.replace(
+        batch,
+        old_logp=torch.where(turn == 0, old_logp, older),
+        rollout_logp=torch.where(turn == 0, rollout_logp, engine),
+        mask=batch.mask | (turn > 0),
+    )
+
+
 class Layouts(NamedTuple):
     """The same sequences in both layouts."""
 

@@ -250,6 +250,25 @@ def _unregistered():
 
 
 @pytest.mark.usefixtures("_unregistered")
+@pytest.mark.parametrize("of", [torch.amax, torch.amin])
+def test_a_largest_or_smallest_that_counts_masked_tokens_is_found(of):
+    """Only a row of one sign, without a masked token, shows the padding beside it."""
+    ratio = of_span("test_mine", lambda x, rows: of(x, 1, keepdim=True).expand_as(x))
+    with pytest.raises(AssertionError, match="^Mine: padding_has_no_effect: "):
+        testing.check(offcorr.Correction(ratio=ratio))
+
+
+@pytest.mark.usefixtures("_unregistered")
+@pytest.mark.parametrize("of, others", [(torch.amax, -math.inf), (torch.amin, math.inf)])
+def test_the_largest_or_smallest_of_the_valid_tokens_passes(of, others):
+    def span(x, rows):
+        found = of(torch.where(rows.mask, x, others), 1, keepdim=True)
+        return torch.where(found.isfinite(), found, 0.0).expand_as(x)
+
+    assert "padding_has_no_effect" in testing.check(offcorr.Correction(ratio=of_span("test_mine", span)))
+
+
+@pytest.mark.usefixtures("_unregistered")
 def test_a_span_that_depends_on_the_width_of_the_padding_is_found():
     ratio = of_span("test_mine", lambda x, rows: x.mean(1, keepdim=True).expand_as(x))
     message = (
