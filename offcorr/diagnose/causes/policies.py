@@ -374,9 +374,9 @@ class StaleWeights(Cause):
     advice = (
         "check that every update reaches the engine, unless it is quantised to int4 or so, which leaves the same; "
         "where sampling runs ahead on purpose, correct for it with a method for stale data, against the weights that "
-        "sampled (anchor='snapshot' in offcorr's trainers): for outputs of up to 96 tokens minpro, or topr only where "
-        "the model already solves a good part of the tasks; for longer ones a token form such as offcorr:cispo "
-        "(docs/which.md)"
+        "sampled (anchor='snapshot' in offcorr's trainers, for which a rollout_func returns 'old_logp'): for outputs "
+        "of up to 96 tokens minpro, or topr only where the model already solves a good part of the tasks; for longer "
+        "ones a token form such as offcorr:cispo (docs/which.md)"
     )
     not_told_from = (
         Alternative(
