@@ -55,6 +55,12 @@ def check(recipe: Path, flags: Sequence[str], config: Path | None = None, proces
     if config is not None:
         _check_file(config, written, options)
     try:
+        _check_loss(values)
+    except (TypeError, ValueError) as error:
+        of_file = written.get("loss_kwargs") and "loss_type" in found and "loss_kwargs" not in found
+        mend = f"; loss_kwargs is that of {config}: --loss_kwargs '{{}}' leaves it out" if of_file else ""
+        raise Refusal(f"{error}{mend}") from None
+    try:
         _check_values(values, options, processes)
     except (TypeError, ValueError) as error:
         raise Refusal(str(error)) from None
@@ -139,10 +145,13 @@ CHECKS: Mapping[str, Callable[[Any], object]] = {
 """The check of each option's value, by which the recipe or its trainer refuses it as well."""
 
 
-def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], processes: int | None) -> None:
+def _check_loss(values: Mapping[str, Any]) -> None:
     loss_type = values.get("loss_type")
     if isinstance(loss_type, str) and loss_type not in TRL_LOSSES:
         named_loss(loss_type, _mapping(values.get("loss_kwargs")))
+
+
+def _check_values(values: Mapping[str, Any], options: Mapping[str, Option], processes: int | None) -> None:
     for name, check_one in CHECKS.items():
         if values.get(name) is not None:
             check_one(_words(values[name]))

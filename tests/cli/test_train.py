@@ -222,6 +222,17 @@ def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(
     assert MISTAKES[mistake] in said and said.startswith(("usage:", "offcorr train: ")) and len(said) < 700
 
 
+def test_options_of_a_file_s_method_beside_a_flag_s_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--config", "minpro", "--loss_type", "ctpo"]) == 2
+    said = capsys.readouterr().err
+    assert "loss_kwargs: ctpo has no option 'eps_high'" in said
+    assert said.rstrip().endswith("configs/minpro.yaml: --loss_kwargs '{}' leaves it out")
+    (tmp_path / "run.yaml").write_text("loss_type: ctpo\nloss_kwargs: {eps_high: 0.3}")
+    assert cli.main(["train", "--config", "run.yaml"]) == 2
+    assert "leaves it out" not in capsys.readouterr().err
+
+
 EARLY = [
     "--lagg 16",
     "--loss_typ minpro",
