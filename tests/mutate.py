@@ -2653,7 +2653,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose --model: dropout is named of a trainer that repeats itself",
-        "offcorr/diagnose/informed.py",
+        "offcorr/diagnose/causes/policies.py",
         "return len(spread) > 0 and float(spread.max()) < SAME",
         "return len(spread) > 6000 and float(spread.max()) < SAME",
         "tests/diagnose/test_rescore.py is_not_named_for_sure",
@@ -2720,6 +2720,34 @@ MUTATIONS = [
         "if usual <= ENDS:",
         "if True:",
         "tests/diagnose/test_drawn.py flat_distributions",
+    ),
+    Mutation(
+        "diagnose: a trainer that is a token early is taken for dropout",
+        "offcorr/diagnose/causes/values.py",
+        'if which == "previous" and (of_trainer',
+        'if which == "neither" and (of_trainer',
+        "tests/diagnose/test_causes.py is_no_dropout",
+    ),
+    Mutation(
+        "diagnose: dropout beside a sampler that is a token late is taken for a trainer that is early",
+        "offcorr/diagnose/causes/values.py",
+        "if len(left) and not left.mean() < 0.1 * spread.mean():",
+        "if False:",
+        "tests/diagnose/test_causes.py token_late",
+    ),
+    Mutation(
+        "diagnose: entropy that is in its place is moved with the trainer's log-probs",
+        "offcorr/diagnose/causes/values.py",
+        "entropy = max(np.roll(entropy, 1), entropy, key",
+        "entropy = max(np.roll(entropy, 1), np.roll(entropy, 1), key",
+        "tests/diagnose/test_causes.py is_no_dropout",
+    ),
+    Mutation(
+        "diagnose --model: the step that the model fits speaks for the dump",
+        "offcorr/diagnose/informed.py",
+        "return part if part < OF_THE_DUMP else 1.0",
+        "return 1.0",
+        "tests/diagnose/test_rescore.py part_of_the_dump",
     ),
     Mutation(
         "diagnose: a shift is taken for text that was encoded again",
@@ -3039,7 +3067,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: dropout beside updates is not asked about",
         "offcorr/diagnose/questions.py",
-        'if "dropout" not in named and updated(evidence) and differs_by_itself_now(evidence):',
+        'if not {"dropout", "shift"} & set(named) and updated(evidence) and differs_by_itself_now(evidence):',
         "if False:",
         "tests/diagnose/test_causes.py beside_updates",
     ),

@@ -393,7 +393,10 @@ class Evidence:
         paired[order[1:]] |= equal
         now = _first([np.full(len(one.old_logp), np.nan) if one.logp is None else one.logp for one in self.records])
         current = spread(now[rows, columns])
-        return SameContext(spread(trainer), spread(sampler), current[np.isfinite(current)], paired[doubt > 0.06])
+        known = np.isfinite(doubt)
+        return SameContext(
+            spread(trainer)[known], spread(sampler)[known], current[np.isfinite(current)], paired[doubt > 0.06]
+        )
 
 
 def _first(columns: Sequence[Any]) -> Any:

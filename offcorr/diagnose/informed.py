@@ -9,14 +9,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, Finding
-from offcorr.diagnose.causes.policies import EARLIER, FAR
+from offcorr.diagnose.causes.policies import EARLIER, FAR, repeats_itself
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.unlogged import SELECTED
 from offcorr.diagnose.causes.versions import same_version
 from offcorr.diagnose.diagnosis import Report, without_cause
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import HIDDEN_BY_DROPOUT, open_questions
-from offcorr.diagnose.rescore import EXPLAINS, NEARLY_ALL, OF_CHECKPOINTS, TRANSFORMS, Hypothesis, Rescored
+from offcorr.diagnose.rescore import (
+    EXPLAINS,
+    NEARLY_ALL,
+    OF_CHECKPOINTS,
+    TRANSFORMS,
+    Hypothesis,
+    Rescored,
+    steps_in_words,
+)
 
 SAME_HYPOTHESIS = {"temperature": ("raw_logprobs", "unnormalised")}
 """Causes that a hypothesis cannot be told from, which keep the name that the logged data gave them."""
@@ -64,6 +72,17 @@ REFUTED = 0.5
 """The most that a cause from the logs is sure where its own hypotheses were tried and do not explain the gap."""
 
 AT_WHICH = "; at which temperature the tokens were drawn, the one that was logged or another, these tokens do not tell"
+
+OF_THE_DUMP = 0.6
+"""Mean |d| of the steps that the model fits, as a share of the dump's, below which it says little of the others."""
+
+OF_SOME_STEPS = 0.65
+"""The most that a cause of these steps is sure."""
+
+OTHER_STEPS = (
+    "what makes the difference in the other steps, which is larger: the model fits {} alone. To find out, give --model "
+    "the checkpoint of a later step, and the dump of that step"
+)
 
 NOISY = 0.65
 """The most that dropout is sure by its size alone: padding, or another prompt, may move log-probs by as much."""
@@ -119,14 +138,17 @@ def informed(report: Report, rescored: Rescored) -> Report:
     first, second = (silent, gap) if gap is not None and CAUSES[gap.cause].stage == "policies" else (gap, silent)
     found = [one for one in (first, second) if one is not None]
     stages = {CAUSES[one.cause].stage for one in found} & {"unlogged", "policies"}  # of which one cause is named
+    part = 1.0 if gap is None or gap.cause in TRAINERS else _part(report.evidence, rescored)
+    if part < 1:  # the logs speak of the other steps, too
+        stages -= {"policies"}
     replaced = {one.cause for one in found} | {id for id, cause in CAUSES.items() if cause.stage in stages}
     if rescored.best_drawn[1] <= math.log(len(rescored.hypotheses) + 1):  # no more than the best of so many by chance
         replaced |= set(SILENT.values())
     if not rescored.experts:
         replaced.add("moe_routing")
     if gap is not None:
-        room = 2 * (1 - gap.share) + 0.1  # of mean |d|: no more is left to a cause that the logs show beside it
-        of_d = ("sampling", "policies") if gap.share > NEARLY_ALL else ("sampling",)
+        room = 2 * (1 - part * gap.share) + 0.1  # of mean |d|: no more is left to a cause that the logs show beside it
+        of_d = ("sampling", "policies") if part * gap.share > NEARLY_ALL else ("sampling",)
         of_gap = [one for one in report.causes if CAUSES[one.cause].stage in of_d and one.of_d]
         replaced |= {one.cause for one in of_gap if one.share > room}
         if read is None and gap.cause not in TRAINERS:
@@ -137,6 +159,10 @@ def informed(report: Report, rescored: Rescored) -> Report:
         _older(one, rescored, same_version(report.evidence)) for one in report.causes if one.cause not in replaced
     ]
     others = [_refuted(one, rescored) for one in others]
+    if gap is not None and part < 1:
+        alike = [one for one in (*report.causes, *others) if one.cause == gap.cause]
+        found = [_of_some_steps(one, part, alike, report, rescored) if one.cause == gap.cause else one for one in found]
+        others = [one for one in others if one.cause != gap.cause]
     cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
     cannot_tell = [_not_yet_done(one, rescored) for one in cannot_tell]
     if silent is not None and not SELECTED.settled(report.evidence):
@@ -146,6 +172,9 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if gap is None and rescored.gap > EXACTLY * rescored.logged and "dropout" in {one.cause for one in others}:
         cannot_tell.append(HIDDEN_BY_DROPOUT)
     causes = _larger_gap_first([*found, *others], report.evidence)
+    if part < 1:
+        causes.sort(key=lambda one: -one.share)
+        cannot_tell.append(OTHER_STEPS.format(steps_in_words(rescored.steps)))
     verdict, sure = report.verdict, report.confidence
     if causes:
         verdict, sure = causes[0].cause, causes[0].confidence
@@ -154,6 +183,30 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if verdict == "clean":  # a transform that is nearly found makes it less so
         sure = min(without_cause(report.evidence)[1], _odds(rescored.threshold - rescored.best_drawn[1]))
     return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=causes, cannot_tell=cannot_tell)
+
+
+def _part(evidence: Evidence, rescored: Rescored) -> float:
+    """Mean |d| of the steps that the model fits as a share of that of the dump, where it is far below it; else 1."""
+    steps = [record.step in rescored.steps for record in evidence.records]
+    fitted = evidence.size[np.array(steps, bool)[evidence.sequence]]
+    part = float(fitted.mean()) / max(evidence.gap, 1e-12) if len(fitted) else 1.0
+    return part if part < OF_THE_DUMP else 1.0
+
+
+def _of_some_steps(one: Finding, part: float, alike: Sequence[Finding], report: Report, rescored: Rescored) -> Finding:
+    """The finding of the steps that the model fits, as a share of the dump's mean |d|.
+
+    Args:
+        alike: findings of the same cause from the logs, which are of the whole dump.
+    """
+    gap = report.evidence.gap
+    said = (
+        f"{one.evidence}; this is of {steps_in_words(rescored.steps)}, which alone the model fits: mean |d| is "
+        f"{part * gap:.2g} nats there, and {gap:.2g} in the dump"
+    )
+    share = max([part * one.share, *(other.share for other in alike)])
+    sure = one.confidence if alike else min(one.confidence, OF_SOME_STEPS)
+    return dataclasses.replace(one, confidence=sure, share=share, evidence=said)
 
 
 def _beside_the_trainer(finding: Finding, rescored: Rescored) -> Finding:
@@ -236,7 +289,7 @@ def _not_yet_done(question: str, rescored: Rescored) -> str:
 
 def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
     """The hypothesis that explains most of the gap, if it explains enough."""
-    noisy = not _repeats_itself(report.evidence)
+    noisy = not repeats_itself(report.evidence)
     # Beside a noisy trainer older weights leave a model that is nearer to the sampler than the trainer is.
     weights = [
         one for one in rescored.hypotheses if one.cause in OF_CHECKPOINTS and rescored.gap > FAR_OFF * rescored.logged
@@ -276,12 +329,6 @@ def _sure(best: Hypothesis, tried: Sequence[Hypothesis]) -> float:
     """The share of the gap that the best hypothesis explains; less where one of another cause nearly does, too."""
     nearest = min((one.gap for one in tried if one.cause != best.cause), default=math.inf)
     return best.share if nearest > 2 * best.gap else min(best.share, CLOSE)
-
-
-def _repeats_itself(evidence: Evidence) -> bool:
-    """Whether the trainer gave one token the same log-prob after one context each time, as no dropout does."""
-    spread = evidence.same_context.trainer
-    return len(spread) > 0 and float(spread.max()) < SAME
 
 
 def _of_what_the_trainer_read(rescored: Rescored) -> Finding | None:
@@ -327,7 +374,7 @@ def _of_the_trainer(report: Report, rescored: Rescored) -> Finding | None:
         where = "at the first token of every completion, and hardly at any other"
     if where:
         return _finding("position", 0.9, agree, 0.0, 1.0, f"{known}they agree exactly {where}")
-    if same_version(evidence) and Profile.of(evidence).mean > FAR and not _repeats_itself(evidence):
+    if same_version(evidence) and Profile.of(evidence).mean > FAR and not repeats_itself(evidence):
         said = f"{known}both sides had the same weights, as the logged versions say, and no sequence agrees"
         return _finding("dropout", NOISY, agree, 0.0, 1.0, said)
     return None

@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES
-from offcorr.diagnose.causes.policies import differs_by_itself, differs_by_itself_now, repeatable, updated
+from offcorr.diagnose.causes.policies import (
+    differs_by_itself,
+    differs_by_itself_now,
+    repeatable,
+    repeats_itself,
+    updated,
+)
 from offcorr.diagnose.causes.sampling import loses_mass
 from offcorr.diagnose.causes.truncation import TRUNCATIONS
 from offcorr.diagnose.causes.values import FEWEST, zeros_of_truncation
@@ -121,19 +127,21 @@ trainer_version, or give --model'
         )
     if not TRUNCATIONS.isdisjoint(named) and not draws_known:
         said.append(HIDDEN_BY_TRUNCATION)
-    if not {"dropout", "position"} & set(named) and differs_by_itself(evidence) and not draws_known:
+    if not {"dropout", "position", "shift"} & set(named) and differs_by_itself(evidence) and not draws_known:
         said.append(
             "why the trainer gives one token other log-probs after the same context, by "
             f"{float(evidence.same_context.trainer.mean()):.2g} (1 - p) nats, about as much as it differs from the "
             "sampler, which does not: a little dropout, such as of the attention weights, or a forward pass that "
             "depends on its batch. To find out, score one sequence twice in eval mode, in two batches"
         )
-    if "dropout" not in named and updated(evidence) and differs_by_itself_now(evidence):
+    if not {"dropout", "shift"} & set(named) and updated(evidence) and differs_by_itself_now(evidence):
         said.append(
             "how much of the distance of logp from old_logp is the trainer's dropout: its current log-probs (logp) of "
             "one token after the same context differ from sample to sample. To find out, score one sequence twice as "
             "the training does"
         )
+    elif "shift" in named and "dropout" not in named and repeatable(evidence) and not repeats_itself(evidence):
+        said.append("whether the trainer's dropout is on. To find out, dump again without the shift")
     elif "dropout" not in named and not repeatable(evidence):
         said.append(f"whether the trainer's dropout is on. To find out, {_repeated_contexts(evidence)}")
     for cause in CAUSES.values():

@@ -111,6 +111,7 @@ class Rescored:
             not the model's own.
         dropout: mean |change| of the model's log-probs where its dropout is on (nats).
         experts: the model has experts, between which a router chooses.
+        steps: optimizer steps of the sequences that were scored, each once; empty: not logged.
     """
 
     sequences: int
@@ -125,6 +126,7 @@ class Rescored:
     of_trainer: Sequence[Hypothesis] = ()
     dropout: float = 0.0
     experts: bool = True
+    steps: Sequence[int] = ()
 
     @property
     def threshold(self) -> float:
@@ -235,8 +237,9 @@ def rescore(
     trained = _gap(ours, trainer)
     held = rollout_versions(records)
     experts = any("expert" in name.lower() for name, _ in model.named_modules())
+    steps = sorted({record.step for record in records if record.step is not None})
     numbers = (gap, logged, trained, hypotheses, left_out, as_logged, temperature, held, trainers, noise, experts)
-    return Rescored(len(records), *numbers)
+    return Rescored(len(records), *numbers, steps)
 
 
 def rollout_versions(records: Iterable[Record]) -> list[int]:
@@ -377,6 +380,15 @@ def fit(records: Sequence[Record], model: nn.Module) -> tuple[float, float]:
     return best, found[best]
 
 
+def steps_in_words(steps: Sequence[int]) -> str:
+    """Optimizer steps, at least one, in rising order.
+
+    >>> steps_in_words([3]), steps_in_words([1, 2, 5])
+    ('step 3', 'steps 1 to 5')
+    """
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
 def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -> list[str]:
     """Sentences about the outcome: whether the model fits the log, then the hypotheses that explain most.
 
@@ -387,9 +399,10 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
     >>> described(Rescored(32, 0.1, 0.1, 0.0, [half]))[1]
     'temperature 0.7 [temperature] explains 90% of it; 0.01 nats are left'
     """
+    of_steps = f" of {steps_in_words(rescored.steps)}" if rescored.steps else ""
     said = [
-        f"the model's log-probs of {rescored.sequences} sequences differ from the sampler's by {rescored.gap:.2g} nats "
-        "per token on average"
+        f"the model's log-probs of {rescored.sequences} sequences{of_steps} differ from the sampler's "
+        f"by {rescored.gap:.2g} nats per token on average"
     ]
     if rescored.temperature != 1 and not rescored.other_model:
         said.append(

@@ -1533,6 +1533,51 @@ def test_a_shift_behind_tokens_that_are_certain_is_no_other_text():
     assert [one.cause for one in diagnose(made.records()).causes] == ["shift"]
 
 
+def early(*names):
+    """The trainer's numbers of the next token in each token's place; the last stays."""
+
+    def edit(columns, world):
+        for name in names:
+            columns[name] = np.concatenate([columns[name][:, 1:], columns[name][:, -1:]], 1)
+
+    return edit
+
+
+@pytest.mark.parametrize("names", [("old_logp",), ("old_logp", "entropy")])
+@pytest.mark.parametrize("cause", ["precision", "stale_weights", "temperature"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_trainer_that_is_a_token_early_is_no_dropout(cause, names, seed):
+    """What stands beside a token belongs to the next one, which differs from sample to sample of a prompt."""
+    made = world(cause, sequences=64, seed=seed)
+    right = Evidence.of(made.records())
+    made = world(cause, sequences=64, seed=seed)
+    made.edits = [*made.edits, early(*names)]
+    report = diagnose(made.records())
+    named = [one.cause for one in report.causes]
+    assert named[0] == "shift" and cause in named and "dropout" not in named
+    assert "the trainer's are those of the next token" in report.causes[0].evidence
+    left = CAUSES["shift"].found(Evidence.of(made.records())).left
+    for name in ("trainer", "sampler", "entropy", "ids"):
+        assert np.array_equal(getattr(left, name), getattr(right, name)[right.position > 0]), name
+    assert any("whether the trainer's dropout is on" in question for question in report.cannot_tell)
+
+
+@pytest.mark.parametrize(("seed", "shared"), [(0, True), (1, False)])
+def test_dropout_beside_a_sampler_that_is_a_token_late_is_found_or_asked_about(seed, shared):
+    """Where samples share more than one token, the trainer's log-probs differ wherever they stand."""
+
+    def late(columns, world):
+        columns["rollout_logp"] = np.concatenate([columns["rollout_logp"][:, :1], columns["rollout_logp"][:, :-1]], 1)
+
+    made = world("dropout", sequences=64, seed=seed)
+    made.edits = [*made.edits, late]
+    report = diagnose(made.records())
+    assert report.verdict == "shift"
+    assert ("dropout" in [one.cause for one in report.causes]) == shared
+    assert ("those of the next token" in report.causes[0].evidence) == (not shared)
+    assert any("whether the trainer's dropout is on" in question for question in report.cannot_tell) == (not shared)
+
+
 def test_several_runs_are_not_forward_passes_that_differ():
     """One prompt and prefix at one step of two runs has other weights in each."""
     records = []

@@ -621,6 +621,51 @@ def test_a_verdict_is_replaced_only_by_what_explains_more():
     assert "'the weights of older'" in found.causes[0].evidence and found.causes[0].threshold == EXPLAINS
 
 
+def of_steps(*causes):
+    """A dump of as many optimizer steps, the sampler of each with its cause."""
+    return [
+        dataclasses.replace(record, step=step)
+        for step, cause in enumerate(causes, start=1)
+        for record in world(cause, seed=step).records()
+    ]
+
+
+@pytest.mark.parametrize("steps", [[], [1]])
+def test_what_explains_the_step_that_the_model_fits_is_a_part_of_the_dump(steps):
+    """A coarse sampler that gets no updates: in the first step only its precision shows."""
+    records = of_steps("precision", *3 * ["stale_weights"])
+    report = diagnose(records)
+    assert report.verdict == "stale_weights"
+    small = diagnose(records[: len(records) // 4]).evidence.gap
+    found = dataclasses.replace(outcome(0.9, "precision"), gap=small, logged=small, steps=steps)
+    said = informed(report, found)
+    if not steps:
+        assert [one.cause for one in said.causes] == ["precision"] and said.causes[0].share == 0.9
+        return
+    assert [one.cause for one in said.causes] == ["stale_weights", "precision"]
+    assert said.verdict == "stale_weights" and said.confidence == report.confidence
+    assert (
+        said.causes[1].share == pytest.approx(0.9 * small / report.evidence.gap) and said.causes[1].confidence == 0.65
+    )
+    assert "this is of step 1, which alone the model fits: mean |d| is" in said.causes[1].evidence
+    assert any("in the other steps" in question for question in said.cannot_tell)
+    assert described(found)[0].startswith("the model's log-probs of 32 sequences of step 1 differ")
+
+
+def test_what_the_logs_say_of_all_steps_is_no_less_where_the_model_fits_one():
+    records = of_steps("precision", *3 * ["stale_weights"])
+    report = diagnose(records)
+    said = informed(report, dataclasses.replace(outcome(0.9), steps=[1]))
+    assert [(one.cause, one.share) for one in said.causes] == [(one.cause, one.share) for one in report.causes]
+    assert said.confidence == 0.9
+
+
+def test_steps_that_differ_as_much_as_the_others_speak_for_the_dump():
+    report = diagnose(of_steps("stale_weights", "stale_weights"))
+    said = informed(report, dataclasses.replace(outcome(0.9, "precision"), steps=[1]))
+    assert [(one.cause, one.share) for one in said.causes] == [("precision", 0.9)]
+
+
 def test_a_hypothesis_is_less_sure_where_another_explains_nearly_as_much():
     records = world("stale_weights").records()
 

@@ -98,6 +98,12 @@ def _noisy(evidence: Evidence) -> Estimate | None:
     return noise
 
 
+def repeats_itself(evidence: Evidence) -> bool:
+    """Whether the trainer gave one token the same log-prob after one context each time, as no dropout does."""
+    spread = evidence.same_context.trainer
+    return len(spread) > 0 and float(spread.max()) < SAME
+
+
 def repeats_itself_now(evidence: Evidence) -> bool:
     """Whether the current log-probs (logp) of one token after one context are alike, as under no dropout."""
     spread = evidence.same_context.now

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from offcorr.diagnose.causes.base import CAUSES, NEARLY_GREEDY, Alternative, Cause, Found
-from offcorr.diagnose.evidence import Booleans, Evidence, surprisal_balance
-from offcorr.diagnose.record import Floats
+from offcorr.diagnose.evidence import SAME, Booleans, Evidence, surprisal_balance
+from offcorr.diagnose.record import Floats, Record
 
 FEWEST = 3
 """Tokens that a test of single tokens needs."""
@@ -301,15 +303,16 @@ class Shift(Cause):
         ratio = left / float(np.minimum(evidence.size, 3).mean())
         if ratio > 0.6:
             return None
-        return Found(
-            ratio,
-            float(moved[which].std() / np.sqrt(step.sum()) / own),
-            0.6,
-            (0.6 - ratio) * 10,
-            f"mean |d| is {own:.2g} nats, and only {left:.2g} where each token is compared with the sampler's "
-            f"log-prob of the {which} token",
-            _moved(evidence, step, back=which == "next"),
-        )
+        said = f"mean |d| is {own:.2g} nats, and only {left:.2g} where each token is compared with the sampler's "
+        said += f"log-prob of the {which} token"
+        after = _moved(evidence, step, back=which == "next")
+        if which == "previous" and (of_trainer := _early_trainer(evidence, step)) is not None:
+            said += (
+                "; unless its dropout is on, the trainer's are those of the next token: of one token after the same "
+                "context they differ from sample to sample, and the sampler's do not"
+            )
+            after = of_trainer
+        return Found(ratio, float(moved[which].std() / np.sqrt(step.sum()) / own), 0.6, (0.6 - ratio) * 10, said, after)
 
 
 class StoredBF16(Cause):
@@ -618,6 +621,42 @@ def _moved(evidence: Evidence, step: Booleans, back: bool) -> Evidence:
         shifted[:-1][step] = evidence.sampler[1:][step]
         known[:-1] = step
     return evidence.explained(shifted - evidence.sampler).keep(known)
+
+
+def _early_trainer(evidence: Evidence, step: Booleans) -> Evidence | None:
+    """Each token beside the trainer's numbers of its own, which are logged one token early; None: nothing says so.
+
+    Both sides score one token after one context once for each sample.  If the trainer's log-probs of it do not agree as
+    they are logged, and do where they are moved by one token, or no such token is left, they are taken to be early.
+    """
+    spread, other = evidence.same_context.trainer, evidence.same_context.sampler
+    if not len(spread) or not spread.mean() > max(SAME, 5 * other.mean()):
+        return None
+    moved = dataclasses.replace(evidence, records=[_one_later(record) for record in evidence.records])
+    left = moved.same_context.trainer
+    if len(left) and not left.mean() < 0.1 * spread.mean():
+        return None
+    own = np.r_[False, step]
+    trainer, entropy = np.roll(evidence.trainer, 1), evidence.entropy
+    if entropy is not None:  # logged one token early, too, or in its place
+        surprisal = -trainer[own]
+        entropy = max(np.roll(entropy, 1), entropy, key=lambda one: _correlation(surprisal, one[own]))
+    return dataclasses.replace(moved, trainer=trainer, entropy=entropy).keep(own)
+
+
+def _correlation(one: Floats, other: Floats) -> float:
+    both = np.isfinite(one) & np.isfinite(other)
+    return float(np.corrcoef(one[both], other[both])[0, 1]) if both.sum() > 1 else 0.0
+
+
+def _one_later(record: Record) -> Record:
+    """With the trainer's log-probs one token later, NaN at the first."""
+
+    def later(values: Floats) -> Floats:
+        return np.concatenate([[np.nan], values[:-1]])
+
+    logp = record.logp if record.logp is None else later(record.logp)
+    return dataclasses.replace(record, old_logp=later(record.old_logp), logp=logp)
 
 
 def _all_bf16(values: Floats) -> bool:
