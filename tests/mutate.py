@@ -1473,6 +1473,13 @@ MUTATIONS = [
         "tests/training/test_monitor_causes.py grows_from_nothing",
     ),
     Mutation(
+        "monitor: a gap that grows is of the sampler's precision alone",
+        "offcorr/training/named_cause.py",
+        "not versioned(evidence)) and (grown or _grows(series, report)):",
+        "not versioned(evidence)) and False:",
+        "tests/training/test_monitor_causes.py grows_is_not",
+    ),
+    Mutation(
         "monitor: a sampler of a known precision reads another prompt",
         "offcorr/training/named_cause.py",
         "not in (*OLDER, *OF_THE_PROMPT) or precision",

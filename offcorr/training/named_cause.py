@@ -192,7 +192,7 @@ def named_cause(
         named = replace(named, evidence=(*named.evidence, BEGAN))
     if not same_weights or series.name == "staleness":
         named = _of_known_age(named, series, report)
-    named = _of_known_precision(_never_updated(named, series, report), series, precision)
+    named = _of_known_precision(_never_updated(named, series, report), series, report, precision)
     return _of_own_lag(named, series, report, lag)
 
 
@@ -326,12 +326,19 @@ def _as_large_without_age(series: Series) -> bool:
     return series.name == "engine" and fresh > SMALLEST_K3 and (series.size or 0.0) < GROWN * fresh
 
 
-def _of_known_precision(named: NamedCause, series: Series, precision: str | None) -> NamedCause:
+def _of_known_precision(named: NamedCause, series: Series, report: Report, precision: str | None) -> NamedCause:
     """The sampler's lower precision in place of old weights, where samples without an age show the gap, too, or of
     another prompt, as a sampler that says its precision takes the trainer's token ids.
+
+    Without logged versions no sample is known to have no age, and a gap that grows is not of the precision alone.
     """
     if named.cause not in (*OLDER, *OF_THE_PROMPT) or precision in (None, "fp32") or not _as_large_without_age(series):
         return named
+    evidence = getattr(report, "evidence", None)
+    grown = (series.size or 0.0) >= GROWN * max(series.start, SMALLEST_K3)
+    if (evidence is None or not versioned(evidence)) and (grown or _grows(series, report)):
+        said = f"the sampler's weights are {precision}, which by itself leaves about the same gap in every step"
+        return replace(named, evidence=(*named.evidence, said))
     said = (
         f"the sampler's weights are {precision}, and k3, {series.size:.2g}, was {_size_without_age(series):.2g} of "
         "samples without an age"

@@ -334,6 +334,20 @@ def test_a_sampler_of_known_precision_reads_no_other_prompt(verdict, precision):
     assert monitor.alarms[0].cause == ("precision" if precision else verdict)
 
 
+@pytest.mark.parametrize(("grown", "cause"), [(True, "stale_weights"), (False, "precision")])
+def test_a_gap_that_grows_is_not_of_the_known_precision_alone(grown, cause):
+    """The sampler reports no version, so that a lag of 0 is the least it can be."""
+    monitor = quiet(name_cause=named("stale_weights"))
+    monitor.precision = "int8"
+    for step in range(1, 6):
+        gap = 0.06 * step if grown else 0.3
+        monitor.observe(batch_of(gap, seed=step), step=step)
+        monitor.end(step, {"offcorr/engine/k3": gap**2 / 2, "field/mult_error": 1 + gap, "offcorr/staleness/lag": 0.0})
+    alarm = monitor.alarms[0]
+    assert alarm.cause == cause
+    assert ("which by itself leaves about the same gap in every step" in str(alarm)) == grown
+
+
 @pytest.mark.parametrize(
     ("precision", "gaps", "cause", "said"),
     [
