@@ -10,6 +10,7 @@ The test suite runs every check on every discovered method; a new method file is
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import warnings
@@ -447,17 +448,31 @@ def _options_matter(method: Any) -> None:
             for other in untried
         )
         assert not said or not all(said), f"{known.name}: the option {name} changes nothing{beside}: {said[0]}"
+        for one, other in itertools.combinations((values[name], *_choices(values[name], annotations.get(name))), 2):
+            alike = [_alike(known, mode, name, one, other) for mode in (given, *modes)]
+            tried = [found for found in alike if found is not None]
+            assert not tried or not all(tried), (
+                f"{known.name}: {name}={other!r} makes the same correction as {name}={one!r}{beside}, expected another "
+                "one: each choice reaches a stage, or is left out"
+            )
+
+
+def _alike(known: Method, mode: dict[str, Any], name: str, one: Any, other: Any) -> bool | None:
+    """Whether two values of an option make the same correction beside others; None: one is out of its range."""
+    try:
+        return known(**mode | {name: one}) == known(**mode | {name: other})
+    except (TypeError, ValueError):
+        return None
 
 
 def _ignored(known: Method, mode: dict[str, Any], name: str, annotation: Any) -> str | None:
     """The sentence that shows an option to be ignored beside others; "": it is not; None: none can be tried."""
     value = mode.get(name, _values(known).get(name))
     for other in _other_values(value, annotation):
-        try:
-            usual, changed = known(**mode), known(**mode | {name: other})
-        except (TypeError, ValueError):  # out of the option's range
+        alike = _alike(known, mode, name, value, other)
+        if alike is None:
             continue
-        if changed != usual:
+        if not alike:
             return ""
         return (
             f"{name}={other!r} makes the same correction as {name}={value!r}, expected another one; pass {name} to a "

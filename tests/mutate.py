@@ -2729,6 +2729,20 @@ MUTATIONS = [
         "tests/diagnose/test_drawn.py flat_distributions",
     ),
     Mutation(
+        "diagnose: the mean ratio of tokens with d above 0 is read as that of all",
+        "offcorr/diagnose/causes/policies.py",
+        "if evidence.selected or not evidence.as_logged:",
+        "if not evidence.as_logged:",
+        "tests/diagnose/test_causes.py chosen_for_d_above_0",
+    ),
+    Mutation(
+        "check: a choice that is as another is not found",
+        "offcorr/testing.py",
+        "tried = [found for found in alike if found is not None]",
+        "tried: list[bool] = []",
+        "tests/test_testing.py as_another",
+    ),
+    Mutation(
         "diagnose: a trainer that is a token early is taken for dropout",
         "offcorr/diagnose/causes/values.py",
         'if which == "previous" and (of_trainer',
@@ -3249,8 +3263,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: other weights at any mean ratio",
         "offcorr/diagnose/causes/policies.py",
-        "return evidence.as_logged and ratio.value > 1.1",
-        "return False and ratio.value > 1.1",
+        "return ratio.value > 1.1 and ratio",
+        "return False and ratio",
         "tests/diagnose/test_causes.py of_no_other_weights",
     ),
     Mutation(

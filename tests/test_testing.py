@@ -152,6 +152,20 @@ def test_an_option_that_changes_nothing_is_found(tmp_path, unused):
         offcorr.unregister("forgetful")
 
 
+def test_a_choice_that_is_as_another_is_found(tmp_path):
+    """One of three; two of them differ, so that the option reaches the correction."""
+    (tmp_path / "mine.py").write_text(
+        "from typing import Literal\nimport offcorr\n@offcorr.register('forgetful', paper='')\n"
+        "def forgetful(by: Literal['token', 'mean', 'none'] = 'token', eps: float = 0.2) -> offcorr.Correction:\n"
+        "    return offcorr.get('gspo' if by == 'mean' else 'ppo', eps_high=eps)\n"
+    )
+    try:
+        with pytest.raises(AssertionError, match="^forgetful: by='none' makes the same correction as by='token', exp"):
+            testing.check(f"{tmp_path / 'mine.py'}:forgetful")
+    finally:
+        offcorr.unregister("forgetful")
+
+
 def test_the_example_may_be_float32():
     batch, wanted = testing.example(dtype=torch.float32), testing.example()
     assert batch.logp.dtype == batch.advantages.dtype == torch.float32 and wanted.logp.dtype == torch.float64

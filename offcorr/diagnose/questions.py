@@ -37,8 +37,8 @@ HIDDEN_BY_DROPOUT = (
 
 HIDDEN_BY_TRUNCATION = (
     "how much of the difference is of the tokens that are left out: it is below 0, and hides there what a lower "
-    "precision, older weights or another prompt make. To find out, dump again without the truncation or ban, or give "
-    "--model"
+    "precision, a temperature, older weights or another prompt make. To find out, dump again without the truncation or "
+    "ban, or give --model"
 )
 
 

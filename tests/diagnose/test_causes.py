@@ -1533,6 +1533,14 @@ def test_a_shift_behind_tokens_that_are_certain_is_no_other_text():
     assert [one.cause for one in diagnose(made.records()).causes] == ["shift"]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_mean_ratio_of_tokens_that_were_chosen_for_d_above_0_says_nothing(seed):
+    evidence = Evidence.of(world("stale_weights", sequences=64, seed=seed).records())
+    chosen = evidence.selection(evidence.d > 0)
+    assert chosen.ratio_identity.value > 1.1 + 6 * chosen.ratio_identity.error
+    assert not policies.not_drawn_so(chosen) and policies.not_drawn_so(dataclasses.replace(chosen, whole=None))
+
+
 def early(*names):
     """The trainer's numbers of the next token in each token's place; the last stays."""
 

@@ -505,9 +505,14 @@ def _two_policies(evidence: Evidence) -> bool:
 
 
 def not_drawn_so(evidence: Evidence) -> bool:
-    """Whether the mean ratio e^d is above 1, as for no two policies if the tokens were drawn from the sampler's."""
+    """Whether the mean ratio e^d is above 1, as for no two policies if the tokens were drawn from the sampler's.
+
+    It is above 1 of tokens that were chosen for d > 0, too, and says nothing there.
+    """
     ratio = evidence.ratio_identity
-    return evidence.as_logged and ratio.value > 1.1 and ratio.value - 1 > SIGNIFICANT * ratio.error
+    if evidence.selected or not evidence.as_logged:
+        return False
+    return ratio.value > 1.1 and ratio.value - 1 > SIGNIFICANT * ratio.error
 
 
 def _other_weights(evidence: Evidence) -> Found | None:
