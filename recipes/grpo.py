@@ -133,6 +133,8 @@ class Arguments(GRPOConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more examples")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}, expected 0 or more")
+        if self.reward_weights is not None and len(self.reward_weights) != 1:
+            raise ValueError(f"reward_weights is {self.reward_weights}, expected one number: a task has one reward")
         check_max_steps(self.max_steps)
         check_saving(self)
         if self.sampler != "local" and not self.sampler.startswith("vllm://"):

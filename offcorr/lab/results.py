@@ -61,7 +61,7 @@ def free(path: Path, overwrite: bool, option: str = "--output") -> Path:
     Raises:
         ValueError: the file exists and ``overwrite`` is False, or it or its folder cannot be written.
     """
-    if path.exists() and not overwrite:
+    if path.exists() and not path.is_dir() and not overwrite:
         raise ValueError(f"{path} exists; choose another {option}, or allow it with --overwrite")
     check_file(option, path)
     check_writable(option, path.parent)  # where ``save`` writes before it gives the file its name

@@ -165,6 +165,7 @@ MISTAKES = {
     "--save_steps 4": "save_steps is 4, and save_strategy is 'no', as it is by default here, which saves nothing: add ",
     "--loss_type asymre": "steps_per_generation is 4, expected gradient_accumulation_steps, 1",
     "--sampler vllm://localhost": "sampler is 'vllm://localhost', without a port, expected vllm://host:port",
+    "--reward_weights 1 2": "reward_weights is [1.0, 2.0], expected one number: a task has one reward",
     "--seed -1": "seed is -1, expected 0 or more",
     "--max_steps -2": "max_steps is -2, expected 1 or more updates, or -1 for",
     "--dump_rollouts .": "--dump_rollouts '.' holds here.txt, expected a new or empty folder",

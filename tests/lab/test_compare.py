@@ -17,7 +17,7 @@ import pytest
 
 import offcorr
 from offcorr import cli
-from offcorr.lab import compare, comparison, text
+from offcorr.lab import compare, comparison, results, text
 from offcorr.lab.compare import seconds_per_token
 from offcorr.lab.exact import Setting, World, couples
 from offcorr.methods.registry import catalogue
@@ -250,6 +250,12 @@ def test_the_picture_is_drawn(command, tmp_path):
     assert code == 0 and (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert f"wrote {tmp_path / 'compare.png'}" in err and "--output compare.png draws" not in out
     assert "--output compare.png draws this" in command("ppo", *TINY)[1]
+
+
+def test_a_folder_is_no_file_to_replace(tmp_path):
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="choose another --output$"):
+            results.free(tmp_path, overwrite)
 
 
 def test_a_picture_is_replaced_only_where_that_was_asked_for(command, monkeypatch, tmp_path):
