@@ -27,7 +27,6 @@ from offcorr.diagnose.text import text
 from offcorr.folders import check_file
 from offcorr.optional import require
 from offcorr.quiet import no_progress_bar
-from offcorr.stages.checks import one_of
 
 SEQUENCES = 32
 """Sequences that ``--model`` scores."""
@@ -40,14 +39,6 @@ TO_DUMP = (
 OTHER_VERDICTS = ("clean", "unknown")
 FAILED = 3
 """Exit code where ``--fail-on`` applies; 2 is that of a command that cannot run."""
-
-
-def _verdict(name: str) -> str:
-    """A name that ``--fail-on`` takes."""
-    known = ("any", *CAUSES, *OTHER_VERDICTS)
-    if name not in known:
-        raise argparse.ArgumentTypeError(f"{name!r}{one_of(name, known)}")
-    return name
 
 
 def add_parser(subparsers: Any) -> None:
@@ -89,7 +80,7 @@ def add_parser(subparsers: Any) -> None:
         "--fail-on",
         nargs="+",
         metavar="CAUSE",
-        type=_verdict,
+        choices=("any", *CAUSES, *OTHER_VERDICTS),
         default=[],
         help=f"exit with {FAILED} if one of these is found; any: everything but clean",
     )

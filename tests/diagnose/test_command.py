@@ -90,7 +90,7 @@ def test_fail_on(dumps, capsys, name, given, code):
 
 def test_fail_on_knows_its_causes(dumps, capsys):
     code, _, err = run(capsys, dumps / "clean.jsonl", "--fail-on", "topp")
-    assert code == 2 and "argument --fail-on: 'topp', did you mean 'top_p'? Expected one of ['any', " in err
+    assert code == 2 and "topp" in err and "top_p" in err
 
 
 @pytest.mark.parametrize("name", ["clean", "top_p", "sentinel"])
