@@ -2729,6 +2729,20 @@ MUTATIONS = [
         "tests/diagnose/test_drawn.py flat_distributions",
     ),
     Mutation(
+        "diagnose: zeros at one index of all completions are a truncation's",
+        "offcorr/diagnose/causes/values.py",
+        "if (placed := _zeros_of_one_place(evidence)).any():",
+        "if (placed := _zeros_of_one_place(evidence)).any() and False:",
+        "tests/diagnose/test_causes.py zeros_at_one_index",
+    ),
+    Mutation(
+        "first batch: zeros at one index of all completions are a truncation's",
+        "offcorr/training/semantics.py",
+        "stands_in = _placeholders(t, e) | _of_one_place(ours, theirs, seen)[seen]",
+        "stands_in = _placeholders(t, e)",
+        "tests/training/test_semantics.py zeros_at_one_index",
+    ),
+    Mutation(
         "diagnose: the mean ratio of tokens with d above 0 is read as that of all",
         "offcorr/diagnose/causes/policies.py",
         "if evidence.selected or not evidence.as_logged:",

@@ -314,7 +314,7 @@ def logprob_semantics(
         return result("placeholders", f"the engine reported the log-prob {e[0]:.3g} for every token")
     if finding := not_per_token(theirs, ours, seen):
         return result("per_sequence", f"the engine's log-probs {finding}")
-    stands_in = _placeholders(t, e)
+    stands_in = _placeholders(t, e) | _of_one_place(ours, theirs, seen)[seen]
     if number := int(stands_in.sum()):
         constant = e[stands_in].mode().values.item() + 0.0  # -0 is 0
         tokens = f"{number / len(e):.0%} of the tokens" if number > 0.01 * len(e) else f"{number} of the tokens"
@@ -439,6 +439,11 @@ def _unrelated(t: Tensor, e: Tensor, gap: float) -> bool:
     return torch.corrcoef(torch.stack([t, e]))[0, 1].item() < UNRELATED
 
 
+ROWS, ELSEWHERE = 8, 0.02
+"""Sequences of which each has a 0 at one index, for it to be filled in there, and share of zeros elsewhere up to which
+no truncation leaves them."""
+
+
 def _placeholders(t: Tensor, e: Tensor) -> Tensor:
     """[N] the tokens whose engine's log-prob cannot be that of a sampled token, given the trainer's."""
     zero = e == 0
@@ -451,6 +456,19 @@ def _placeholders(t: Tensor, e: Tensor) -> Tensor:
     if alone or odd.sum() < (1 if agree else SEVERAL):
         odd = torch.zeros_like(odd)
     return odd | ((e <= IMPOSSIBLE) & (t > e / 2)) | _filled_in(t, e)
+
+
+def _of_one_place(ours: Tensor, theirs: Tensor, seen: Tensor) -> Tensor:
+    """[B, T] the engine's zeros at an index at which every sequence has one, and hardly one has any elsewhere.
+
+    A truncation leaves no token alone that the trainer gives less than half.
+    """
+    zero = (theirs == 0) & seen
+    filled = (zero == seen).all(0) & (seen.sum(0) >= ROWS) & (torch.where(seen, ours, 0).amin(0) < LIKELY[0])
+    here = zero & filled
+    others = seen & ~here
+    few = others.any() and (zero & others).sum() < ELSEWHERE * others.sum()
+    return here if few else torch.zeros_like(here)
 
 
 def _filled_in(t: Tensor, e: Tensor) -> Tensor:

@@ -1533,6 +1533,36 @@ def test_a_shift_behind_tokens_that_are_certain_is_no_other_text():
     assert [one.cause for one in diagnose(made.records()).causes] == ["shift"]
 
 
+def zero_at_one_place(least, place=0, also=0.0):
+    """The sampler's 0 at one index of each completion, where the trainer finds most tokens likely."""
+
+    def edit(columns, world):
+        columns["rollout_logp"] = columns["old_logp"].copy()
+        columns["old_logp"][:, place] = np.where(np.arange(world.sequences) % 8 == 0, least, -0.1)
+        columns["rollout_logp"][:, place] = 0.0
+        columns["rollout_logp"][world.rng.random(columns["rollout_logp"].shape) < also] = 0.0
+
+    return edit
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_zeros_at_one_index_of_all_completions_are_no_truncation(place):
+    """As of a first token that the engine gave no log-prob of; a likely one looks as if it was left alone."""
+    made = world("clean", sequences=64)
+    made.edits = [zero_at_one_place(-3.0, place)]
+    report = diagnose(made.records())
+    assert report.verdict == "sentinel" and report.causes[0].share == pytest.approx(1.0, abs=1e-3)
+    assert "64 of" in report.causes[0].evidence
+
+
+@pytest.mark.parametrize(("least", "also"), [(-0.3, 0.0), (-3.0, 0.1)])
+def test_zeros_of_likely_tokens_or_at_other_indices_too_are_not_placed(least, also):
+    """A truncation leaves a likely token alone, such as one that begins every completion."""
+    made = world("clean", sequences=64)
+    made.edits = [zero_at_one_place(least, also=also)]
+    assert not values._zeros_of_one_place(Evidence.of(made.records())).any()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_mean_ratio_of_tokens_that_were_chosen_for_d_above_0_says_nothing(seed):
     evidence = Evidence.of(world("stale_weights", sequences=64, seed=seed).records())

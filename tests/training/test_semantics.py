@@ -724,3 +724,17 @@ def test_surprising_tokens_may_be_none_of_the_models():
     assert "env_mask" in found.mend and "origin" in found.mend
     sharper = logprob_semantics(0.5 * logp.clamp(min=-2), 0.5 * logp.clamp(min=-2), mask, entropy=entropy)
     assert sharper.kind == "unlogged" and "more certain" in sharper.sentence and "env_mask" not in sharper.mend
+
+
+@pytest.mark.parametrize(("least", "kind"), [(-3.0, "placeholders"), (-0.3, "agrees")])
+def test_zeros_at_one_index_of_all_completions(least, kind):
+    """No truncation leaves every first token alone, and among them one that the trainer gives a twentieth."""
+    draw = torch.Generator().manual_seed(0)
+    logp = -0.1 - torch.rand(64, 12, generator=draw, dtype=torch.float64)
+    logp[:, 0] = torch.where(torch.arange(64) % 16 == 0, least, -0.1)
+    engine = logp - 1e-4
+    engine[:, 0] = 0.0
+    found = logprob_semantics(logp, engine, torch.ones(64, 12).bool())
+    assert (found.kind == "placeholders") == (kind == "placeholders"), found.sentence
+    if kind == "placeholders":
+        assert "a placeholder, 0, for 8% of the tokens" in found.sentence

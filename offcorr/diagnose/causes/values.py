@@ -65,6 +65,8 @@ class Sentinel(Cause):
         if (whole := _whole_of_zeros(evidence)).sum() >= FEWEST:
             odd, alone = odd | whole, alone & ~whole
             value = 0.0 if odd.sum() <= 2 * whole.sum() else value
+        if (placed := _zeros_of_one_place(evidence)).any():
+            odd, alone, value = odd | placed, alone & ~placed, 0.0 if odd.sum() <= placed.sum() else value
         if alone.any() and not _in_runs(evidence, alone) and not _at_edges(evidence, alone):
             odd, value = (odd | alone, value if odd.sum() > alone.sum() else 0.0)
         impossible = int((~np.isfinite(evidence.sampler[odd]) | (evidence.sampler[odd] <= IMPOSSIBLE)).sum())
@@ -517,6 +519,30 @@ def zeros_of_truncation(evidence: Evidence) -> bool:
     zero, trainer = evidence.sampler == 0, evidence.trainer
     likely, unlikely = zero[(trainer > LIKELY[0]) & (trainer < LIKELY[1])], zero[trainer < UNLIKELY]
     return likely.sum() >= 8 and likely.mean() > 4 * (unlikely.mean() if len(unlikely) else 0.0)
+
+
+ROWS, ELSEWHERE = 8, 0.02
+"""Sequences of which each has a 0 at one index, for it to be filled in there, and share of zeros elsewhere up to which
+no truncation leaves them."""
+
+
+def _zeros_of_one_place(evidence: Evidence) -> Booleans:
+    """[N] exact zeros at an index of the completions at which every sequence has one, whatever the token, and hardly
+    one has any elsewhere.
+
+    A truncation leaves no token alone that the trainer gives less than half.  Several such indices in a row are of
+    tokens that the model did not sample, and the last index is of end tokens that were appended.
+    """
+    zero, place = evidence.sampler == 0, evidence.position
+    if not zero.any():
+        return zero
+    times, zeros, ends = np.bincount(place), np.bincount(place, zero), np.bincount(place, evidence.last)
+    least = np.zeros(len(times))
+    np.minimum.at(least, place, evidence.trainer)
+    filled = (times >= ROWS) & (zeros == times) & (ends < 0.5 * times)
+    beside = np.r_[False, filled[:-1]] | np.r_[filled[1:], False]
+    here = (filled & ~beside & (least < LIKELY[0]))[place]
+    return here & bool(zero[~here].mean() < ELSEWHERE) if not here.all() else ~here
 
 
 def _in_runs(evidence: Evidence, zeros: Booleans) -> bool:
