@@ -55,7 +55,10 @@ def test_a_truncation_hides_what_else_differs_so_that_its_share_is_a_bound():
     assert (second.cause, second.at_most, second.at_least) == ("precision", False, True)
     said = " ".join(text(report).split())
     assert "explains up to 99% of the mean |d|" in said and "explains at least 1% of the mean |d|" in said
-    assert "it is below 0, and hides there what a lower precision, older weights or another prompt make" in said
+    assert (
+        "it is below 0, and hides there what a lower precision, a temperature, older weights or another prompt make"
+        in said
+    )
     without = diagnose(World(**besides).records()).numbers["abs_mean"]
     assert second.share * report.numbers["abs_mean"] < without < first.share * report.numbers["abs_mean"]
 

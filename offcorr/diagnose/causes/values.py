@@ -530,8 +530,8 @@ def _zeros_of_one_place(evidence: Evidence) -> Booleans:
     """[N] exact zeros at an index of the completions at which every sequence has one, whatever the token, and hardly
     one has any elsewhere.
 
-    A truncation leaves no token alone that the trainer gives less than half.  Several such indices in a row are of
-    tokens that the model did not sample, and the last index is of end tokens that were appended.
+    A truncation leaves no token alone that the trainer gives less than half.  Several such indices in a row, or one
+    beside masked tokens, are of tokens that the model did not sample, and the last one is of appended end tokens.
     """
     zero, place = evidence.sampler == 0, evidence.position
     if not zero.any():
@@ -540,6 +540,7 @@ def _zeros_of_one_place(evidence: Evidence) -> Booleans:
     least = np.zeros(len(times))
     np.minimum.at(least, place, evidence.trainer)
     filled = (times >= ROWS) & (zeros == times) & (ends < 0.5 * times)
+    filled &= np.bincount(place, evidence.beside_masked) < 0.5 * times
     beside = np.r_[False, filled[:-1]] | np.r_[filled[1:], False]
     here = (filled & ~beside & (least < LIKELY[0]))[place]
     return here & bool(zero[~here].mean() < ELSEWHERE) if not here.all() else ~here
