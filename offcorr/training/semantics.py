@@ -461,7 +461,7 @@ def _placeholders(t: Tensor, e: Tensor) -> Tensor:
 def _of_one_place(ours: Tensor, theirs: Tensor, seen: Tensor) -> Tensor:
     """[B, T] the engine's zeros at an index at which every sequence has one, and hardly one has any elsewhere.
 
-    A truncation leaves no token alone that the trainer gives less than half.
+    A truncation to half of the mass or more leaves no token alone that the trainer gives less.
     """
     zero = (theirs == 0) & seen
     filled = (zero == seen).all(0) & (seen.sum(0) >= ROWS) & (torch.where(seen, ours, 0).amin(0) < LIKELY[0])

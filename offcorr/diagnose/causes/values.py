@@ -530,8 +530,9 @@ def _zeros_of_one_place(evidence: Evidence) -> Booleans:
     """[N] exact zeros at an index of the completions at which every sequence has one, whatever the token, and hardly
     one has any elsewhere.
 
-    A truncation leaves no token alone that the trainer gives less than half.  Several such indices in a row, or one
-    beside masked tokens, are of tokens that the model did not sample, and the last one is of appended end tokens.
+    A truncation to half of the mass or more leaves no token alone that the trainer gives less.  Several such indices in
+    a row, or one beside masked tokens, are of tokens that the model did not sample, and the last one is of end tokens
+    that were appended.
     """
     zero, place = evidence.sampler == 0, evidence.position
     if not zero.any():
