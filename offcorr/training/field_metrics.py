@@ -84,7 +84,7 @@ ALIASES = {
     "rollout_corr/ppl_ratio": Alias("verl", "ppl_ratio"),
     "rollout_corr/log_ppl_diff": Alias("verl", "log_ppl_diff", "mean over sequences of -(mean d)"),
     "rollout_corr/rollout_is_mean": Alias("verl", "ratio_mean", note=BOUNDED_LATELY),
-    "rollout_corr/rollout_is_std": Alias("verl", _std, "standard deviation of e^d", BOUNDED_THERE),
+    "rollout_corr/rollout_is_std": Alias("verl", _std, "standard deviation of e^d (divided by n)", BOUNDED_THERE),
     "rollout_corr/rollout_is_min": Alias("verl", "ratio_min"),
     "rollout_corr/rollout_is_max": Alias("verl", "ratio_max", note=BOUNDED_LATELY),
     "rollout_corr/rollout_is_eff_sample_size": Alias("verl", "ess_token", note=BOUNDED_THERE),

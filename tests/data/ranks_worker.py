@@ -45,9 +45,10 @@ def main(folder: str, steps: str, checkpoint: str | None = None) -> None:
         "logged": trainer.state.log_history[:-1] if rank == 0 else [],
     }
     Path(folder, f"rank_{rank}{'_resumed' * bool(checkpoint)}.json").write_text(json.dumps(found))
-    torch.distributed.barrier()  # or gloo may still hold tensors when the interpreter ends, and abort
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # destroyed or not, threads of gloo may still drop tensors when the interpreter exits, and abort

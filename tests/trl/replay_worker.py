@@ -26,9 +26,8 @@ def main(path: str) -> None:
     results = [train(settings, config) for config in settings["configs"]]
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(results, Path(settings["output"], "results.pt"))
-    if torch.distributed.is_initialized():  # or gloo may still hold tensors when the interpreter ends, and abort
+    if torch.distributed.is_initialized():
         torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 def train(settings: dict, config: dict) -> dict:
@@ -87,3 +86,5 @@ def train(settings: dict, config: dict) -> dict:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)  # destroyed or not, threads of gloo may still drop tensors when the interpreter exits, and abort

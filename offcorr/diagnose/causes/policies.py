@@ -26,7 +26,10 @@ from offcorr.diagnose.evidence import SAME, Estimate, Evidence, mean_by_sequence
 from offcorr.diagnose.record import Floats
 
 WEIGHTS = 0.03
-"""Mean |d| / (1 - p) above which weights differ by more than rounding; bf16 and int8 have .003 to .02."""
+"""Mean |d| / (1 - p) above which weights differ by more than rounding."""
+
+MOSTLY = 0.02
+"""Mean |d| / (1 - p) that bf16 and int8 mostly stay below; they have .003 or more."""
 
 SHARED = 0.35
 """Split-half correlation by token id above which two policies differ in the same way everywhere."""
@@ -536,7 +539,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         profile.error,
         WEIGHTS,
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
-        f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to 0.02 that "
+        f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to {MOSTLY} that "
         f"rounding to bf16 or int8 mostly makes{profile.course}{said if shared else ''}",
         surest=surest if told else UNSURE,
     )
@@ -560,6 +563,8 @@ def _as_rounding(evidence: Evidence) -> Found | None:
     if profile.median < 0.01 * profile.mean:  # rounding leaves no sequence as it is
         return None
     size = "no more than rounding makes"
+    if profile.mean > MOSTLY:
+        size = f"little more than the {MOSTLY} that rounding to bf16 or int8 makes at most, as a rule"
     if profile.mean >= WEIGHTS:
         size = "as coarse rounding makes it (older weights would give a token id a similar d everywhere)"
     return Found(
