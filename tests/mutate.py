@@ -3303,6 +3303,13 @@ MUTATIONS = [
         "tests/trl/test_trainer.py epsilon_is_the_cap",
     ),
     Mutation(
+        "the cap of the engine's ratio is named in place of TRL's epsilon_high",
+        "offcorr/trl/config.py",
+        'in known.options and name != "cap"]',
+        "in known.options]",
+        "tests/trl/test_trainer.py cap_of_the_engines_ratio",
+    ),
+    Mutation(
         "diagnose: a top_p is sure",
         "offcorr/diagnose/causes/truncation.py",
         "UNSURE_OF_TOP_P = 0.8",

@@ -414,7 +414,9 @@ def _has_instead(method: str, instead: str | Sequence[str]) -> str:
     known = {one.name: one for one in catalogue()}.get(method)
     if known is None:  # a correction of the user's own
         return f"here: {' or '.join(instead)}, where a method has it"
-    own = [name for name in instead if name in known.options]
+    own = [name for name in instead if name in known.options and name != "cap"]
+    if not own and "cap" in instead and "cap" in known.options:  # beside bounds of the ratio it bounds the engine's
+        return "here: cap, a bound of the ratio itself, as in TRL's CISPO"
     return f"here: {' and '.join(own)}" if own else f"{method!r} has nothing like it"
 
 

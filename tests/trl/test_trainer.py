@@ -911,7 +911,11 @@ def test_an_option_that_trls_kl_still_reads_is_not_called_ignored_alone():
             {"epsilon": 0.1},
             "epsilon=0.1 (here: eps_low and eps_high); the correction 'minpro' ignores this: ",
         ),
-        ("offcorr:cispo", {"epsilon_high": 3.0}, "epsilon_high=3.0 (here: cap)"),
+        (
+            "offcorr:cispo",
+            {"epsilon_high": 3.0},
+            "epsilon_high=3.0 (here: cap, a bound of the ratio itself, as in TRL's CISPO)",
+        ),
         ("minpro", {"delta": 3.0}, "delta=3.0 ('minpro' has nothing like it); the correction 'minpro' ignores this"),
     ],
 )
@@ -919,6 +923,14 @@ def test_an_ignored_option_is_named_with_the_one_that_this_method_has(loss_type,
     (warning,) = warnings_of_ignored(loss_type, **option)
     assert said in warning
     assert warning.endswith("set the one named here in loss_kwargs instead") == ("(here:" in warning)
+
+
+@pytest.mark.parametrize("loss_type", ["tis", "seq_tis", "seq_mis", "decoupled_ppo"])
+def test_the_cap_of_the_engines_ratio_is_not_named_for_the_bounds_of_the_other(loss_type):
+    (said,) = warnings_of_ignored(loss_type, epsilon_high=0.28)
+    assert "epsilon_high=0.28 (here: eps_high)" in said
+    (said,) = warnings_of_ignored(loss_type, epsilon=0.1)
+    assert "epsilon=0.1 (here: eps_low and eps_high)" in said
 
 
 def test_of_a_loss_that_was_passed_the_option_is_set_in_it():
@@ -956,7 +968,7 @@ def test_each_switch_of_trls_engine_correction_is_named_where_it_was_set():
 def test_epsilon_is_the_cap_of_a_method_that_has_one_and_a_low_delta_is_nothing_here():
     """TRL's CISPO reads epsilon as its cap where epsilon_high is unset; its delta bounds both signs where it is low."""
     (said,) = warnings_of_ignored("offcorr:cispo", epsilon=0.1)
-    assert "epsilon=0.1 (here: cap)" in said
+    assert "epsilon=0.1 (here: cap, a bound" in said
     (said,) = warnings_of_ignored("ppo", epsilon=0.1)
     assert "epsilon=0.1 (here: eps_low" in said
     (low,), (high,) = warnings_of_ignored("ppo", delta=1.1), warnings_of_ignored("ppo", delta=1.5)

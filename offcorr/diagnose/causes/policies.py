@@ -324,8 +324,8 @@ class WeightsSwapped(Cause):
             float(split.gain[large].std() / np.sqrt(large.sum())),
             12.0,
             max(margin, float(np.sqrt(profile.common_step.gain)) / 2) if dropped else margin,
-            f"in {large.sum()} of {len(large)} sequences |d| {'rises' if typical > 0 else 'falls'} by a factor of "
-            f"{np.exp(abs(typical)):.0f} from one token to the next and stays there; the change is mostly between "
+            f"in {large.sum()} of {len(large)} sequences one step describes |d| best: "
+            f"{'up' if typical > 0 else 'down'} by a factor of {np.exp(abs(typical)):.0f}, for good, mostly between "
             f"index {np.quantile(place, 0.1):.0f} and {np.quantile(place, 0.9):.0f} of the completion"
             f"{of_age(evidence)}",
             surest=surest_beside_age(evidence),
