@@ -3303,6 +3303,27 @@ MUTATIONS = [
         "tests/trl/test_trainer.py epsilon_is_the_cap",
     ),
     Mutation(
+        "diagnose: zeros of the trainer are its log-probs",
+        "offcorr/diagnose/causes/values.py",
+        "if (filled := _zeros_of_the_trainer(evidence)).any():",
+        "if (filled := _zeros_of_the_trainer(evidence)).all():",
+        "tests/diagnose/test_causes.py zeros_in_place",
+    ),
+    Mutation(
+        "diagnose: an old_logp that is wrong alone is another policy's",
+        "offcorr/diagnose/causes/quantities.py",
+        "            return _of_old_logp_alone(evidence)",
+        "            return None",
+        "tests/diagnose/test_causes.py wrong_alone",
+    ),
+    Mutation(
+        "diagnose: a d that fades is dropout for sure",
+        "offcorr/diagnose/causes/policies.py",
+        "if _by_batch(evidence) or _fades(evidence) else",
+        "if _by_batch(evidence) else",
+        "tests/diagnose/test_causes.py differs_from_itself_at_first",
+    ),
+    Mutation(
         "the cap of the engine's ratio is named in place of TRL's epsilon_high",
         "offcorr/trl/config.py",
         'in known.options and name != "cap"]',

@@ -679,6 +679,52 @@ def test_log_probs_that_depend_on_the_batch_are_no_sure_dropout():
     assert report.confidence > 0.8 and not any("depends on the batch" in one for one in report.cannot_tell)
 
 
+@pytest.mark.parametrize("at", ["the end", "anywhere"])
+def test_zeros_in_place_of_the_trainers_log_probs_are_placeholders(at):
+    """As where it scored a shorter longest completion, or multiplied by a mask that the dump has not."""
+
+    def edit(columns, world):
+        old = columns["old_logp"]
+        here = np.random.default_rng(3).random(old.shape) < 0.05
+        if at == "the end":
+            here = np.arange(old.shape[1]) >= 3 * old.shape[1] // 4 + np.zeros((len(old), 1), int)
+        columns["old_logp"] = np.where(here, 0.0, old)
+
+    made = world()
+    made.edits = [edit]
+    found = diagnose(made.records()).causes
+    assert [one.cause for one in found] == ["sentinel"] and found[0].confidence > 0.9
+    assert "have exactly 0 from the trainer" in found[0].evidence
+
+
+@pytest.mark.parametrize("fault", [lambda x: x / 2, lambda x: x - 0.3 * np.sin(7 * x)])
+def test_an_old_logp_that_is_wrong_alone_is_named(fault):
+    """Neither the sampler nor the trainer's logp is blamed, and no update, of which there was none."""
+    same = {"rollout_version": 0, "trainer_version": 0}
+    records = [
+        dataclasses.replace(one, logp=one.old_logp, old_logp=fault(one.old_logp), **same) for one in world().records()
+    ]
+    report = diagnose(records)
+    assert [one.cause for one in report.causes] == ["other_quantity"] and report.confidence == 0.8
+    assert "old_logp alone is at fault" in report.causes[0].evidence
+    updated = [dataclasses.replace(one, trainer_version=2) for one in records]
+    assert not any("alone is at fault" in one.evidence for one in diagnose(updated).causes)
+
+
+def test_a_trainer_that_differs_from_itself_at_first_may_have_read_other_prompts():
+    """Dropout makes as much at every token; what another prompt makes fades."""
+
+    def fading(one, by):
+        times = np.where(np.arange(len(one.old_logp)) < 6, by, 1.0)
+        return np.minimum(one.rollout_logp + times * (one.old_logp - one.rollout_logp), -1e-6)
+
+    for by in (5.0, 1.0):
+        records = [dataclasses.replace(one, old_logp=fading(one, by)) for one in world("dropout").records()]
+        report = diagnose(records)
+        assert report.verdict == "dropout" and (report.confidence == 0.5 if by > 1 else report.confidence > 0.8)
+        assert any("another prompt that the trainer read with each sample" in one for one in report.cannot_tell)
+
+
 def test_a_second_cause_beside_dropout_is_asked_about():
     report = diagnose(world("dropout").records())
     assert report.causes[0].at_most and report.causes[0].confidence > 0.8

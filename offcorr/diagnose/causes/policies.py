@@ -123,6 +123,17 @@ def updated(evidence: Evidence) -> bool:
     return any((age(record) or 0) > 0 for record in evidence.records)
 
 
+FADES = 2.0
+"""How many times larger |d| / (1.01 - p) is in the first four tokens than from the ninth on, where prompts differ."""
+
+
+def _fades(evidence: Evidence) -> bool:
+    """Whether d fades along the completion, as after another prompt, while dropout makes as much everywhere."""
+    size = evidence.size / (1.01 - np.exp(np.minimum(evidence.trainer, 0.0)))
+    first, late = evidence.position < 4, evidence.position >= 8
+    return bool(late.any() and first.any() and size[first].mean() > FADES * size[late].mean())
+
+
 class Dropout(Cause):
     """The trainer scores one token after one context differently each time."""
 
@@ -137,6 +148,12 @@ class Dropout(Cause):
             "the same log-prob, as under dropout none do",
             "score one sequence twice, in two batches",
             settled=lambda evidence: not _by_batch(evidence) or _noisy(evidence) is not None,
+        ),
+        Alternative(
+            "another prompt that the trainer read with each sample, as where prompts were repeated, or shuffled, in "
+            "another order than the completions, which the prompt ids of this dump need not show",
+            "compare the prompt ids that the trainer scored, row by row, with these",
+            settled=lambda evidence: _noisy(evidence) is not None,
         ),
         Alternative(
             "other noise of the trainer's forward pass, such as a router that draws",
@@ -176,7 +193,7 @@ class Dropout(Cause):
             f"alike, and its log-probs are off their mean by {spread:.2g} (1 - p) nats, where p is the token's "
             f"probability ({len(trainer)} tokens); the sampler's are by {other:.2g}, and without dropout the trainer's "
             "would agree, too",
-            surest=0.5 if _by_batch(evidence) else 1.0,
+            surest=0.5 if _by_batch(evidence) or _fades(evidence) else 1.0,
         )
 
     def _of_updates(self, evidence: Evidence) -> Found | None:

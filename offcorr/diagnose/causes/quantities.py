@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from offcorr.diagnose.causes.base import Cause, Found
+from offcorr.diagnose.causes.versions import same_version
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.record import Floats
 
@@ -31,6 +32,10 @@ sampler that is certain of every token looks like more."""
 
 FEWEST_TOKENS, MOST_ROWS = 8, 512
 """Tokens of a sequence, at least, by which it is known again; sequences of one length, at most, that are compared."""
+
+FAR_OLD, AGREES = 0.05, 0.1
+"""Mean |logp - old_logp| (nats), at least, where ``old_logp`` is at fault; and the mean |logp - rollout_logp|, at most,
+as a share of the mean |d|."""
 
 FARTHEST = 3.0
 """|d| (nats) that counts at most, so that a few tokens do not decide."""
@@ -67,7 +72,7 @@ class OtherQuantity(Cause):
         if (rows := _other_rows(evidence)) is not None and (left := _distance(rows - evidence.trainer)) < FITS * own:
             fitted.append((left, "sampler", "those of other sequences, as of rows in another order", rows))
         if not fitted:
-            return None
+            return _of_old_logp_alone(evidence)
         left, side, words, undone = min(fitted, key=lambda one: one[0])
         changed: dict[str, Any] = {side: undone}
         return Found(
@@ -129,6 +134,30 @@ def _of_some(evidence: Evidence) -> Found | None:
             share=float(evidence.size[here].sum() / own) if np.isfinite(own) and own > 0 else 1.0,
         )
     return None
+
+
+def _of_old_logp_alone(evidence: Evidence) -> Found | None:
+    """The finding where ``logp`` agrees with the sampler's, and an ``old_logp`` of the same weights does not."""
+    known = np.isfinite(evidence.now)
+    if not same_version(evidence) or known.sum() < 32 or evidence.moved < FAR_OLD or not evidence.as_logged:
+        return None
+    own, of_logp = (float(np.abs((side - evidence.sampler)[known]).mean()) for side in (evidence.trainer, evidence.now))
+    if not of_logp < AGREES * own:
+        return None
+    rows = [dataclasses.replace(one, old_logp=one.logp, logp=None) for one in evidence.records if one.logp is not None]
+    left = Evidence.of(rows)
+    return Found(
+        own,
+        0.0,
+        FAR_OLD,
+        1.0,  # what a cause says of its values more precisely precedes it
+        f"by the versions old_logp and logp are of the same weights, and logp agrees with rollout_logp (mean |d| "
+        f"{of_logp:.2g} nats), while old_logp agrees with neither ({own:.2g}): old_logp alone is at fault, as where it "
+        "was scored at another temperature than logp, or is of an anchor that is not the weights that sampled",
+        left,
+        share=1 - of_logp / own,
+        surest=0.8,
+    )
 
 
 def _share_above(values: Floats) -> float:

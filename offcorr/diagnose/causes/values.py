@@ -23,12 +23,12 @@ OF_ENDS = ("appended_eos", "shift")
 
 
 class Sentinel(Cause):
-    """Values that stand for "no log-prob": infinite, above 0, or one constant far from the trainer's values."""
+    """Values that stand for "no log-prob": infinite, above 0, one constant far off, or an exact 0."""
 
     id = "sentinel"
     stage = "values"
     robust = True
-    title = "placeholders among the sampler's log-probs"
+    title = "placeholders among one side's log-probs"
     advice = (
         "log the engine's log-prob of each sampled token itself, which vLLM reports whatever its rank, and where there "
         "is none NaN or None, never -9999, -100 or 0; mask tokens only if the model did not sample them, as those "
@@ -58,6 +58,18 @@ class Sentinel(Cause):
         constant = _constant(evidence)
         if constant is not None or _mostly_above(evidence):
             return constant
+        if (filled := _zeros_of_the_trainer(evidence)).any():
+            return Found(
+                float(filled.mean()),
+                0.0,
+                FEWEST / len(evidence),
+                float(filled.sum()) / FEWEST,
+                f"{filled.sum()} of {len(evidence)} tokens have exactly 0 from the trainer, where the sampler has "
+                f"{evidence.sampler[filled].mean():.2g} on average: these are not the trainer's log-probs of them, as "
+                "where it scored fewer tokens than were sampled, or multiplied by a mask (then mask these tokens, or "
+                "log NaN)",
+                evidence.keep(evidence.trainer != 0),
+            )
         odd, value = _placeholders(evidence)
         alone = _zeros(evidence) & (not zeros_of_truncation(evidence))
         if any(CAUSES[id].found(evidence) is not None for id in OF_ENDS):
@@ -85,6 +97,19 @@ class Sentinel(Cause):
             surest=FEW if not impossible and value == 0 and _truncated(evidence.d[~odd]) else 1.0,
             of_zeros=value == 0,
         )
+
+
+def _zeros_of_the_trainer(evidence: Evidence) -> Booleans:
+    """Tokens that the trainer has as certain and the sampler does not, unless a very certain policy has such.
+
+    The first and the last token of a completion have a 0 where log-probs are shifted.
+    """
+    zeros, inside = evidence.trainer == 0, (evidence.position > 0) & ~evidence.last
+    doubted = zeros & inside & (evidence.sampler < -0.5)
+    nearly = int(((evidence.trainer < 0) & (evidence.trainer > -0.01)).sum())
+    few = doubted.sum() < max(FEWEST, 0.002 * len(evidence)) or nearly > doubted.sum() / 2
+    rounded = bool((evidence.trainer == evidence.trainer.round()).all())
+    return np.zeros_like(zeros) if few or rounded or doubted.sum() < 0.25 * zeros.sum() else zeros
 
 
 def _nearly_zero(evidence: Evidence) -> bool:
