@@ -124,7 +124,7 @@ def updated(evidence: Evidence) -> bool:
 
 
 FADES = 2.0
-"""How many times larger |d| / (1.01 - p) is in the first four tokens than from the ninth on, where prompts differ."""
+"""Ratio of |d| / (1.01 - p) in the first four tokens to that from the ninth on, above which prompts may differ."""
 
 
 def _fades(evidence: Evidence) -> bool:

@@ -100,9 +100,10 @@ class Sentinel(Cause):
 
 
 def _zeros_of_the_trainer(evidence: Evidence) -> Booleans:
-    """Tokens that the trainer has as certain and the sampler does not, unless a very certain policy has such.
+    """[N] exact zeros of the trainer, where some are at tokens that the sampler finds unlikely; none of a very certain
+    policy, which has others near 0.
 
-    The first and the last token of a completion have a 0 where log-probs are shifted.
+    Zeros at the first and the last token of a completion, which shifted log-probs leave, do not decide.
     """
     zeros, inside = evidence.trainer == 0, (evidence.position > 0) & ~evidence.last
     doubted = zeros & inside & (evidence.sampler < -0.5)
