@@ -365,6 +365,15 @@ class Evidence:
         return np.unique([_weights(record) for record in self.records], return_inverse=True)[1].astype(np.int64)
 
     @cached_property
+    def prefix(self) -> Integers:
+        """[N] equal where tokens follow the same prompt and prefix under the same weights; -1 beyond ``DEEPEST``."""
+        before = np.concatenate([_heads(self.records)[:, None], _contexts(self.records)[:, :-1]], 1)
+        early = self.position <= DEEPEST
+        found = np.full(len(self), -1)
+        found[early] = np.unique(before[self.sequence[early], self.position[early]], return_inverse=True)[1]
+        return found
+
+    @cached_property
     def same_context(self) -> SameContext:
         """The log-probs of one token after one prompt and prefix, which both sides score once for each sample.
 
@@ -409,14 +418,18 @@ def _first(columns: Sequence[Any]) -> Any:
 
 def _contexts(records: Sequence[Record]) -> NDArray[np.uint64]:
     """[sequences, DEEPEST + 1] a hash of each token with its prompt and prefix, and the weights that scored it."""
-    heads = [_head(record) for record in records]
-    hashed = np.frombuffer(b"".join(heads), np.uint64).copy()
+    hashed = _heads(records)
     found = np.empty((len(records), DEEPEST + 1), np.uint64)
     for place, ids in enumerate(_first([record.completion_ids for record in records]).astype(np.uint64).T):
         hashed = (hashed ^ (ids + np.uint64(1))) * np.uint64(0x9E3779B97F4A7C15)
         hashed ^= hashed >> np.uint64(29)
         found[:, place] = hashed
     return found
+
+
+def _heads(records: Sequence[Record]) -> NDArray[np.uint64]:
+    """[sequences] a hash of each prompt and of the weights that scored it."""
+    return np.frombuffer(b"".join(_head(record) for record in records), np.uint64).copy()
 
 
 def _head(record: Record) -> bytes:

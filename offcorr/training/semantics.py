@@ -173,6 +173,8 @@ class Semantics:
         shifted: for "placeholders": the other log-probs belong to the next or the previous token, too.
         raised: for "unnormalised": the engine's are above the trainer's as under a truncation, which the tokens
             exclude.
+        colder: for "differs", "kept_mass", "unnormalised" and "placeholders": the engine is so much more certain than
+            the trainer as a far lower temperature makes it.
     """
 
     kind: Kind
@@ -186,12 +188,16 @@ class Semantics:
     shifted: bool = False
     unrelated: bool = False
     raised: bool = False
+    colder: bool = False
 
     @property
     def mend(self) -> str:
         """The change to make; empty where nothing is wrong."""
         surprising = self.kind == "unlogged" and self.surprise is not None and self.surprise.value > 0
         also = f"; and {MENDS['shifted']}" if self.shifted else ""
+        if self.colder and self.kind == "differs":
+            return f"{MENDS['temperature']}. Where the temperatures are the same, {MENDS['differs']}"
+        also += f"; or {MENDS['temperature']}" * self.colder
         true = self.kind == "differs" and not (self._no_policies or self.unrelated)
         end = NOT_SAMPLED * surprising + OR_PRECISION * true + OF_OTHER_TOKENS * self.raised
         return MENDS[self.kind] + also + end
@@ -211,8 +217,8 @@ class Semantics:
         """Whether no weight can correct this: the log-probs are not the sampler's probabilities, by enough to matter.
 
         Below .02 of lost probability or .03 nat of surprise nothing is fatal.  What "differs" may be a true mismatch,
-        as long as the mean ratio is near 1, which it is for any two policies; a temperature beside later weights may
-        be their training, and one that was found without entropy mere noise.
+        as long as the mean ratio is near 1, which it is for any two policies, and the engine not far more certain; a
+        temperature beside later weights may be their training, and one that was found without entropy mere noise.
         """
         if self.kind == "kept_mass":
             return FATAL_MASS <= 1 - self.ratio.value
@@ -223,7 +229,7 @@ class Semantics:
         if self.kind == "old_logp":
             return self.gap > LARGE and self.ratio.value == self.ratio.value  # NaN: no engine bears logp out
         if self.kind == "differs":
-            return self._no_policies or self.unrelated
+            return self._no_policies or self.unrelated or self.colder
         return self.kind in ("probabilities", "shifted", "placeholders", "per_sequence", "unnormalised")
 
 
@@ -299,6 +305,10 @@ def logprob_semantics(
         # The engine may have scored the likely tokens alone, or all but those that the model did not sample.
         both = surprise_of(t, h), surprise_of(ours[drawn], entropies[drawn])
         surprise = min(both, key=lambda one: abs(one.value) / max(one.error, 1e-12))
+    # The mean of -log-prob of the engine's own samples is the entropy of its distributions.
+    certain = 1.0
+    if h is not None and same_weights and surprise is not None and surprise.value < -SIGNIFICANT * surprise.error:
+        certain = -e.mean().item() / max(h.mean().item(), 1e-12)
     measured = f" (mean |d| {gap:.2g} over {len(d)} tokens)"
 
     def result(kind: Kind, finding: str, carried: Estimate | None = None) -> Semantics:
@@ -332,7 +342,9 @@ def logprob_semantics(
             )
         if neighbour := _shift(ours, theirs, others):
             finding += f", and its other log-probs are those of the {neighbour} token"
-        return replace(result("placeholders", finding), shifted=bool(neighbour))
+        greedy = certain < NEARLY_GREEDY and constant == 0
+        finding += AS_NEARLY_GREEDY * greedy
+        return replace(result("placeholders", finding), shifted=bool(neighbour), colder=greedy)
     if neighbour := _shift(ours, theirs, seen):
         return result("shifted", f"the engine's log-probs are those of the {neighbour} token")
 
@@ -342,7 +354,9 @@ def logprob_semantics(
     proportional = residual < 0.1 * gap and residual < 0.5 * (d - d.median()).abs().mean()
     related = not _unrelated(t, e, gap)
     if gap > 0.005 and related and (above > 20 * below or (below > 20 * above and proportional)):
-        return result("unnormalised", "the engine's probabilities do not sum to 1 if the trainer's do")
+        finding = "the engine's probabilities do not sum to 1 if the trainer's do"
+        finding += AS_NEARLY_GREEDY * (certain < NEARLY_GREEDY)
+        return replace(result("unnormalised", finding), colder=certain < NEARLY_GREEDY)
 
     power, explained, of_engine = _power(t, d, h)
     evidence = d.sum().item()
@@ -379,21 +393,28 @@ def logprob_semantics(
             "1 after the softmax, or are of other tokens than the sampled ones, which "
             f"{'entropy' if surprise is None else 'more tokens'} would show"
         )
-        return result(
-            "kept_mass",
+        or_else += AS_NEARLY_GREEDY * (certain < NEARLY_GREEDY)
+        finding = (
             f"the engine's log-probs are renormalised over the tokens that top-p, top-k or min-p kept, {mass} of the "
-            f"probability on average, and the trainer's are not{or_else}",
+            f"probability on average, and the trainer's are not{or_else}"
         )
+        return replace(result("kept_mass", finding), colder=certain < NEARLY_GREEDY)
     if gap > LARGE and (same_weights or abs(lost) > doubtful):
         why = " nor by one temperature" if h is not None else "; entropy would show whether by a temperature"
         finding = f"the engine's log-probs differ from the trainer's, not by a kept mass alone{why}"
+        if certain < COLDER and h is not None:
+            finding = (
+                "the engine's log-probs differ from the trainer's as at a far lower temperature of the engine's: by "
+                f"its own samples its distributions have an entropy of {-e.mean():.2g} nats, the trainer's "
+                f"{h.mean():.2g}"
+            )
         if abs(lost) > max(FATAL_RATIO, doubtful):
             finding += (
                 f"; the mean ratio e^d is {ratio.value:.3g} +- {ratio.error:.1g}, and 1 on average for any two policies"
             )
         if not related:
             finding += "; they hardly correlate, as of other tokens or after another text"
-        return replace(result("differs", finding), unrelated=not related)
+        return replace(result("differs", finding), unrelated=not related, colder=certain < COLDER)
     near = "agree with" if gap <= HEALTHY else "are near"
     if gap > NOTABLE and not same_weights:
         return result("agrees", "the engine's log-probs differ from the trainer's as those of other weights do")
@@ -419,6 +440,12 @@ def logprob_semantics(
         return Semantics("agrees", len(d), gap, ratio, None, surprise, sentence, same_weights)
     return result("agrees", "the engine's log-probs agree with the trainer's")
 
+
+COLDER, NEARLY_GREEDY = 0.5, 0.2
+"""Entropy of the engine's distributions over that of the trainer's below which one temperature is far below the other
+one, as no rounding of weights makes it; and below which it is near 0 and leaves zeros and a missing mass."""
+
+AS_NEARLY_GREEDY = "; a sampler at a temperature near 0 leaves the same"
 
 LIKELIER = 3.0
 """Standard errors that the mean of -logp - entropy is below 0 by where the tokens are of a truncated distribution."""

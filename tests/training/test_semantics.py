@@ -738,3 +738,24 @@ def test_zeros_at_one_index_of_all_completions(least, kind):
     assert (found.kind == "placeholders") == (kind == "placeholders"), found.sentence
     if kind == "placeholders":
         assert "a placeholder, 0, for 8% of the tokens" in found.sentence
+
+
+@pytest.mark.parametrize("peaked", [False, True])
+@pytest.mark.parametrize("temperature", [0.05, 0.1, 0.2, 0.25, 0.3])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_temperature_far_below_the_trainers_is_named_or_asked_about(temperature, peaked, rows):
+    """It leaves few tokens that a fit can use; the training does not begin, and temperature= is in what to change."""
+    logp, engine, mask, entropy = sampled(sizes=(rows, 12), temperature=temperature, peaked=peaked)
+    found = logprob_semantics(logp, engine, mask, entropy=entropy)
+    assert found.fatal and "temperature" in found.sentence, found.sentence
+    assert "set the same temperature=" in found.mend
+    if found.kind == "differs":
+        assert "not by" not in found.sentence
+        assert found.mend.index("temperature=") < found.mend.index("weight sync")
+
+
+def test_weights_that_were_rounded_coarsely_are_no_far_lower_temperature():
+    for peaked in (False, True):
+        logp, engine, mask, entropy = sampled(sizes=(64, 32), noise=0.8, peaked=peaked)
+        found = logprob_semantics(logp, engine, mask, entropy=entropy)
+        assert not found.colder and not found.fatal

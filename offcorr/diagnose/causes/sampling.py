@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -153,6 +154,63 @@ def away(power: Estimate) -> bool:
     return abs(power.value - 1) >= max(0.02, SIGNIFICANT * power.error)
 
 
+CHOICES, APART = 24, 0.05
+"""Different tokens after shared prefixes that a temperature is read of, at least, and how far from the mean of their
+prefix (nats) their log-probs are on average, at least."""
+
+ONE_FACTOR, NO_FACTOR = 0.1, 0.5
+"""Share of the difference that a factor leaves: up to the first it is a temperature (which leaves up to .055 beside
+int8, a softcap .25 or more, a clamp .44), above the second it is something else, or something else besides."""
+
+
+class Factor(NamedTuple):
+    """The factor between both sides' log-probs of different tokens after one prefix, less their means.
+
+    A temperature is such a factor, whatever the prefix; what it does to the normaliser is common to the tokens.
+
+    Args:
+        value: the factor.
+        gap: mean difference of the two sides' log-probs, less those means (nats).
+        left: the same once the trainer's are multiplied.
+        tokens: how many there are.
+    """
+
+    value: float
+    gap: float
+    left: float
+    tokens: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether it explains nearly all of the difference."""
+        return 0.2 < self.value < 5 and abs(self.value - 1) >= 0.02 and self.left <= ONE_FACTOR * self.gap
+
+    @property
+    def far(self) -> bool:
+        """Whether it leaves more than half of the difference."""
+        return self.left > NO_FACTOR * self.gap
+
+
+def factor(evidence: Evidence) -> Factor | None:
+    """The factor, where samples of one prompt share enough prefixes and go on in different ways."""
+    sides = (evidence.trainer, evidence.sampler)
+    rows = np.flatnonzero((evidence.prefix >= 0) & np.isfinite(sides[0]) & np.isfinite(sides[1]))
+    key = evidence.prefix[rows] * (evidence.ids.max(initial=0) + 1) + evidence.ids[rows]
+    rows = rows[np.unique(key, return_index=True)[1]]  # one sample of each token after each prefix
+    _, prefix, count = np.unique(evidence.prefix[rows], return_inverse=True, return_counts=True)
+    several = count[prefix] > 1
+    if several.sum() < CHOICES:
+        return None
+    trainer, sampler = (
+        (values[rows] - (np.bincount(prefix, values[rows]) / count)[prefix])[several] for values in sides
+    )
+    if np.abs(trainer).mean() < APART:
+        return None
+    value = float((trainer * sampler).sum() / np.square(trainer).sum())
+    gap, left = (float(np.abs(sampler - by * trainer).mean()) for by in (1, value))
+    return Factor(value, gap, left, int(several.sum()))
+
+
 FITTED = 200_000
 """Tokens that coefficients are fitted to, at most."""
 
@@ -189,9 +247,23 @@ def loses_mass(evidence: Evidence, off: float = OFF) -> bool:
     return bool(ratio.value < LOST and ratio.value - 1 < -off * ratio.error)
 
 
+def _multiplies(evidence: Evidence, left: float = ONE_FACTOR) -> bool:
+    """Whether one factor is all that lies between the log-probs of different tokens after one prefix."""
+    among = factor(evidence)
+    return among is not None and among.alone and among.left <= left * among.gap
+
+
 OTHER_TRANSFORM = Alternative(
     "another change of the logits that one side makes, such as a softcap, a clamp, a scale or a logit_bias",
     "compare how each side computes its logits, or give --model",
+    settled=_multiplies,
+)
+
+
+SCALE = Alternative(
+    "another factor on the logits of one side, which is the same as a temperature",
+    "compare how each side computes its logits",
+    settled=lambda evidence: not _multiplies(evidence),
 )
 
 
@@ -200,14 +272,16 @@ BESIDES = Alternative(
     "leaves what they leave",
     "give --model",
     fields=("entropy",),
-    settled=lambda evidence: evidence.with_entropy is not None,
+    settled=lambda evidence: evidence.with_entropy is not None or _multiplies(evidence, 0.02),
 )
 
 
 PART_OF_IT = Alternative(
     "another prompt, older weights or a lower precision, a part of which the fit of a temperature takes",
     "give --model, or compare the prompt ids that each side read",
-    settled=lambda evidence: evidence.with_entropy is None or power(evidence).explained > NEARLY_ALL,
+    settled=lambda evidence: (
+        evidence.with_entropy is None or power(evidence).explained > NEARLY_ALL or _multiplies(evidence)
+    ),
 )
 
 
@@ -223,11 +297,12 @@ class Temperature(Cause):
             "updates that made the trainer's policy sharper, or flatter, than the sampler's older weights",
             "give --model and, as --checkpoint, the weights that sampled",
             fields=("rollout_version", "trainer_version"),
-            settled=lambda evidence: power(evidence).explained > NEARLY_ALL,
+            settled=lambda evidence: power(evidence).explained > NEARLY_ALL or _multiplies(evidence),
         ),
         BESIDES,
         PART_OF_IT,
         OTHER_TRANSFORM,
+        SCALE,
         Alternative(
             "log-probs without the temperature that the engine samples at (raw_logprobs)",
             "compare the temperatures of both sides",
@@ -250,6 +325,7 @@ class RawLogprobs(Cause):
         BESIDES,
         PART_OF_IT,
         OTHER_TRANSFORM,
+        SCALE,
         Alternative(
             "a temperature that the trainer does not apply",
             "compare the temperatures of both sides",
@@ -286,6 +362,13 @@ OF_OLDER = 0.5
 """The same where the logged versions say that the sampler's weights are older."""
 
 
+FAR_FROM_ONE = 0.5
+"""The same where different tokens after one prefix say that it leaves more than half of their difference."""
+
+MULTIPLIED, BESIDE_TRUNCATION, ONE_FACTOR_SURE = 3.0, 0.01, 0.95
+"""Margin where they say that it leaves next to nothing, the same beside a truncation, which comes first, and the
+confidence in both."""
+
 ENOUGH_FOR_A_FIT = 64
 """Tokens that a temperature is fitted to, at least."""
 
@@ -301,11 +384,19 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     known = evidence.with_entropy
     if known is not None and known is not evidence and len(known) >= TEMPERED:
         return _tempered(known, sampled_by_trainer)  # those without entropy tell less, and look like something else
+    if not sampled_by_trainer and (evidence.selected or (np.isinf(evidence.floor) and not evidence.balanced)):
+        return _beside_truncation(evidence)
     if evidence.gap < max(0.002, evidence.floor) or len(evidence) < ENOUGH_FOR_A_FIT or evidence.selected:
         return None
+    below = float(np.maximum(-evidence.d, 0).mean())
+    above = float(np.maximum(evidence.d, 0).mean())
     if (evidence.d.sum() > 0) != sampled_by_trainer:
         return None
-    fit = power(evidence)
+    fit, among = power(evidence), factor(evidence)
+    if among is not None and among.alone and (evidence.with_entropy is None or _same_way(fit.power, among)):
+        return _multiplied(evidence, among, fit, sampled_by_trainer, one_sign=below > 20 * above)
+    if below > 20 * above:  # one sign: a truncated distribution
+        return None
     if fit.explained <= NEARLY_ALL and growth(evidence) is not None:
         return None  # updates that a sampler does not get make the trainer's policy sharper, too
     # Without entropy, noise in the trainer's log-probs looks like a temperature of the sampler above the trainer's.
@@ -317,28 +408,84 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         needed = usual = EXPLAINED
     if fit.explained < needed or not away(fit.power) or not 0.35 < fit.power.value < 5:
         return None
-    below = float(np.maximum(-evidence.d, 0).mean())
-    above = float(np.maximum(evidence.d, 0).mean())
-    if below > 20 * above:  # one sign: a truncated distribution
-        return None
     surest = ALSO_TRANSFORMS if fit.explained > NEARLY_ALL else ALSO_UPDATES
     if abs(float(evidence.d.sum())) <= DRAWN:
         surest = UNKNOWN_DRAWS
     if fit.explained <= NEARLY_ALL and lag_by_versions(evidence):
         surest = min(surest, OF_OLDER)
+    more = ""
+    if among is not None and among.far:
+        surest = min(surest, FAR_FROM_ONE)
+        more = (
+            f"; it is not all, as {among.left:.2g} of {among.gap:.2g} nats between the log-probs of different tokens "
+            "after one prefix are left by any temperature"
+        )
     carried = 1 / fit.power.value
-    whose = "trainer" if sampled_by_trainer else "sampler"
     return Found(
         fit.power.value,
         fit.power.error,
         1.0,
         max((fit.explained - usual) * 8, (fit.explained - needed) * 2),
         f"the sampler's log-probs are the trainer's at about {carried:.2f} times its temperature, which explains "
-        f"{fit.explained:.0%} of the spread of d; the sampled tokens are likelier by the {whose}'s log-probs",
+        f"{fit.explained:.0%} of the spread of d{more}; {_whose(sampled_by_trainer)}",
         _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit),
         surest=surest,
         at_most=True,
     )
+
+
+def _multiplied(evidence: Evidence, among: Factor, fit: Power, sampled_by_trainer: bool, one_sign: bool) -> Found:
+    """The same where the log-probs of different tokens after one prefix say so, which nothing else multiplies alike."""
+    truncated = one_sign or loses_mass(evidence)
+    margin = max(8 * (fit.explained - 0.5), BESIDE_TRUNCATION if truncated else MULTIPLIED)
+    rest = _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit)
+    if evidence.with_entropy is None and not truncated:  # the normalisers are those that the temperature leaves
+        rest = rest.explained(rest.d - evidence.d * among.left / among.gap)
+    if evidence.with_entropy is None:
+        rest = rest.with_floor(1.01 * rest.gap)
+    return Found(
+        among.value,
+        among.left,
+        1.0,
+        BESIDE_TRUNCATION if one_sign else margin,
+        f"{_said(among)}; {_whose(sampled_by_trainer)}",
+        rest,
+        surest=UNKNOWN_DRAWS if abs(float(evidence.d.sum())) <= DRAWN else ONE_FACTOR_SURE,
+        at_most=True,
+    )
+
+
+def _same_way(fitted: Estimate, among: Factor) -> bool:
+    """Whether the fit finds the factor, too, as in the rest of a temperature that was taken away it does not."""
+    return away(fitted) and (fitted.value > 1) == (among.value > 1)
+
+
+def _beside_truncation(evidence: Evidence) -> Found | None:
+    """A temperature besides, as all tokens after one prefix have the truncation in common."""
+    among = factor(Evidence.of(evidence.records))
+    if among is None or not among.alone:
+        return None
+    return Found(
+        among.value,
+        among.left,
+        1.0,
+        MULTIPLIED,
+        f"{_said(among)}; a truncation makes no such difference, but hides how much of d the temperature makes",
+        evidence.explained(evidence.d),
+        surest=ONE_FACTOR_SURE,
+    )
+
+
+def _said(among: Factor) -> str:
+    return (
+        f"between {among.tokens} different tokens after prefixes that samples share, the sampler's log-probs differ "
+        f"{among.value:.2f} times as much as the trainer's, as at {1 / among.value:.2f} times its temperature, which "
+        f"leaves {among.left:.2g} of {among.gap:.2g} nats"
+    )
+
+
+def _whose(sampled_by_trainer: bool) -> str:
+    return f"the sampled tokens are likelier by the {'trainer' if sampled_by_trainer else 'sampler'}'s log-probs"
 
 
 def _rest(evidence: Evidence, fit: Power) -> Evidence:
