@@ -46,8 +46,15 @@ class Parser(argparse.ArgumentParser):
         super().error(message + (nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""))
 
 
-TRLS_NAMES = {"model_name_or_path": "model", "dataset_name": "task"}
-"""Flags of TRL's scripts, and what the recipes call them."""
+OTHER_NAMES = {
+    "model_name_or_path": "model",
+    "dataset_name": "task",
+    "steps": "max_steps",
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+}
+"""Flags of TRL's scripts, and names that other libraries use, with what the recipes call them."""
 
 
 def unknown_flag(name: str, known: Iterable[str], methods: Iterable[str] = (), of_methods: Iterable[str] = ()) -> str:
@@ -59,6 +66,8 @@ def unknown_flag(name: str, known: Iterable[str], methods: Iterable[str] = (), o
 
     >>> unknown_flag("loss_typ", ["loss_type", "lag"])
     "unknown flag, or key of the YAML file, 'loss_typ', did you mean 'loss_type'?"
+    >>> unknown_flag("steps", ["steps_per_generation", "max_steps"])
+    "unknown flag, or key of the YAML file, 'steps', did you mean 'max_steps'?"
     >>> unknown_flag("minpro", ["loss_type", "min_p"], ["minpro"])
     "unknown flag, or key of the YAML file, 'minpro': it is a method, which --loss_type minpro names"
     >>> print(unknown_flag("eps_high", ["epsilon_high"], of_methods=["eps_high"]))
@@ -68,8 +77,8 @@ def unknown_flag(name: str, known: Iterable[str], methods: Iterable[str] = (), o
     mend = nearest(name, known)
     if name in methods:
         mend = f": it is a method, which --loss_type {name} names"
-    elif TRLS_NAMES.get(name) in known:
-        mend = f", did you mean {TRLS_NAMES[name]!r}?"
+    elif OTHER_NAMES.get(name) in known:
+        mend = f", did you mean {OTHER_NAMES[name]!r}?"
     elif name in of_methods:
         mend = f": it is an option of a method: --loss_kwargs '{{\"{name}\": ...}}'"
     return f"unknown flag, or key of the YAML file, {name!r}{mend}"

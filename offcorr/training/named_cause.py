@@ -11,6 +11,7 @@ from offcorr.diagnose.causes import confidence
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.sampling import ALSO_UPDATES
 from offcorr.diagnose.causes.versions import gap_without_age, older, versioned
+from offcorr.diagnose.diagnosis import FITTED, OF_OTHER_CHANGES
 from offcorr.training.alarms import ADVICE
 from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.own_updates import LOWER_LEARNING_RATE, of_own_updates
@@ -173,7 +174,8 @@ def named_cause(
         named = _of_same_weights(report, precision)
     for finding in report.causes:
         if finding.cause == named.cause:
-            others = tuple(_others(report)) if named.confidence <= ALSO_UPDATES else ()
+            others = (*_temperature(report),) if OF_OTHER_CHANGES in finding.evidence else ()
+            others += (*_others(report),) if named.confidence <= ALSO_UPDATES else ()
             # Whether the sampler or the trainer moved, staleness alone does not tell.
             general = series.name == "staleness" and named.cause in OF_AGE
             advice = named.advice if general else finding.advice
@@ -194,6 +196,13 @@ def named_cause(
         named = _of_known_age(named, series, report)
     named = _of_known_precision(_never_updated(named, series, report), series, report, precision)
     return _of_own_lag(named, series, report, lag)
+
+
+def _temperature(report: Report) -> Iterator[str]:
+    """Of the temperature that the evidence of a cause beside it speaks of."""
+    for finding in report.causes:
+        if finding.cause in FITTED:
+            yield f"the temperature is a second cause, {finding.cause}, of confidence {finding.confidence:.2f}"
 
 
 def _others(report: Report) -> Iterator[str]:

@@ -358,7 +358,7 @@ def test_rows_that_are_left_out_are_counted_by_kind(tmp_path):
         r"row 2: old_logp has shape \(4,\), expected \(6,\), a value per token of completion_ids; 2 rows left out",
         r"row 4: completion_ids missing; present: prompt_ids, .*; 1 row left out",
         r"row 5: prompt_ids is \[1, 2.5\], expected a list of whole numbers; 1 row left out",
-        r"row 6: no JSON object \(.*\); 2 rows left out",
+        r"row 6: no JSON object, of which a line holds one \(.*\); 2 rows left out",
         r"row 8: mask is \[True, None, .*\], expected a list of booleans, or of 0 and 1; 1 row left out",
         r"row 9: reward is 'high', expected a number; 1 row left out",
         r"row 10: no token of the sequence was sampled, expected one at least; 1 row left out",

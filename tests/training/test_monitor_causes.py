@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import offcorr
-from offcorr.diagnose import diagnose
+from offcorr.diagnose import Finding, diagnose
+from offcorr.diagnose.diagnosis import OF_OTHER_CHANGES
 from offcorr.training import Monitor, Step
 from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.monitor import PREFIX
@@ -97,6 +98,19 @@ def test_older_weights_that_come_to_look_like_a_temperature_stay_older_weights(s
 
     found = run(quiet(name_cause=name_cause), [0.003] * 25 + [0.03] * 5 + [0.09] * 45)
     assert [alarm.cause for alarm in found] == causes
+
+
+def test_an_alarm_names_the_temperature_that_its_evidence_speaks_of():
+    cold = [
+        Finding("stale_weights", 0.5, 1, 0, 1, 0.6, "older", f"d is large{OF_OTHER_CHANGES}", "sync"),
+        Finding("temperature", 0.65, 1, 0, 1, 0.4, "a temperature", "a fit", "set it"),
+    ]
+
+    def name_cause(records):
+        return SimpleNamespace(verdict="stale_weights", confidence=0.5, causes=cold)
+
+    alarm = run(quiet(name_cause=name_cause), [0.003] * 25 + [0.03] * 5)[0]
+    assert "the temperature is a second cause, temperature, of confidence 0.65" in str(alarm)
 
 
 @pytest.mark.parametrize(

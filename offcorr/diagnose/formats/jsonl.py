@@ -53,7 +53,7 @@ def _parsed(line: bytes) -> Mapping[str, Any] | Unreadable:
     except ValueError as error:
         if not line.endswith(b"\n"):
             return Unreadable("truncated", "the last line ends in the middle of its JSON object: the file is truncated")
-        return Unreadable("json", f"no JSON object ({error})")
+        return Unreadable("json", f"no JSON object, of which a line holds one ({error})")
     if isinstance(value, dict):
         return value
     return Unreadable("json", f"a JSON {type(value).__name__}, expected an object")
