@@ -144,7 +144,10 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     if findings:
         return Report(findings[0].cause, findings[0].confidence, findings, cannot, numbers, evidence)
     verdict, sure = without_cause(left)
-    return Report(verdict, min(sure, DRAWS_UNKNOWN), (), cannot, numbers, evidence)
+    sure = min(sure, DRAWS_UNKNOWN)
+    if evidence.copied:
+        sure, cannot = min(sure, ONE_COLUMN_SURE), [ONE_COLUMN, *cannot]
+    return Report(verdict, sure, (), cannot, numbers, evidence)
 
 
 OF_NO_UPDATE = ("values", "sampling")
@@ -191,6 +194,14 @@ COPIED = (
     "so that logp was compared in its place. To find out, log as old_logp what the trainer computes"
 )
 
+
+ONE_COLUMN_SURE = 0.5
+"""The most that "clean" is sure where both columns may be one."""
+
+ONE_COLUMN = (
+    "whether the trainer's log-probs are its own or a copy of the sampler's: the two are equal, number for number, as "
+    "two forward passes seldom are. To find out, log as old_logp what the trainer computes"
+)
 
 OF_ONE_VERSION = (
     "why logp is another than old_logp, although by the versions no update lies between them: old_logp is about "

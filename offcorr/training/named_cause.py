@@ -95,10 +95,10 @@ RISING = 2.0
 
 ROUNDING_GROWS = "d is as small as rounding makes it, but it grows from step to step, and rounding does not"
 
-SHARPENED_GROWS = (
-    "the log-probs alone would be taken for {cause!r}, as where updates sharpen the trainer's policy; k3 is "
-    "{times:.2g} times that when it left its range, after steps in which the two sides agreed, and a temperature "
-    "would make one gap from its first step on"
+SETTING_GROWS = (
+    "the log-probs alone would be taken for {cause!r}, as updates of the trainer's policy can look; k3 is {times:.2g} "
+    "times that when it left its range, after steps in which the two sides agreed, and a setting of the sampler would "
+    "make one gap from its first step on"
 )
 
 PROMPT_GROWS = (
@@ -186,8 +186,8 @@ def named_cause(
         return updated
     if named.cause == "precision" and _grows(series, report):
         named = _grown(ROUNDING_GROWS, series, report)
-    elif _sharpened(named, series):
-        named = _grown(SHARPENED_GROWS.format(cause=named.cause, times=series.risen), series, report)
+    elif _grows_as_no_setting(named, series):
+        named = _grown(SETTING_GROWS.format(cause=named.cause, times=series.risen), series, report)
     elif named.cause in OF_THE_PROMPT and (series.keeps_growing or (series.agreed and series.risen >= RISING)):
         named = _grown(PROMPT_GROWS.format(cause=named.cause), series, report)
     elif named.cause == "precision" and series.moved and series.agreed:
@@ -405,9 +405,10 @@ def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCa
     return NamedCause("adapter_not_synced", named.confidence, (said, *also), f"{LOST_UPDATES}; {REPORTED}")
 
 
-def _sharpened(named: NamedCause, series: Series) -> bool:
-    """Whether what looks like a temperature keeps growing, after steps in which the two sides agreed."""
-    if named.cause not in SHARPENED or named.confidence > ALSO_UPDATES:
+def _grows_as_no_setting(named: NamedCause, series: Series) -> bool:
+    """Whether what looks like a setting of the sampler keeps growing, after steps in which the two sides agreed."""
+    setting = named.cause in SHARPENED or (named.cause in CAUSES and CAUSES[named.cause].stage == "sampling")
+    if not setting or named.confidence > ALSO_UPDATES:
         return False
     return series.name != "surprise" and series.agreed and series.moved and series.risen >= RISING
 

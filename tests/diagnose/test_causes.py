@@ -300,7 +300,11 @@ def test_a_temperature_is_read_of_the_sequences_with_entropy(versions):
     some = [one if at < 8 else dataclasses.replace(one, entropy=None) for at, one in enumerate(records)]
     report = diagnose(some)
     assert [one.cause for one in report.causes] == ["temperature"] and report.confidence == 0.8
-    none = diagnose([dataclasses.replace(one, entropy=None, logp=one.old_logp - 0.01) for one in records])
+    alone = [
+        dataclasses.replace(one, entropy=None, logp=one.old_logp - 0.01, prompt_ids=np.r_[one.prompt_ids, at])
+        for at, one in enumerate(records)
+    ]
+    none = diagnose(alone)
     assert all(one.confidence <= 0.65 for one in none.causes if one.cause != "policy_updates")
     assert any("temperature" in one and "entropy" in one for one in none.cannot_tell)
 
@@ -422,9 +426,12 @@ def test_zeros_of_a_truncation_that_is_not_named_are_asked_about():
 
 
 def test_clean_is_not_certain_without_a_model():
-    """A penalty that neither side logs is in no log-prob."""
+    """A penalty that neither side logs is in no log-prob, and of two columns that are equal one may be a copy."""
     report = diagnose(world().records())
-    assert (report.verdict, report.confidence) == ("clean", 0.9)
+    assert (report.verdict, report.confidence) == ("clean", 0.5) and "number for number" in report.cannot_tell[0]
+    computed = [dataclasses.replace(one, old_logp=one.old_logp - 1e-7) for one in world().records()]
+    report = diagnose(computed)
+    assert (report.verdict, report.confidence) == ("clean", 0.9) and "number for number" not in report.cannot_tell[0]
     assert any("drawn under a penalty" in one and "--model" in one for one in report.cannot_tell)
     assert not any("penalty" in one for one in questions.open_questions(report.evidence, [], draws_known=True))
 
@@ -523,7 +530,7 @@ def test_a_temperature_that_leaves_a_fiftieth_is_unsure():
     report = diagnose(list(sharper(0.08)))
     assert report.verdict == "temperature" and report.confidence <= 0.65
     assert any("sharper, or flatter" in one for one in report.cannot_tell)
-    assert diagnose(list(sharper(0.0))).confidence == 0.8
+    assert diagnose(list(sharper(0.0))).confidence == 0.95
 
 
 def test_a_softcap_of_the_logits_is_no_certain_temperature():
@@ -635,6 +642,32 @@ def test_a_second_cause_beside_a_penalty_is_asked_about():
     assert any("a penalty moves each context by another amount" in one for one in report.cannot_tell)
 
 
+@pytest.mark.parametrize(("rewarded", "symbols"), [(1, 60), (10, 300)])
+def test_updates_that_rewarded_a_token_of_the_prompt_are_no_sure_penalty(rewarded, symbols):
+    """The sampler's older weights have less of it, and more of all others, as under a penalty on this token."""
+    draw = np.random.default_rng(0)
+    usual = np.r_[np.full(rewarded, 0.7 / rewarded), np.full(symbols - rewarded, 0.3 / (symbols - rewarded))]
+    logits = np.log(usual) + draw.standard_normal((symbols, symbols))
+    better = logits.copy()
+    better[:, :rewarded] += 0.15
+    sampler, trainer = (one - np.log(np.exp(one).sum(-1, keepdims=True)) for one in (logits, better))
+    entropy = -(np.exp(trainer) * trainer).sum(-1)
+    records = []
+    for at in range(120):
+        ids = [rewarded + at % 10]
+        for _ in range(15):
+            ids.append(int(draw.choice(symbols, p=np.exp(sampler[ids[-1]]))))
+        before, after = ids[:-1], ids[1:]
+        row = {"rollout_logp": sampler[before, after], "old_logp": trainer[before, after], "entropy": entropy[before]}
+        records.append(Record.of({"prompt_ids": [*range(rewarded), ids[0]], "completion_ids": after} | row))
+    report = diagnose(records)
+    found = [one for one in report.causes if one.cause == "repetition_penalty"]
+    assert len(found) == (rewarded > 1)
+    if found:
+        assert found[0].confidence <= 0.65
+        assert any("rewarded tokens of the prompt" in one for one in report.cannot_tell)
+
+
 def test_differences_of_one_sign_are_no_rounding():
     """A sampler that forbids an unlikely token makes all others likelier, by as little as rounding would."""
     made = world()
@@ -662,7 +695,7 @@ def test_few_tokens_do_not_say_whose_temperature_it_is():
         assert report.verdict in ("temperature", "raw_logprobs") and report.confidence <= 0.5
         assert any("compare the temperatures of both sides" in one for one in report.cannot_tell)
     report = diagnose(world("temperature").records())
-    assert report.confidence == 0.8 and not any("temperatures of both" in one for one in report.cannot_tell)
+    assert report.confidence == 0.95 and not any("temperatures of both" in one for one in report.cannot_tell)
 
 
 def test_log_probs_that_depend_on_the_batch_are_no_sure_dropout():
@@ -1019,12 +1052,15 @@ def test_different_tokens_after_one_prompt_show_a_temperature_without_entropy(se
 @pytest.mark.parametrize("also", [{}, {"top_k": 5}])
 def test_beside_a_temperature_that_is_shown_the_rest_is_asked_about_or_named(also):
     """Rounded weights move tokens after one prompt apart, and a truncation moves all of them alike."""
-    report = diagnose(tempered(0, 0.9, False, noise=0.0 if also else 0.005, **also))
+    report = diagnose(tempered(0, 0.9, False, noise=0.0 if also else 0.01, **also))
     by_id = {one.cause: one for one in report.causes}
     found = by_id["temperature"]
     assert found.confidence > 0.9
     if also:
-        assert set(by_id) & {"top_p", "top_k", "min_p"} and found.at_least and not found.at_most
+        (cut,) = set(by_id) & {"top_p", "top_k", "min_p"}
+        assert by_id[cut].confidence == 0.5 and "beside it" in by_id[cut].evidence
+        assert any("another of top_p, top_k and min_p, beside a temperature" in one for one in report.cannot_tell)
+        assert found.at_least and not found.at_most
         assert "hides how much of d the temperature makes" in found.evidence
     else:
         assert len(by_id) == 1 and 0.9 < found.share < 0.99
@@ -1886,7 +1922,7 @@ def test_an_old_logp_that_is_a_copy_of_the_samplers_does_not_hide_what_is_wrong(
     report = diagnose(records)
     assert report.verdict == named and any("number for number" in question for question in report.cannot_tell)
     updated = [dataclasses.replace(one, logp=one.old_logp) for one in world("policy_updates").records()]
-    assert not any("number for number" in question for question in diagnose(updated).cannot_tell)
+    assert not any("compared in its place" in question for question in diagnose(updated).cannot_tell)
 
 
 @pytest.mark.parametrize("name", ["shift", "temperature"])

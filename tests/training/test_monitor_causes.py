@@ -131,6 +131,17 @@ def test_what_looks_like_a_temperature_and_keeps_growing_is_updates_that_do_not_
     assert ("the log-probs alone would be taken for 'temperature'" in str(alarm)) == (cause == "adapter_not_synced")
 
 
+@pytest.mark.parametrize("setting", ["repetition_penalty", "raw_logprobs", "logit_bias", "top_p"])
+def test_what_looks_like_a_setting_and_keeps_growing_is_updates_that_do_not_arrive(setting):
+    def name_cause(records):
+        return SimpleNamespace(verdict=setting, confidence=0.6, causes=[])
+
+    for growing in (True, False):
+        after = [0.02, 0.06, 0.12] if growing else [0.12] * 3
+        alarm = run(quiet(name_cause=name_cause), [0.0] * 25 + after)[0]
+        assert alarm.cause == ("adapter_not_synced" if growing else setting)
+
+
 @pytest.mark.parametrize(
     ("gaps", "cause"),
     [

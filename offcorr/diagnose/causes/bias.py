@@ -140,8 +140,8 @@ class LogitBias(Cause):
             PURE,
             1.0 + 2 * float(np.log(few.nats / CONVINCING)),
             f"d is {few.where} at tokens with the id {_listed(few.ids)}, on average {apart:.2g} nats from it, and not "
-            f"so at the others, for {100 * few.follows:.3g} % of both or more; other weights make no such difference "
-            "between ids",
+            f"so at the others, for {100 * few.follows:.3g} % of both or more; other weights make such a difference "
+            "between ids only where updates rewarded or punished these tokens everywhere",
             at_most=True,
             surest=SURE if same_version(evidence) else ALSO_UPDATES,
         )

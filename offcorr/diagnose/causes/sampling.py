@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth
-from offcorr.diagnose.causes.versions import lag_by_versions
+from offcorr.diagnose.causes.prefixes import Factor, factor, logged, multiplies
+from offcorr.diagnose.causes.versions import lag_by_versions, same_version
 from offcorr.diagnose.evidence import Estimate, Evidence
 from offcorr.diagnose.record import Floats
 
@@ -154,63 +154,6 @@ def away(power: Estimate) -> bool:
     return abs(power.value - 1) >= max(0.02, SIGNIFICANT * power.error)
 
 
-CHOICES, APART = 24, 0.05
-"""Different tokens after shared prefixes that a temperature is read of, at least, and how far from the mean of their
-prefix (nats) their log-probs are on average, at least."""
-
-ONE_FACTOR, NO_FACTOR = 0.1, 0.5
-"""Share of the difference that a factor leaves: up to the first it is a temperature (which leaves up to .055 beside
-int8, a softcap .25 or more, a clamp .44), above the second it is something else, or something else besides."""
-
-
-class Factor(NamedTuple):
-    """The factor between both sides' log-probs of different tokens after one prefix, less their means.
-
-    A temperature is such a factor, whatever the prefix; what it does to the normaliser is common to the tokens.
-
-    Args:
-        value: the factor.
-        gap: mean difference of the two sides' log-probs, less those means (nats).
-        left: the same once the trainer's are multiplied.
-        tokens: how many there are.
-    """
-
-    value: float
-    gap: float
-    left: float
-    tokens: int
-
-    @property
-    def alone(self) -> bool:
-        """Whether it explains nearly all of the difference."""
-        return 0.2 < self.value < 5 and abs(self.value - 1) >= 0.02 and self.left <= ONE_FACTOR * self.gap
-
-    @property
-    def far(self) -> bool:
-        """Whether it leaves more than half of the difference."""
-        return self.left > NO_FACTOR * self.gap
-
-
-def factor(evidence: Evidence) -> Factor | None:
-    """The factor, where samples of one prompt share enough prefixes and go on in different ways."""
-    sides = (evidence.trainer, evidence.sampler)
-    rows = np.flatnonzero((evidence.prefix >= 0) & np.isfinite(sides[0]) & np.isfinite(sides[1]))
-    key = evidence.prefix[rows] * (evidence.ids.max(initial=0) + 1) + evidence.ids[rows]
-    rows = rows[np.unique(key, return_index=True)[1]]  # one sample of each token after each prefix
-    _, prefix, count = np.unique(evidence.prefix[rows], return_inverse=True, return_counts=True)
-    several = count[prefix] > 1
-    if several.sum() < CHOICES:
-        return None
-    trainer, sampler = (
-        (values[rows] - (np.bincount(prefix, values[rows]) / count)[prefix])[several] for values in sides
-    )
-    if np.abs(trainer).mean() < APART:
-        return None
-    value = float((trainer * sampler).sum() / np.square(trainer).sum())
-    gap, left = (float(np.abs(sampler - by * trainer).mean()) for by in (1, value))
-    return Factor(value, gap, left, int(several.sum()))
-
-
 FITTED = 200_000
 """Tokens that coefficients are fitted to, at most."""
 
@@ -247,23 +190,25 @@ def loses_mass(evidence: Evidence, off: float = OFF) -> bool:
     return bool(ratio.value < LOST and ratio.value - 1 < -off * ratio.error)
 
 
-def _multiplies(evidence: Evidence, left: float = ONE_FACTOR) -> bool:
-    """Whether one factor is all that lies between the log-probs of different tokens after one prefix."""
-    among = factor(evidence)
-    return among is not None and among.alone and among.left <= left * among.gap
-
-
 OTHER_TRANSFORM = Alternative(
     "another change of the logits that one side makes, such as a softcap, a clamp, a scale or a logit_bias",
     "compare how each side computes its logits, or give --model",
-    settled=_multiplies,
+    settled=multiplies,
+)
+
+
+SHARPER = Alternative(
+    "updates that made the trainer's policy sharper, or flatter, than the sampler's older weights",
+    "give --model and, as --checkpoint, the weights that sampled",
+    fields=("rollout_version", "trainer_version"),
+    settled=lambda evidence: multiplies(evidence) or same_version(evidence),
 )
 
 
 SCALE = Alternative(
     "another factor on the logits of one side, which is the same as a temperature",
     "compare how each side computes its logits",
-    settled=lambda evidence: not _multiplies(evidence),
+    settled=lambda evidence: not multiplies(evidence),
 )
 
 
@@ -272,7 +217,7 @@ BESIDES = Alternative(
     "leaves what they leave",
     "give --model",
     fields=("entropy",),
-    settled=lambda evidence: evidence.with_entropy is not None or _multiplies(evidence, 0.02),
+    settled=lambda evidence: evidence.with_entropy is not None or multiplies(evidence, 0.02),
 )
 
 
@@ -280,7 +225,7 @@ PART_OF_IT = Alternative(
     "another prompt, older weights or a lower precision, a part of which the fit of a temperature takes",
     "give --model, or compare the prompt ids that each side read",
     settled=lambda evidence: (
-        evidence.with_entropy is None or power(evidence).explained > NEARLY_ALL or _multiplies(evidence)
+        evidence.with_entropy is None or power(evidence).explained > NEARLY_ALL or multiplies(evidence)
     ),
 )
 
@@ -293,12 +238,7 @@ class Temperature(Cause):
     title = "the trainer does not apply the sampler's temperature"
     advice = f"set the same temperature= for the sampler and the trainer, and {PROCESSED}"
     not_told_from = (
-        Alternative(
-            "updates that made the trainer's policy sharper, or flatter, than the sampler's older weights",
-            "give --model and, as --checkpoint, the weights that sampled",
-            fields=("rollout_version", "trainer_version"),
-            settled=lambda evidence: power(evidence).explained > NEARLY_ALL or _multiplies(evidence),
-        ),
+        SHARPER,
         BESIDES,
         PART_OF_IT,
         OTHER_TRANSFORM,
@@ -322,6 +262,7 @@ class RawLogprobs(Cause):
     title = "the engine logs log-probs without the temperature that it samples at"
     advice = PROCESSED
     not_told_from = (
+        SHARPER,
         BESIDES,
         PART_OF_IT,
         OTHER_TRANSFORM,
@@ -363,7 +304,7 @@ OF_OLDER = 0.5
 
 
 FAR_FROM_ONE = 0.5
-"""The same where different tokens after one prefix say that it leaves more than half of their difference."""
+"""The same where different tokens after one prefix say that it leaves much of their difference."""
 
 MULTIPLIED, BESIDE_TRUNCATION, ONE_FACTOR_SURE = 3.0, 0.01, 0.95
 """Margin where they say that it leaves next to nothing, the same beside a truncation, which comes first, and the
@@ -414,8 +355,9 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     if fit.explained <= NEARLY_ALL and lag_by_versions(evidence):
         surest = min(surest, OF_OLDER)
     more = ""
+    if among is not None:
+        surest = min(surest, FAR_FROM_ONE if among.far else ALSO_UPDATES)
     if among is not None and among.far:
-        surest = min(surest, FAR_FROM_ONE)
         more = (
             f"; it is not all, as {among.left:.2g} of {among.gap:.2g} nats between the log-probs of different tokens "
             "after one prefix are left by any temperature"
@@ -462,7 +404,7 @@ def _same_way(fitted: Estimate, among: Factor) -> bool:
 
 def _beside_truncation(evidence: Evidence) -> Found | None:
     """A temperature besides, as all tokens after one prefix have the truncation in common."""
-    among = factor(Evidence.of(evidence.records))
+    among = factor(logged(evidence))
     if among is None or not among.alone:
         return None
     return Found(
@@ -509,6 +451,21 @@ def _unpenalised(evidence: Evidence) -> float:
     return float((new > 1e-4).mean()) if len(new) else 0.0
 
 
+ENOUGH_IDS = 5
+"""Ids, three tokens of each at least, that tell a penalty on all that were seen from an update that rewarded a few."""
+
+
+ABLE = -0.02
+"""Log-prob up to which a token moves at all, whatever its past: one that is certain hardly does."""
+
+
+def _by_id(evidence: Evidence) -> Floats:
+    """The mean d of each id that stands three times or more among the tokens that were seen before."""
+    which = evidence.seen & (evidence.trainer < ABLE)
+    _, ids, count = np.unique(evidence.ids[which], return_inverse=True, return_counts=True)
+    return np.asarray((np.bincount(ids, evidence.d[which]) / np.maximum(count, 1))[count >= 3])
+
+
 class RepetitionPenalty(Cause):
     """Tokens that stood in the context before are less likely to the sampler; all others are more likely."""
 
@@ -523,10 +480,16 @@ class RepetitionPenalty(Cause):
             "read the engine's sampling options, or give --model",
             settled=lambda evidence: _unpenalised(evidence) < UNPENALISED,
         ),
+        Alternative(
+            "older weights of the sampler, where the updates since rewarded tokens of the prompt, or repetitions",
+            "read the engine's sampling options, or give --model and, as --checkpoint, the weights that sampled",
+            fields=("rollout_version", "trainer_version"),
+            settled=lambda evidence: _unpenalised(evidence) >= UNPENALISED or same_version(evidence),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        able = evidence.trainer < -0.02  # a certain token moves little, whatever its past
+        able = evidence.trainer < ABLE
         seen, new = evidence.d[evidence.seen & able], evidence.d[~evidence.seen & able]
         if min(len(seen), len(new)) < 16 or evidence.gap < 0.003:
             return None
@@ -536,6 +499,10 @@ class RepetitionPenalty(Cause):
         z = difference / max(error, 1e-12)
         if z < PENALISED or seen.mean() < 0 or above > 0.1:
             return None
+        of_ids = _by_id(evidence)
+        if len(of_ids) >= ENOUGH_IDS and np.median(of_ids) - new.mean() < 0.5 * difference:
+            return None  # a few tokens that updates rewarded
+        surest = 1.0 if same_version(evidence) else ALSO_UPDATES
         after = np.where(evidence.seen, seen.mean(), new.mean()) * able
         left = evidence.unbalanced().explained(after)
         return Found(
@@ -548,5 +515,5 @@ class RepetitionPenalty(Cause):
             "the share that is explained is what these two means remove, and a penalty, which moves each context by "
             "another amount, makes more of d than that",
             left.with_floor(1.1 * left.gap),
-            surest=1.0 if _unpenalised(evidence) < UNPENALISED else AS_LIKELY,
+            surest=surest if _unpenalised(evidence) < UNPENALISED else AS_LIKELY,
         )

@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
+from offcorr.diagnose.causes.prefixes import factor, logged, multiplies
 from offcorr.diagnose.causes.sampling import PADDED, SIGNIFICANT
 from offcorr.diagnose.evidence import Booleans, Estimate, Evidence
 from offcorr.diagnose.record import Floats
@@ -209,6 +210,9 @@ def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) ->
     # What tells one truncation from another.
     hidden = found.rounded or found.among_others or (found.narrow and not found.exact_nucleus) or _high(found)
     surest = LOOK_ALIKE if flat(evidence) or unresolved(found) or _by_tail(found) else 0.75 if hidden else 1.0
+    if multiplies(logged(evidence)):
+        surest = BESIDE_A_TEMPERATURE
+        sentence += "; a temperature beside it, which different tokens after one prefix show, changes this share, too"
     return Found(
         found.lost.value,
         found.lost.error,
@@ -221,6 +225,9 @@ def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) ->
         at_most=True,
     )
 
+
+BESIDE_A_TEMPERATURE = 0.5
+"""Confidence at most in one truncation beside a temperature."""
 
 LIKELY = math.log(0.5)
 """Log-prob above which a truncation leaves a token alone, as long as few others are kept at all."""
@@ -276,6 +283,19 @@ OTHER_TRUNCATION = Alternative(
 )
 
 
+BESIDE = Alternative(
+    "another of top_p, top_k and min_p, beside a temperature of the sampler, which changes the share that is kept",
+    "compare the sampler's options, or give --model",
+    settled=lambda evidence: _no_temperature(evidence),
+)
+
+
+def _no_temperature(evidence: Evidence) -> bool:
+    """Whether the log-probs of different tokens after one prefix differ by the same on both sides."""
+    among = factor(logged(evidence))
+    return among is not None and not among.alone
+
+
 BAN = Alternative(
     "a ban of some tokens (logit_bias, bad_words, structured decoding)",
     "compare the sampler's options, or give --model",
@@ -319,6 +339,7 @@ class TopP(Cause):
             "compare the sampler's options, or give --model",
         ),
         OTHER_TRUNCATION,
+        BESIDE,
         DIVIDED_UNLESS_DRAWN_SO,
         PADDED,
         NEARLY_GREEDY,
@@ -366,7 +387,16 @@ class MinP(Cause):
     stage = "sampling"
     title = "the sampler draws from the tokens with at least min_p of the likeliest one's probability"
     advice = ADVICE
-    not_told_from = (TOP_P_AND_K, BLURRED_TOP_P, OTHER_TRUNCATION, BAN, DIVIDED_UNLESS_DRAWN_SO, PADDED, NEARLY_GREEDY)
+    not_told_from = (
+        TOP_P_AND_K,
+        BLURRED_TOP_P,
+        OTHER_TRUNCATION,
+        BESIDE,
+        BAN,
+        DIVIDED_UNLESS_DRAWN_SO,
+        PADDED,
+        NEARLY_GREEDY,
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
@@ -390,6 +420,7 @@ class TopK(Cause):
     not_told_from = (
         BLURRED_TOP_P,
         OTHER_TRUNCATION,
+        BESIDE,
         BAN,
         Alternative(
             "a low min_p, which leaves no token alone where the policy is flat",
