@@ -3072,6 +3072,20 @@ MUTATIONS = [
         "tests/training/test_monitor_causes.py keeps_growing_is_updates",
     ),
     Mutation(
+        "diagnose: clamped logits are placeholders for sure",
+        "offcorr/diagnose/causes/values.py",
+        "surest=0.5 if _many(times, values) else",
+        "surest=0.5 if False else",
+        "tests/diagnose/test_causes.py clamped_logits_are_no_sure",
+    ),
+    Mutation(
+        "diagnose: a truncation is as sure where a temperature may stand beside it",
+        "offcorr/diagnose/causes/truncation.py",
+        "surest = min(surest, OR_BESIDE_A_TEMPERATURE)",
+        "pass",
+        "tests/diagnose/test_causes.py may_stand_beside_it",
+    ),
+    Mutation(
         "diagnose: a temperature beside a truncation is lost",
         "offcorr/diagnose/causes/sampling.py",
         "if among is None or not among.alone:",

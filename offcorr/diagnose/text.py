@@ -21,7 +21,7 @@ def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] =
         notice: what has to be known before the verdict is read.
 
     >>> from offcorr.diagnose import Record, diagnose
-    >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0000001]}] * 40
+    >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1, -2], "logp": [-1, -2.0000001]}] * 40
     >>> print(text(diagnose(map(Record.of, rows))).splitlines()[0])
     clean: the log-probs of trainer and sampler agree (confidence 0.90)
     """
@@ -87,7 +87,7 @@ def to_do(report: Report) -> list[str]:
     """Sentences about what was checked and what to do next, where no cause was found.
 
     >>> from offcorr.diagnose import Record, diagnose
-    >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0000001]}] * 40
+    >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1, -2], "logp": [-1, -2.0000001]}] * 40
     >>> to_do(diagnose(map(Record.of, rows)))[1]
     'To do: nothing about the log-probs. A correction for the engine is not needed for data like these.'
     """

@@ -509,7 +509,7 @@ def _method(name: str) -> Method:
     _discover()
     if name.endswith(".py"):
         wanted = f"{name}:NAME, where NAME is a function in it that returns a Correction, or a Correction"
-        raise ValueError(f"method {name!r} is a file, expected {wanted}")
+        raise ValueError(f"method {name!r} names a file, expected {wanted}")
     if ".py:" in name:
         raise ValueError(f"unknown method {name!r}: it names a file, which offcorr.resolve({name!r}) reads")
     bare = name.removeprefix("offcorr:")

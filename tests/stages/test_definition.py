@@ -353,7 +353,7 @@ def test_named_forms_of_a_bound():
             {},
             r"unknown method 'mine.py:mix': it names a file, which offcorr.resolve\(",
         ),
-        ("mine.py", {}, "method 'mine.py' is a file, expected mine.py:NAME, where NAME is a function in it"),
+        ("mine.py", {}, "method 'mine.py' names a file, expected mine.py:NAME, where NAME is a function in it"),
         ("ppo?eps_low=1.5", {}, "Clip: eps_low is 1.5, expected a finite number >= 0 and <= 1"),
         ("minpro?eps_low=3", {}, "minpro: eps_low is 3, expected a finite number >= 0 and <= 1"),
         ("glm5?eps_low=2", {}, "eps_low is 2, expected a finite number > 0 and <= 1"),

@@ -210,6 +210,8 @@ def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) ->
     # What tells one truncation from another.
     hidden = found.rounded or found.among_others or (found.narrow and not found.exact_nucleus) or _high(found)
     surest = LOOK_ALIKE if flat(evidence) or unresolved(found) or _by_tail(found) else 0.75 if hidden else 1.0
+    if not _no_temperature(evidence):
+        surest = min(surest, OR_BESIDE_A_TEMPERATURE)
     if multiplies(logged(evidence)):
         surest = BESIDE_A_TEMPERATURE
         sentence += "; a temperature beside it, which different tokens after one prefix show, changes this share, too"
@@ -226,8 +228,8 @@ def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) ->
     )
 
 
-BESIDE_A_TEMPERATURE = 0.5
-"""Confidence at most in one truncation beside a temperature."""
+BESIDE_A_TEMPERATURE, OR_BESIDE_A_TEMPERATURE = 0.5, 0.65
+"""Confidence at most in one truncation beside a temperature, and where there may be one."""
 
 LIKELY = math.log(0.5)
 """Log-prob above which a truncation leaves a token alone, as long as few others are kept at all."""
@@ -235,7 +237,7 @@ LIKELY = math.log(0.5)
 NEARLY_WHOLE = 0.96
 """Share of the mass from which a top-p looks like a low min-p."""
 
-LOOK_ALIKE = 0.6
+LOOK_ALIKE = 0.5
 """Confidence at most in one truncation where others look alike."""
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import CAUSES, NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.evidence import SAME, Booleans, Evidence, surprisal_balance
-from offcorr.diagnose.record import Floats, Record
+from offcorr.diagnose.record import Floats, Integers, Record
 
 FEWEST = 3
 """Tokens that a test of single tokens needs."""
@@ -51,6 +51,11 @@ class Sentinel(Cause):
             "compare how each side computes its logits, or give --model",
             settled=lambda evidence: not _nearly_zero(evidence),
         ),
+        Alternative(
+            "logits that one side clamps, where tokens with a clamped logit have one log-prob in each context",
+            "compare how each side computes its logits, or give --model",
+            settled=lambda evidence: not _many(*_repeats(evidence)),
+        ),
         NEARLY_GREEDY,
     )
 
@@ -86,6 +91,7 @@ class Sentinel(Cause):
             return None
         values, times = np.unique(evidence.sampler[odd], return_counts=True)  # taken away at likely tokens, too
         share = float(odd.mean())
+        doubtful = not impossible and value == 0 and _truncated(evidence.d[~odd])
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence))),
@@ -94,9 +100,24 @@ class Sentinel(Cause):
             f"{odd.sum()} of {len(evidence)} tokens have a value from the sampler that cannot be their log-prob, most "
             f"often {value:g}",
             evidence.without_values(~(odd | np.isin(evidence.sampler, values[times >= FEWEST]))),
-            surest=FEW if not impossible and value == 0 and _truncated(evidence.d[~odd]) else 1.0,
+            surest=0.5 if _many(times, values) else FEW if doubtful else 1.0,
             of_zeros=value == 0,
         )
+
+
+MANY = 4
+"""Different values that stand often, from which on they are hardly placeholders, of which there are one or two."""
+
+
+def _many(times: Integers, values: Floats) -> bool:
+    """Whether more values than placeholders have stand among these several times each."""
+    return int(((times >= FEWEST) & (values < 0) & np.isfinite(values)).sum()) >= MANY
+
+
+def _repeats(evidence: Evidence) -> tuple[Integers, Floats]:
+    """How often each value stands that cannot be a log-prob of its tokens, and the values."""
+    values, times = np.unique(evidence.sampler[_placeholders(evidence)[0]], return_counts=True)
+    return times, values
 
 
 def _zeros_of_the_trainer(evidence: Evidence) -> Booleans:
