@@ -3072,6 +3072,13 @@ MUTATIONS = [
         "tests/training/test_monitor_causes.py keeps_growing_is_updates",
     ),
     Mutation(
+        "diagnose: a gap that begins with the second token is of positions for sure",
+        "offcorr/diagnose/causes/contexts.py",
+        "surest=FADING if fades else BEGINS",
+        "surest=1.0",
+        "tests/diagnose/test_causes.py begins_with_the_second_token",
+    ),
+    Mutation(
         "diagnose: clamped logits are placeholders for sure",
         "offcorr/diagnose/causes/values.py",
         "surest=0.5 if _many(times, values) else",
@@ -3109,8 +3116,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: zeros of a truncation are placeholders for sure",
         "offcorr/diagnose/causes/values.py",
-        "surest=FEW if not impossible and",
-        "surest=FEW if False and",
+        "doubtful = not impossible and",
+        "doubtful = False and",
         "tests/diagnose/test_causes.py zeros_among",
     ),
     Mutation(

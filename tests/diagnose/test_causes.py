@@ -1074,6 +1074,15 @@ def test_other_weights_are_no_temperature_of_tokens_after_one_prompt():
     assert found.confidence == 0.5 and "are left by any temperature" in found.evidence
 
 
+def test_a_gap_that_begins_with_the_second_token_is_no_sure_position():
+    """A penalty on tokens that stood before, and a coarse cache, leave the first token as it is, too."""
+    made = world()
+    made.sampler = noise(0.5, where=simulated.positions(lambda t: t >= 1))
+    report = diagnose(made.records())
+    assert (report.verdict, report.confidence) == ("position", 0.5)
+    assert all(any(words in one for one in report.cannot_tell) for words in ("presence_penalty", "kv_cache_dtype"))
+
+
 def test_clamped_logits_are_no_sure_placeholders():
     """Tokens with a clamped logit have one log-prob in each context."""
     report = diagnose(tempered(0, 1.0, False, clamp=2.0, width=4.0))

@@ -56,12 +56,34 @@ class Position(Cause):
         "pass attention_mask and position_ids of left-padded rows to the trainer's forward pass, and count positions "
         "from the first token that is no padding"
     )
+    not_told_from = (
+        Alternative(
+            "a penalty on tokens that stood in the completion before (presence_penalty, frequency_penalty, "
+            "repetition_penalty)",
+            "read the engine's sampling options",
+            settled=lambda evidence: _by_padding(evidence),
+        ),
+        Alternative(
+            "keys and values that the engine caches in a coarse precision (kv_cache_dtype)",
+            "look at the engine's kv_cache_dtype",
+            settled=lambda evidence: _by_padding(evidence),
+        ),
+        Alternative(
+            "ids of the completions that were changed after sampling",
+            "compare them with the ids that the engine returned",
+            settled=lambda evidence: _by_padding(evidence),
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         if evidence.gap < evidence.floor:
             return None
         profile = Profile.of(evidence)
         return _padding(profile) or _restarted(profile)
+
+
+def _by_padding(evidence: Evidence) -> bool:
+    return _padding(Profile.of(evidence)) is not None
 
 
 def _padding(profile: Profile) -> Found | None:
@@ -87,6 +109,10 @@ def _pairs(share: float) -> str:
     return f"in {share:.0%} of the pairs of one that agrees and one that does not"
 
 
+FADING, BEGINS = 0.65, 0.5
+"""Confidence in it at most where only the first token agrees: a gap that fades is seldom of a penalty or a cache."""
+
+
 def _restarted(profile: Profile) -> Found | None:
     """The first token agrees exactly, and the next are furthest off."""
     first, _, count = profile.level(0, 1)
@@ -106,7 +132,8 @@ def _restarted(profile: Profile) -> Found | None:
         "the log-probs agree on the first token of the completions, and differ on the next ones by more than "
         "rounding makes"
         + (", less and less along the completion" if fades else "")
-        + ": the positions of the completion do not continue those of the prompt",
+        + ", as where the positions of the completion do not continue those of the prompt",
+        surest=FADING if fades else BEGINS,
     )
 
 

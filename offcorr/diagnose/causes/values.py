@@ -115,7 +115,7 @@ def _many(times: Integers, values: Floats) -> bool:
 
 
 def _repeats(evidence: Evidence) -> tuple[Integers, Floats]:
-    """How often each value stands that cannot be a log-prob of its tokens, and the values."""
+    """The number of times that each value stands which cannot be a log-prob of its tokens, and the values."""
     values, times = np.unique(evidence.sampler[_placeholders(evidence)[0]], return_counts=True)
     return times, values
 
