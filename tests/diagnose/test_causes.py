@@ -684,8 +684,11 @@ def test_zeros_among_differences_of_one_sign_may_be_of_a_truncation():
         for row in range(1, 20):
             columns["rollout_logp"][row, 20], columns["old_logp"][row, 20] = 0.0, -1.5 - 0.1 * row
 
-    (one,) = [one for one in diagnose(simulated.World(edits=[zeros]).records()).causes if one.cause == "sentinel"]
+    records = simulated.World(edits=[zeros]).records()
+    (one,) = [one for one in diagnose(records).causes if one.cause == "sentinel"]
     assert one.confidence == 0.65
+    alone = CAUSES["sentinel"].found(Evidence.of(records))
+    assert alone is not None and alone.surest == 0.65
 
 
 def test_few_tokens_do_not_say_whose_temperature_it_is():
