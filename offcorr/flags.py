@@ -68,13 +68,15 @@ def unknown_flag(name: str, known: Iterable[str], methods: Iterable[str] = (), o
     "unknown flag, or key of the YAML file, 'loss_typ', did you mean 'loss_type'?"
     >>> unknown_flag("steps", ["steps_per_generation", "max_steps"])
     "unknown flag, or key of the YAML file, 'steps', did you mean 'max_steps'?"
+    >>> unknown_flag("max_steps", ["max_steps"])  # without its dashes
+    "unknown flag, or key of the YAML file, 'max_steps': a flag begins with two dashes, --max_steps"
     >>> unknown_flag("minpro", ["loss_type", "min_p"], ["minpro"])
     "unknown flag, or key of the YAML file, 'minpro': it is a method, which --loss_type minpro names"
     >>> print(unknown_flag("eps_high", ["epsilon_high"], of_methods=["eps_high"]))
     unknown flag, or key of the YAML file, 'eps_high': it is an option of a method: --loss_kwargs '{"eps_high": ...}'
     """
     known = [*known]
-    mend = nearest(name, known)
+    mend = f": a flag begins with two dashes, --{name}" if name in known else nearest(name, known)
     if name in methods:
         mend = f": it is a method, which --loss_type {name} names"
     elif OTHER_NAMES.get(name) in known:
