@@ -174,8 +174,8 @@ def named_cause(
         named = _of_same_weights(report, precision)
     for finding in report.causes:
         if finding.cause == named.cause:
-            others = (*_temperature(report),) if OF_OTHER_CHANGES in finding.evidence else ()
-            others += (*_others(report),) if named.confidence <= ALSO_UPDATES else ()
+            others = tuple(_temperature(report)) if OF_OTHER_CHANGES in finding.evidence else ()
+            others += tuple(_others(report)) if named.confidence <= ALSO_UPDATES else ()
             # Whether the sampler or the trainer moved, staleness alone does not tell.
             general = series.name == "staleness" and named.cause in OF_AGE
             advice = named.advice if general else finding.advice
@@ -199,7 +199,7 @@ def named_cause(
 
 
 def _temperature(report: Report) -> Iterator[str]:
-    """Of the temperature that the evidence of a cause beside it speaks of."""
+    """The temperature that the evidence of a cause beside it speaks of, in half a sentence."""
     for finding in report.causes:
         if finding.cause in FITTED:
             yield f"the temperature is a second cause, {finding.cause}, of confidence {finding.confidence:.2f}"

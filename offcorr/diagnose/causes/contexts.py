@@ -83,6 +83,7 @@ class Position(Cause):
 
 
 def _by_padding(evidence: Evidence) -> bool:
+    """Whether it was told by the padding, which none of the alternatives depends on."""
     return _padding(Profile.of(evidence)) is not None
 
 

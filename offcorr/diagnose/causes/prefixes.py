@@ -1,6 +1,7 @@
 """Different tokens after one prompt and prefix, as samples of one prompt have at their beginnings.
 
-A temperature multiplies the differences between their log-probs, whatever the prefix, and other weights do not.
+A temperature multiplies the differences between their log-probs by one factor, whatever the prefix; a truncation leaves
+them as they are, and other weights do neither.
 """
 
 from __future__ import annotations

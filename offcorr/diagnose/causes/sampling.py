@@ -303,12 +303,12 @@ OF_OLDER = 0.5
 """The same where the logged versions say that the sampler's weights are older."""
 
 
-FAR_FROM_ONE = 0.5
+MUCH_IS_LEFT = 0.5
 """The same where different tokens after one prefix say that it leaves much of their difference."""
 
 MULTIPLIED, BESIDE_TRUNCATION, ONE_FACTOR_SURE = 3.0, 0.01, 0.95
-"""Margin where they say that it leaves next to nothing, the same beside a truncation, which comes first, and the
-confidence in both."""
+"""Margin where they say that it leaves next to nothing; beside a truncation, so that this is taken away first; and the
+confidence at most in both cases."""
 
 ENOUGH_FOR_A_FIT = 64
 """Tokens that a temperature is fitted to, at least."""
@@ -356,7 +356,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         surest = min(surest, OF_OLDER)
     more = ""
     if among is not None:
-        surest = min(surest, FAR_FROM_ONE if among.far else ALSO_UPDATES)
+        surest = min(surest, MUCH_IS_LEFT if among.far else ALSO_UPDATES)
     if among is not None and among.far:
         more = (
             f"; it is not all, as {among.left:.2g} of {among.gap:.2g} nats between the log-probs of different tokens "
@@ -377,7 +377,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
 
 
 def _multiplied(evidence: Evidence, among: Factor, fit: Power, sampled_by_trainer: bool, one_sign: bool) -> Found:
-    """The same where the log-probs of different tokens after one prefix say so, which nothing else multiplies alike."""
+    """The same where one factor multiplies the differences between the log-probs of tokens after one prefix."""
     truncated = one_sign or loses_mass(evidence)
     margin = max(8 * (fit.explained - 0.5), BESIDE_TRUNCATION if truncated else MULTIPLIED)
     rest = _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit)

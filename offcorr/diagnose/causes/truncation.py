@@ -293,7 +293,7 @@ BESIDE = Alternative(
 
 
 def _no_temperature(evidence: Evidence) -> bool:
-    """Whether the log-probs of different tokens after one prefix differ by the same on both sides."""
+    """Whether different tokens after one prefix show that no temperature stands beside it; they may be too few."""
     among = factor(logged(evidence))
     return among is not None and not among.alone
 
