@@ -1578,6 +1578,20 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py::test_before_any_update_none_is_missing",
     ),
     Mutation(
+        "diagnose: the trainer's updates are the verdict beside a larger gap without a cause",
+        "offcorr/diagnose/diagnosis.py",
+        'if CAUSES[verdict].stage == "updates" and report.d_unexplained and evidence.gap > evidence.moved:',
+        "if False:",
+        "tests/diagnose/test_repeats.py::test_a_gap_without_a_cause_is_said_beside_the_trainers_own_updates",
+    ),
+    Mutation(
+        "diagnose: --fail-on unknown passes where updates of the trainer are named beside a gap without a cause",
+        "offcorr/diagnose/command.py",
+        'named |= {"unknown"} if report.d_unexplained else set()',
+        "pass",
+        "tests/diagnose/test_repeats.py::test_a_gap_without_a_cause_is_said_beside_the_trainers_own_updates",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

@@ -125,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
         print(text(report, warnings, outcome, notice))
     failing = set(options.fail_on)
     named = {finding.cause for finding in report.causes} | {report.verdict}
+    named |= {"unknown"} if report.d_unexplained else set()
     return FAILED if failing & named or ("any" in failing and report.verdict != "clean") else 0
 
 

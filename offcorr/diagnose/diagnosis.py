@@ -71,7 +71,8 @@ class Report:
     """Result of ``diagnose``.
 
     Args:
-        verdict: the id of the cause that explains most; "clean" or "unknown" where there is none.
+        verdict: the id of the cause that explains most; "clean" or "unknown" where there is none; "unknown" also beside
+            updates of the trainer that are smaller than a d without a cause.
         confidence: in the verdict, between 0 and 1.
         causes: the causes found, the one that explains most first.
         cannot_tell: what the data cannot decide, and which further field would.
@@ -87,12 +88,18 @@ class Report:
     numbers: Mapping[str, float]
     evidence: Evidence = field(repr=False)
 
+    @property
+    def d_unexplained(self) -> bool:
+        """Whether d is above what rounding makes, and no cause explains a part of it."""
+        return self.evidence.gap > self.evidence.floor and not any(one.part_of_d for one in self.causes)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "verdict": self.verdict,
             "confidence": self.confidence,
             "causes": [finding.as_dict() for finding in self.causes],
+            "d_unexplained": self.d_unexplained,
             "cannot_tell": list(self.cannot_tell),
             "numbers": dict(self.numbers),
         }
@@ -142,7 +149,7 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     of_d = evidence.gap / max(evidence.gap + moved, 1e-12)
     findings.sort(key=lambda one: -one.share * (of_d if CAUSES[one.cause].stage == "policies" and one.of_d else 1))
     if findings:
-        return Report(findings[0].cause, findings[0].confidence, findings, cannot, numbers, evidence)
+        return with_verdict(Report("", 0.0, findings, cannot, numbers, evidence))
     verdict, sure = without_cause(left)
     sure = min(sure, DRAWS_UNKNOWN)
     if evidence.copied:
@@ -234,6 +241,17 @@ def _of_logp(evidence: Evidence) -> Evidence | None:
 
 DRAWS_UNKNOWN = 0.9
 """The most that "clean" is sure without a model: how the tokens were drawn is in no log-prob."""
+
+
+def with_verdict(report: Report) -> Report:
+    """The report with the verdict of its causes: the first; "unknown" where that is the trainer's updates, and d, which
+    is larger, has no cause.
+    """
+    first, evidence = report.causes[0], report.evidence
+    verdict, sure = first.cause, first.confidence
+    if CAUSES[verdict].stage == "updates" and report.d_unexplained and evidence.gap > evidence.moved:
+        verdict, sure = without_cause(evidence)
+    return dataclasses.replace(report, verdict=verdict, confidence=sure)
 
 
 def without_cause(left: Evidence) -> tuple[str, float]:

@@ -13,7 +13,7 @@ from offcorr.diagnose.causes.policies import EARLIER, FAR, repeats_itself
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.unlogged import SELECTED
 from offcorr.diagnose.causes.versions import same_version
-from offcorr.diagnose.diagnosis import Report, without_cause
+from offcorr.diagnose.diagnosis import Report, with_verdict, without_cause
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import HIDDEN_BY_DROPOUT, open_questions
 from offcorr.diagnose.rescore import (
@@ -175,10 +175,10 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if part < 1:
         causes.sort(key=lambda one: -one.share)
         cannot_tell.append(OTHER_STEPS.format(steps_in_words(rescored.steps)))
-    verdict, sure = report.verdict, report.confidence
     if causes:
-        verdict, sure = causes[0].cause, causes[0].confidence
-    elif report.causes:
+        return with_verdict(dataclasses.replace(report, causes=causes, cannot_tell=cannot_tell))
+    verdict, sure = report.verdict, report.confidence
+    if report.causes:
         verdict, sure = without_cause(report.evidence)
     if verdict == "clean":  # a transform that is nearly found makes it less so
         sure = min(without_cause(report.evidence)[1], _odds(rescored.threshold - rescored.best_drawn[1]))

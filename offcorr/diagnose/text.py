@@ -65,33 +65,37 @@ UNSURE = 0.5
 
 def headline(report: Report) -> str:
     """The verdict in one line."""
-    if report.causes:
+    if report.verdict in {one.cause for one in report.causes}:
         count = len(report.causes) - 1
         more = f"; {count} more cause{'s' * (count > 1)} below" if count else ""
-        of_d = next((one for one in report.causes if one.of_d), None)
+        of_d = next((one for one in report.causes if one.part_of_d), None)
         if of_d is not None and not report.causes[0].of_d:
             of = ", and it may as well be another" * (of_d.confidence <= UNSURE)
             more += f", of the gap d itself: {of_d.cause} (confidence {of_d.confidence:.2f}{of})"
-        left = _unexplained(report)
-        more += f"; {left:.0%} of the mean |d| is not accounted for" * (left > MOST)
+        if report.d_unexplained:
+            more += f"; no known cause fits the gap d itself, {report.numbers['abs_mean']:.2g} nats"
+        else:
+            left = _unexplained(report)
+            more += f"; {left:.0%} of the mean |d| is not accounted for" * (left > MOST)
         unsure = ": it may as well be another, see what these data cannot tell" * (report.confidence <= UNSURE)
         return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}{unsure}){more}"
     said = {
         "clean": "the log-probs of trainer and sampler agree",
         "unknown": "trainer and sampler disagree, and no known cause fits",
     }
-    return f"{report.verdict}: {said[report.verdict]} (confidence {report.confidence:.2f})"
+    more = "; below, the trainer's own updates, which are smaller" * bool(report.causes)
+    return f"{report.verdict}: {said[report.verdict]} (confidence {report.confidence:.2f}){more}"
 
 
 def to_do(report: Report) -> list[str]:
-    """Sentences about what was checked and what to do next, where no cause was found.
+    """Sentences about what was checked and what to do next, where no cause was found, or none of d.
 
     >>> from offcorr.diagnose import Record, diagnose
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1, -2], "logp": [-1, -2.0000001]}] * 40
     >>> to_do(diagnose(map(Record.of, rows)))[1]
     'To do: nothing about the log-probs. A correction for the engine is not needed for data like these.'
     """
-    if report.causes:
+    if report.causes and not report.d_unexplained:
         return []
     checked = f"Checked: {len(CAUSES)} causes."
     if report.verdict == "clean":
@@ -107,7 +111,8 @@ def to_do(report: Report) -> list[str]:
             )
         return [f"{checked} {floor}", nothing]
     return [
-        f"{checked} None explains a difference of {report.numbers['abs_mean']:.2g} nats per token.",
+        f"{checked} None explains {'d, ' * bool(report.causes)}a difference of {report.numbers['abs_mean']:.2g} nats "
+        "per token.",
         f"To do: {_further(report)}; or give --model, the trainer's model, which scores some sequences again under one "
         "hypothesis after the other.",
     ]
@@ -204,7 +209,7 @@ def _numbered(place: int, finding: Finding) -> str:
 
 def how_sure(finding: Finding) -> str:
     """The confidence in a cause, and its share of mean |d|; of updates and of what neither side logs, d has none."""
-    of_gap = CAUSES[finding.cause].stage != "unlogged" and finding.of_d and finding.share >= 0.005
+    of_gap = finding.part_of_d and finding.share >= 0.005
     bound = "up to " * finding.at_most + "at least " * finding.at_least
     share = f", explains {bound}{finding.share:.0%} of the mean |d|" if of_gap else ""
     return f"confidence {finding.confidence:.2f}{share}"
@@ -216,7 +221,7 @@ MOST = 0.5
 
 def _unexplained(report: Report) -> float:
     """The share of the mean |d| that the causes leave; 0 where none of them is of it."""
-    shares = [one.share for one in report.causes if CAUSES[one.cause].stage != "unlogged" and one.of_d]
+    shares = [one.share for one in report.causes if one.part_of_d]
     return 1 - sum(shares) if shares else 0.0
 
 

@@ -98,7 +98,7 @@ def test_json(dumps, capsys, name):
     code, out, err = run(capsys, dumps / f"{name}.jsonl", "--json")
     found = json.loads(out, parse_constant=lambda value: pytest.fail(f"{value} is no JSON"))
     assert code == 0 and err == ""
-    assert set(found) == {"verdict", "confidence", "causes", "cannot_tell", "numbers", "warnings"}
+    assert set(found) == {"verdict", "confidence", "causes", "d_unexplained", "cannot_tell", "numbers", "warnings"}
     assert found["verdict"] == name and 0.5 <= found["confidence"] <= 1
     for cause in found["causes"]:
         numbers = {"confidence", "statistic", "se", "threshold", "share", "at_most", "at_least", "of_d"}

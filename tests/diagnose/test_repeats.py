@@ -10,7 +10,9 @@ import pytest
 from offcorr.diagnose import Evidence, diagnose
 from offcorr.diagnose.causes.policies import repeatable
 from offcorr.diagnose.causes.profile import Profile
-from tests.diagnose.simulated import World, each_time, noise, positions, world
+from offcorr.diagnose.text import headline, text
+from tests.diagnose.simulated import World, each_time, moved, noise, positions, world
+from tests.diagnose.test_command import run, written
 
 
 def apart(records):
@@ -38,6 +40,20 @@ def test_a_difference_that_fades_has_no_name_without_repeated_contexts(trainer, 
     report = diagnose(apart(records))
     assert report.verdict == "unknown"
     assert any("dropout" in said for said in report.cannot_tell)
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(1.0, "unknown"), (0.3, "policy_updates")])
+def test_a_gap_without_a_cause_is_said_beside_the_trainers_own_updates(size, verdict, tmp_path, capsys):
+    """The updates are no part of d, so d is as unexplained as without them."""
+    records = apart(World(trainer=noise(size, where=fade), edits=[moved]).records())
+    report = diagnose(records)
+    assert (report.verdict, [one.cause for one in report.causes]) == (verdict, ["policy_updates"])
+    assert report.d_unexplained and report.as_dict()["d_unexplained"]
+    said = " ".join(text(report).split())
+    assert ("no known cause fits the gap d itself, 0.067 nats" in headline(report)) == (verdict == "policy_updates")
+    assert f"None explains d, a difference of {report.numbers['abs_mean']:.2g} nats per token. To do: dump" in said
+    dump = written(tmp_path / "dump.jsonl", records)
+    assert run(capsys, dump, "--fail-on", "unknown")[0] == 3
 
 
 def test_dropout_in_few_tokens_is_not_taken_for_older_weights():

@@ -141,6 +141,11 @@ class Finding:
     of_d: bool = True
     at_least: bool = False
 
+    @property
+    def part_of_d(self) -> bool:
+        """Whether it explains a part of mean |d|; the trainer's updates and what neither side logs do not."""
+        return self.of_d and CAUSES[self.cause].stage != "unlogged"
+
     def as_dict(self) -> Mapping[str, Any]:
         """For JSON."""
         return asdict(self)
