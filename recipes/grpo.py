@@ -635,9 +635,9 @@ WEIGHT = {
 every step, and is not shown."""
 
 CAPTION = (
-    "Accuracies: of --eval_size new samples each (of 256: +- .03, of 32: +- .09). All else: "
-    "means over the run. ESS: effective sample size, 1 where all count alike. Multiplier, tokens and their ESS: of "
-    "those with an advantage; damped, amplified: by more than 1 %."
+    "Accuracies: of --eval_size new samples each (of 256: +- .03, of 32: +- .09). All else: means over the run. ESS: "
+    "effective sample size, 1 where all count alike, of the updates between two logs. Multiplier, tokens and their "
+    "ESS: of those with an advantage; damped, amplified: by more than 1 %."
 )
 ALIKE = "A prompt has no advantage where its samples all got one reward."
 KEYS = "More: `offcorr metrics KEY`, KEY in the last column."

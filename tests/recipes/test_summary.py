@@ -70,7 +70,7 @@ def test_the_summary_says_what_the_correction_did():
         "prompts without advantage 0.12",
     ):
         assert row in said
-    assert "ESS: effective sample size, 1 where all count alike" in said and len(grpo.CAPTION) < 270
+    assert "ESS: effective sample size, 1 where all count alike" in said and len(grpo.CAPTION) < 300
     assert "correction none" not in said and "factor on the learning rate" not in said
     assert "factor on the learning rate 0.50" in shown(history(lr_scale=0.5))
 
