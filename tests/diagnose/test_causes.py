@@ -807,6 +807,8 @@ def test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision(ent
     assert asked["int4"] and not (entropy and asked["a temperature that one"])
     beside = "temperature" in {one.cause for one in report.causes}
     assert entropy or asked["a temperature that one"] or beside
+    hidden = any("older weights beside a temperature" in one for one in report.cannot_tell)
+    assert hidden == (entropy and not beside)
     older = [dataclasses.replace(one, rollout_version=3, trainer_version=19) for one in made.records()]
     report = diagnose(older)
     assert any("int4" in one for one in report.cannot_tell)  # versions of one age say nothing of d
@@ -814,6 +816,15 @@ def test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision(ent
     # Where old_logp is of the weights that sampled, the lag is in another difference, and says nothing of d.
     moved = [dataclasses.replace(one, logp=one.old_logp - 3.0) for one in older]
     assert any("int4" in one for one in diagnose(moved).cannot_tell)
+
+
+def test_another_prompt_is_no_surer_than_a_temperature_near_0():
+    made = world(seed=2)
+    made.sampler = lambda logits, world: logits / 0.1
+    report = diagnose(made.records())
+    assert (report.verdict, report.confidence) == ("chat_template", 0.5)
+    assert any("a temperature near 0" in one for one in report.cannot_tell)
+    assert not any("near 0" in one for one in diagnose(world("chat_template").records()).cannot_tell)
 
 
 def test_another_prompt_is_no_surer_than_a_coarse_precision():

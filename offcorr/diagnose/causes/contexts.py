@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import Alternative, Cause, Found
+from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.policies import (
     ALIKE,
     COARSE_PRECISION,
@@ -198,6 +198,7 @@ class ChatTemplate(Cause):
             "score one sequence by hand on both sides",
             settled=lambda evidence: not not_drawn_so(evidence),
         ),
+        NEARLY_GREEDY,
     )
 
     def found(self, evidence: Evidence) -> Found | None:

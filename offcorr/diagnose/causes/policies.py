@@ -418,6 +418,12 @@ class StaleWeights(Cause):
         ),
         COARSE_PRECISION,
         OTHER_TEMPERATURE,
+        Alternative(
+            "older weights beside a temperature, as the two move the surprisal balance in opposite directions",
+            "compare the temperatures of both sides, or give --model",
+            settled=lambda evidence: not OTHER_TEMPERATURE.settled(evidence) or _of_the_age(evidence),
+            cause="temperature",
+        ),
         OTHER_TRANSFORM._replace(settled=age_shows),
         Alternative(
             "the trainer's own updates on the batch, where the log-prob that it logged is of after them",
@@ -549,7 +555,6 @@ def _other_weights(evidence: Evidence) -> Found | None:
         f"; the mean d of each token id in one half of the sequences correlates by {drift.value:.2f} with that in the "
         "other half, so d is no noise"
     )
-    told = OTHER_TEMPERATURE.settled(evidence) and lag_in_d(evidence) and not _moves_little(evidence)
     surest = ALSO_OLDER if loses_mass(evidence, SIGNIFICANT) or not age_shows(evidence) else 1.0
     return Found(
         profile.mean,
@@ -558,8 +563,13 @@ def _other_weights(evidence: Evidence) -> Found | None:
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to {MOSTLY} that "
         f"rounding to bf16 or int8 mostly makes{profile.course}{said if shared else ''}",
-        surest=surest if told else UNSURE,
+        surest=surest if _of_the_age(evidence) else UNSURE,
     )
+
+
+def _of_the_age(evidence: Evidence) -> bool:
+    """Whether d is of older weights, by the versions or its growth, and no temperature explains it."""
+    return OTHER_TEMPERATURE.settled(evidence) and lag_in_d(evidence) and not _moves_little(evidence)
 
 
 LITTLE = 0.2
