@@ -62,7 +62,10 @@ class Arguments(GRPOConfig):
     model: str = field(default="toy", metadata={"help": "toy, a local folder, or any hub name"})
     task: str = field(
         default="toy",
-        metadata={"help": "toy, a reasoning-gym name, a hub dataset such as openai/gsm8k, or a .jsonl file"},
+        metadata={
+            "help": "toy, a reasoning-gym name, a hub dataset such as openai/gsm8k, or a .jsonl file; the rows of the "
+            "last two have the fields question and answer"
+        },
     )
     sampler: str = field(
         default="local",
@@ -155,6 +158,13 @@ class Arguments(GRPOConfig):
         if self.task.endswith(".jsonl"):
             if not Path(self.task).is_file():
                 raise ValueError(f"task is {self.task!r}, which is not a file")
+            with open(self.task, encoding="utf-8") as file:
+                first = next((line for line in file if line.strip()), "{}")
+            try:
+                row = json.loads(first)
+            except ValueError as error:
+                raise ValueError(f"task is {self.task!r}, whose first line is no JSON: {error}") from error
+            check_fields(self.task, row if isinstance(row, dict) else {})
         elif self.task != "toy" and "/" not in self.task:
             from reasoning_gym.factory import DATASETS
 
@@ -315,9 +325,21 @@ def load_task(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> Task:
     return reasoning_gym_task(args, as_prompt)
 
 
+def check_fields(task: str, names: Iterable[str]) -> None:
+    """Raises ``ValueError`` where a data set lacks a field of ``math_task``."""
+    if missing := sorted({"question", "answer"} - set(names)):
+        raise ValueError(f"task is {task!r}, whose rows have no {' and no '.join(missing)}, but {', '.join(names)}")
+
+
 def math_task(train: datasets.Dataset, test: datasets.Dataset, args: Arguments, as_prompt: Callable) -> Task:
-    """``question`` and ``answer`` columns; the last number or boxed expression is checked with math-verify."""
+    """``question`` and ``answer`` columns; the last number or boxed expression is checked with math-verify.
+
+    Raises:
+        ValueError: a column is missing.
+    """
     from math_verify import parse, verify
+
+    check_fields(args.task, train.column_names)
 
     def prepare(rows: datasets.Dataset, size: int) -> datasets.Dataset:
         rows = rows.select(range(min(size, len(rows))))

@@ -1153,7 +1153,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: older weights are as sure where another prompt may be the cause",
         "offcorr/diagnose/causes/policies.py",
-        "surest=surest if told else UNSURE,",
+        "surest=surest if _of_the_age(evidence) else UNSURE,",
         "surest=surest,",
         "tests/diagnose/test_causes.py::test_older_weights_by_their_size_alone_are_no_surer_than_another_prompt",
     ),
@@ -1265,7 +1265,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: the headline is silent on what no cause explains",
         "offcorr/diagnose/text.py",
-        "* (left > MOST)",
+        "* (left > MOST and not bounded)",
         "* (left > 1)",
         "tests/diagnose/test_text.py upper_bound",
     ),
@@ -1590,6 +1590,34 @@ MUTATIONS = [
         'named |= {"unknown"} if report.d_unexplained else set()',
         "pass",
         "tests/diagnose/test_repeats.py::test_a_gap_without_a_cause_is_said_beside_the_trainers_own_updates",
+    ),
+    Mutation(
+        "diagnose: one sequence that fits again by chance shows other text",
+        "offcorr/diagnose/causes/values.py",
+        "moved = len(slips) >= max(2, FIT_AGAIN * len(firsts))",
+        "moved = bool(slips)",
+        "tests/diagnose/test_causes.py::test_one_sequence_that_fits_again_by_chance_shows_no_other_text",
+    ),
+    Mutation(
+        "diagnose: a growing rounding is older weights where the lag is elsewhere",
+        "offcorr/diagnose/causes/policies.py",
+        "return found._replace(sentence=said, surest=0.5) if _age_elsewhere(evidence) else None",
+        "return None",
+        "tests/diagnose/test_steps.py::test_a_small_gap_that_grows_is_no_precision",
+    ),
+    Mutation(
+        "diagnose: a temperature takes a truncation's share",
+        "offcorr/diagnose/causes/sampling.py",
+        "share=_share_beside_truncation(evidence, rest.gap) if _below_1(evidence) else None,",
+        "share=None,",
+        "tests/diagnose/test_causes.py::test_a_temperature_leaves_room_for_a_truncation_besides",
+    ),
+    Mutation(
+        "diagnose: a penalty of few ids is as sure as one of most",
+        "offcorr/diagnose/causes/sampling.py",
+        "< UNPENALISED and typical >= MOST_PENALISED else",
+        "< UNPENALISED else",
+        "tests/diagnose/test_causes.py::test_a_penalty_that_is_hardly_there_for_the_typical_id_is_unsure",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3053,8 +3081,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a few tokens that updates rewarded are a penalty",
         "offcorr/diagnose/causes/sampling.py",
-        "- new.mean() < 0.5 * difference:",
-        "- new.mean() < -0.5 * difference:",
+        "FEW_REWARDED, MOST_PENALISED = 0.3, 0.5",
+        "FEW_REWARDED, MOST_PENALISED = -9.0, 0.5",
         "tests/diagnose/test_causes.py rewarded_a_token_of_the_prompt",
     ),
     Mutation(

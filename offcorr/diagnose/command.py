@@ -135,6 +135,8 @@ def _check(options: argparse.Namespace) -> None:
         if path.is_dir() and not any(file.is_file() for file in path.rglob("*")):
             raise ValueError(f"the folder {path} has no file in it. {TO_DUMP.format(path)}")
     html: Path | None = options.html
+    if options.overwrite and html is None:
+        raise ValueError("--overwrite is given without --html, whose file it replaces")
     if html is not None:
         require("--html", ["matplotlib"], install="pip install matplotlib")
         if html.is_dir():

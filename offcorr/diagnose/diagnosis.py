@@ -356,6 +356,7 @@ def _finding(cause: Cause, found: Found, share: float, of_steps: str) -> Finding
         cause.advice,
         found.at_most or (cause.stage == "policies" and found.share is None),
         found.of_d,
+        found.at_least,
     )
 
 

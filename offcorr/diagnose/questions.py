@@ -14,7 +14,7 @@ from offcorr.diagnose.causes.policies import (
     repeats_itself,
     updated,
 )
-from offcorr.diagnose.causes.sampling import loses_mass
+from offcorr.diagnose.causes.sampling import loses_mass, loses_more
 from offcorr.diagnose.causes.truncation import TRUNCATIONS
 from offcorr.diagnose.causes.values import FEWEST, zeros_of_truncation
 from offcorr.diagnose.causes.versions import VERSIONS
@@ -165,7 +165,7 @@ def _unexplained(evidence: Evidence, named: Sequence[str]) -> str:
 def _lost(evidence: Evidence, named: Sequence[str]) -> bool:
     """Whether the mean ratio is below 1, and no cause was found that lowers it."""
     others = {id for id in named if CAUSES[id].stage in ("values", "sampling")} - {"temperature", "repetition_penalty"}
-    return not others and loses_mass(evidence)
+    return not others and loses_more(evidence)
 
 
 def _repeated_contexts(evidence: Evidence) -> str:

@@ -76,7 +76,8 @@ def headline(report: Report) -> str:
             more += f"; no known cause fits the gap d itself, {report.numbers['abs_mean']:.2g} nats"
         else:
             left = _unexplained(report)
-            more += f"; {left:.0%} of the mean |d| is not accounted for" * (left > MOST)
+            bounded = any(one.at_least for one in report.causes)
+            more += f"; {left:.0%} of the mean |d| is not accounted for" * (left > MOST and not bounded)
         unsure = ": it may as well be another, see what these data cannot tell" * (report.confidence <= UNSURE)
         return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}{unsure}){more}"
     said = {

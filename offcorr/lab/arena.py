@@ -410,6 +410,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         grid = _grid(options)
         check_writable("--folder", options.folder)
+        results.check_overwrite(options.overwrite, output=options.output)
         output = results.free(options.output or options.folder / "report.json", options.overwrite or not options.output)
         require("offcorr bench arena", RECIPE_NEEDS, extra="recipes")
     except (ValueError, ImportError) as error:

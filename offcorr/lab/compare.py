@@ -240,6 +240,7 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     try:
         setting = _setting(options)
+        results.check_overwrite(options.overwrite, output=options.output)
         results.check_picture("--output", options.output)
         if options.output is not None:
             results.free(options.output, options.overwrite)

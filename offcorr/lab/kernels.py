@@ -303,6 +303,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         if value < 1:
             raise ValueError(f"{name if name[0] == '-' else '--head ' + name} is {value}, expected at least 1")
     methods = compare.named_methods(options.methods or METHODS)
+    results.check_overwrite(options.overwrite, output=options.output)
     if options.output is not None:
         results.free(options.output, options.overwrite)
     setting = {"device": device, "head": list(size), "rounds": options.rounds, "threads": options.threads}

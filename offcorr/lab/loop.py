@@ -450,6 +450,7 @@ def run(options: argparse.Namespace) -> int:
         methods = compare.named_methods(plan.specs)
         if options.processes < 1:
             raise ValueError(f"--processes is {options.processes}, expected at least 1")
+        results.check_overwrite(options.overwrite, output=options.output, picture=options.picture)
         results.check_picture("--picture", options.picture)
         for option, path in (("--output", options.output), ("--picture", options.picture)):
             if path is not None:

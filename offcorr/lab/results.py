@@ -69,6 +69,18 @@ def free(path: Path, overwrite: bool, option: str = "--output") -> Path:
     return path
 
 
+def check_overwrite(overwrite: bool, **files: Path | None) -> None:
+    """Raises ``ValueError`` where ``--overwrite`` is given without a file that it may replace.
+
+    >>> check_overwrite(True, output=None, picture=None)
+    Traceback (most recent call last):
+    ValueError: --overwrite is given without --output or --picture, whose file it replaces
+    """
+    if overwrite and not any(files.values()):
+        named = " or ".join(f"--{name}" for name in files)
+        raise ValueError(f"--overwrite is given without {named}, whose file it replaces")
+
+
 def check_picture(option: str, path: Path | None) -> None:
     """Raises ``ValueError`` where no picture can be drawn to the path that was given for ``option``."""
     if path is None:

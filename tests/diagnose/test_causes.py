@@ -12,6 +12,7 @@ from offcorr.diagnose.causes import policies, values
 from offcorr.diagnose.causes.base import confidence
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.evidence import mean_by_sequence
+from offcorr.diagnose.text import headline
 from offcorr.lab import mismatch
 from tests.diagnose import simulated
 from tests.diagnose.simulated import World, min_p, noise, nucleus, top_k, world
@@ -525,6 +526,21 @@ def test_tokens_that_a_policy_gave_up_are_no_sure_other_text():
     assert found.confidence > 0.9 and "given up" not in found.evidence
 
 
+def test_one_sequence_that_fits_again_by_chance_shows_no_other_text():
+    moved = world("retokenised", sequences=32)
+    moved.trainer = simulated.noise(0.05, shared=True)
+    records = moved.records()
+    old = records[1].rollout_logp.copy()
+    old[20:-1] = old[21:]  # the only one whose log-probs fit when they are moved
+    (found,) = (
+        one
+        for one in diagnose([records[0], dataclasses.replace(records[1], old_logp=old), *records[2:]]).causes
+        if one.cause == "retokenised"
+    )
+    assert "in 1 of them the sampler's log-probs fit again" in found.evidence
+    assert found.confidence <= 0.65 and "may have given up such tokens" in found.evidence
+
+
 def test_a_temperature_that_leaves_a_fiftieth_is_unsure():
     """Updates that sharpened a small policy have left .98 of the spread of d to a temperature."""
     report = diagnose(list(sharper(0.08)))
@@ -666,6 +682,40 @@ def test_updates_that_rewarded_a_token_of_the_prompt_are_no_sure_penalty(rewarde
     if found:
         assert found[0].confidence <= 0.65
         assert any("rewarded tokens of the prompt" in one for one in report.cannot_tell)
+
+
+def test_a_penalty_that_is_hardly_there_for_the_typical_id_is_unsure():
+    """Where tokens that were seen compete with each other, as in a small model, a penalty moves some of them little."""
+    little = []
+    for one in world("repetition_penalty", sequences=64).records():
+        some = one.completion_ids % 5 < 3
+        fewer = np.where(some & (one.old_logp > one.rollout_logp), one.old_logp + 0.12, one.rollout_logp)
+        little.append(dataclasses.replace(one, rollout_logp=fewer))
+    report = diagnose(little)
+    assert (report.verdict, report.confidence) == ("repetition_penalty", 0.5)
+    whole = diagnose(world("repetition_penalty", sequences=64).records())
+    assert whole.confidence == 0.65 and "accounted" not in headline(whole)  # its share is a lower bound
+
+
+def test_a_penalty_is_asked_about_beside_weights_that_changed():
+    (asked,) = (one for one in CAUSES["weights_swapped"].not_told_from if "repetition_penalty" in one.words)
+    assert not asked.settled(Evidence.of(world("repetition_penalty").records()))
+    assert asked.settled(Evidence.of(world("weights_swapped").records()))
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_a_temperature_leaves_room_for_a_truncation_besides(entropy):
+    """The fit of the temperature takes the truncation, of which the mean ratio tells."""
+    made = World(sequences=128, entropy=entropy)
+    made.sampler = lambda logits, world: simulated.nucleus(0.8)(logits / 1.4, world)
+    report = diagnose(made.records())
+    found = {one.cause: one for one in report.causes}["temperature"]
+    truncated = -np.log(report.numbers["ratio_mean"]) / report.numbers["abs_mean"]
+    assert found.confidence > 0.7 and found.share <= 1 - truncated < 0.9
+    assert any("(top_p, top_k, min_p)" in one for one in report.cannot_tell)
+    alone = World(sequences=128, entropy=entropy, seed=1)
+    alone.sampler = lambda logits, world: logits / 1.4
+    assert not any("(top_p, top_k, min_p)" in one for one in diagnose(alone.records()).cannot_tell)
 
 
 def test_differences_of_one_sign_are_no_rounding():
@@ -1493,6 +1543,7 @@ def test_without_entropy_divided_log_probs_are_no_temperature(divisor):
     records = [dataclasses.replace(one, entropy=None) for one in with_values(world().records(), lambda x: x / divisor)]
     report = diagnose(records)
     assert report.verdict == "unnormalised" and report.confidence > 0.9
+    assert "the probabilities of one side" in report.causes[0].evidence  # of which, d does not say
 
 
 def test_a_division_is_unsure_where_the_difference_is_not_proportional():

@@ -249,6 +249,7 @@ def test_html_in_the_place_of_something_else(dumps, capsys, tmp_path):
     missing = tmp_path / "none.jsonl"
     assert "does not exist" in refused(capsys, missing, "--html", tmp_path / "folder" / "report.html")
     assert "expected a file" in refused(capsys, missing, "--html", tmp_path, "--overwrite")
+    assert "--overwrite is given without --html" in refused(capsys, missing, "--overwrite")
     dump = written(tmp_path / "dump.jsonl", world("clean").records())
     before = dump.read_bytes()
     assert "a file of the dump" in refused(capsys, dump, "--html", dump, "--overwrite")

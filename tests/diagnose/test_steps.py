@@ -79,6 +79,11 @@ def test_a_small_gap_that_grows_is_no_precision(agree, steps):
         for record in steps_of(*growing)
     ]
     assert diagnose(aged).verdict == "stale_weights"
+    # Where logp is further from old_logp, as under a snapshot, the age is in that difference.
+    report = diagnose([dataclasses.replace(record, logp=record.old_logp - 0.5) for record in aged])
+    (found,) = (one for one in report.causes if one.cause != "policy_updates")
+    assert (found.cause, found.confidence) == ("precision", 0.5) and "weights does that grow" in found.evidence
+    assert any("precision or an update that did not reach the sampler" in one for one in report.cannot_tell)
 
 
 @pytest.mark.parametrize(

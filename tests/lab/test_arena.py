@@ -134,6 +134,7 @@ def test_the_pictures_are_drawn_without_the_methods_that_have_no_run(tmp_path):
         (["--quick", "--grid", "gpu"], "leave one out"),
         (["--config", "gsm9k"], "--config is 'gsm9k', which is not a file; expected one, or one of ctpo, gsm8k"),
         (["--output", __file__], "exists; choose another --output, or allow it with --overwrite"),
+        (["--overwrite"], "--overwrite is given without --output, whose file it replaces"),
     ],
 )
 def test_a_wrong_flag_is_named_before_anything_runs(flags, said, tmp_path, monkeypatch, capsys):

@@ -27,6 +27,7 @@ class Found(NamedTuple):
         share: of the mean |d|, what the cause explains; None: the part that is missing in ``left``.
         surest: the confidence at most, where another cause can leave the same.
         at_most: the share is that of a fit, which takes some of what other causes leave.
+        at_least: it is that of a fit which removes a part of what the cause makes.
         of_d: False: the cause leaves a difference of ``logp`` and ``old_logp``, which the share compares with d.
         of_zeros: it is read of log-probs that are exactly 0, as those of tokens are that a truncation leaves alone.
     """
@@ -40,6 +41,7 @@ class Found(NamedTuple):
     share: float | None = None
     surest: float = 1.0
     at_most: bool = False
+    at_least: bool = False
     of_d: bool = True
     of_zeros: bool = False
 
@@ -123,7 +125,8 @@ class Finding:
         statistic, se, threshold: of the test that found it.
         share: of the mean |d|, what this cause explains.
         at_most: the share is an upper bound: the cause was put down for all that others leave, or fits some of it.
-        at_least: it is a lower bound: where d is below 0 a truncation hides what this cause makes.
+        at_least: it is a lower bound: where d is below 0 a truncation hides what this cause makes, or the cause's fit
+            removes a part of it.
         of_d: False: it is of no d, but of ``logp`` and ``old_logp``.
         title, evidence, advice: in words.
     """

@@ -40,6 +40,11 @@ NOT_SYNCED = Alternative(
     settled=lambda evidence: not same_version(evidence) or before_any_update(evidence),
 )
 
+CHANGED_WITHIN = Alternative(
+    "weights that changed within the sequences (weights_swapped)",
+    "see whether running requests go on while new weights are loaded",
+)
+
 OLD_CACHE = Alternative(
     "a prompt that was read with older weights (stale_prefix_cache)", "give --model and an earlier --checkpoint"
 )
@@ -288,10 +293,7 @@ class TruncatedPrompt(Cause):
         Alternative("another prompt of the same length (chat_template)", "compare their prompt ids"),
         OLD_CACHE,
         OLDER_WEIGHTS,
-        Alternative(
-            "weights that changed within the sequences (weights_swapped)",
-            "see whether running requests go on while new weights are loaded",
-        ),
+        CHANGED_WITHIN,
         NOT_SYNCED,
     )
 
@@ -335,6 +337,7 @@ class StalePrefixCache(Cause):
         Alternative("weights that are a little older, or an fp8 cache", "compare with a run without prefix caching"),
         Alternative("a shorter or other prompt on one side", "give --model and an earlier --checkpoint"),
         NOT_SYNCED,
+        CHANGED_WITHIN,
     )
 
     def found(self, evidence: Evidence) -> Found | None:

@@ -7,7 +7,16 @@ import numpy as np
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import at_first, growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
-from offcorr.diagnose.causes.sampling import ENOUGH_FOR_A_FIT, OTHER_TRANSFORM, SIGNIFICANT, away, loses_mass, power
+from offcorr.diagnose.causes.sampling import (
+    ENOUGH_FOR_A_FIT,
+    OTHER_TRANSFORM,
+    PENALISED,
+    SIGNIFICANT,
+    at_seen_tokens,
+    away,
+    loses_mass,
+    power,
+)
 from offcorr.diagnose.causes.values import GROSS
 from offcorr.diagnose.causes.versions import (
     VERSIONS,
@@ -295,6 +304,11 @@ class WeightsSwapped(Cause):
         Alternative("a prompt that was read with older weights", "give --model and an earlier --checkpoint"),
         OTHER_IDS,
         OTHER_PROMPT,
+        Alternative(
+            "a penalty on tokens that stood before (repetition_penalty, presence_penalty, frequency_penalty)",
+            "read the engine's sampling options, or give --model",
+            settled=lambda evidence: (apart := at_seen_tokens(evidence)) is None or abs(apart.z) < PENALISED,
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -434,7 +448,7 @@ class StaleWeights(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        if older(evidence) and (growing := _growing(evidence)):
+        if lag_by_versions(evidence) and (growing := _growing(evidence)):
             return growing
         return None if never_updated(evidence) or before_any_update(evidence) else _other_weights(evidence)
 
@@ -644,6 +658,11 @@ class PrecisionOf(Cause):
             settled=lambda evidence: not _coarse_from_the_start(evidence),
         ),
         OTHER_PROMPT._replace(settled=lambda evidence: not _coarse_from_the_start(evidence)),
+        Alternative(
+            "an update that did not reach the sampler, whatever the versions say",
+            "score one known sequence with the engine after a sync, or give --model",
+            settled=lambda evidence: not (_age_elsewhere(evidence) and small_growth(evidence)),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -651,12 +670,26 @@ class PrecisionOf(Cause):
             said = "; it was there before any update, at version 0, so none is missing, and int4 rounds as coarsely"
             return coarse._replace(margin=0.0, sentence=coarse.sentence + said)
         above, below = float(np.maximum(evidence.d, 0).sum()), float(np.maximum(-evidence.d, 0).sum())
-        if small_growth(evidence) or above < ONE_SIGN * below:  # as of a sampler that forbids a few unlikely tokens
-            return None
         found = _as_rounding(evidence)
-        if found is None or not differs_by_itself(evidence):
-            return found
-        return found._replace(surest=0.5)  # a little dropout is as likely
+        if found is None or above < ONE_SIGN * below:  # as of a sampler that forbids a few unlikely tokens
+            return None
+        if grown := small_growth(evidence):
+            said = found.sentence + GROWS_WITH_WEIGHTS.format(*grown)
+            return found._replace(sentence=said, surest=0.5) if _age_elsewhere(evidence) else None
+        return found._replace(surest=0.5) if differs_by_itself(evidence) else found  # a little dropout is as likely
+
+
+GROWS_WITH_WEIGHTS = (
+    "; it grows over the optimizer steps, from {:.2g} to {:.2g}, as the rounding of weights does that grow, or as "
+    "updates do that do not reach the sampler"
+)
+
+
+def _age_elsewhere(evidence: Evidence) -> bool:
+    """Whether logged versions say that the sampler's weights are older, and d is not of that age: ``logp`` is further
+    from ``old_logp``, as where that is of the weights that sampled, or samples without an age show a gap, too.
+    """
+    return older(evidence) and not lag_by_versions(evidence)
 
 
 def _may_be_no_update(evidence: Evidence) -> bool:

@@ -35,7 +35,11 @@ class Unnormalised(Cause):
     id = "unnormalised"
     stage = "sampling"
     title = "log-probs divided by the temperature after the softmax"
-    advice = f"divide the logits by the temperature before log_softmax, not the log-probs after it: {PROCESSED}"
+    advice = (
+        "find the side that does so, by the probabilities of all tokens after one prefix, which have to sum to 1 (a "
+        "scoring function of the trainer, or a client of the engine), and divide the logits by the temperature there, "
+        f"before log_softmax; {PROCESSED}"
+    )
     not_told_from = (
         Alternative(
             "another change of one side's log-probs after the softmax, such as a number that is added to "
@@ -65,16 +69,16 @@ class Unnormalised(Cause):
         uncertain = evidence.trainer < -0.5
         if not uncertain.any() or (evidence.size[uncertain] > evidence.floor).mean() < 0.9:  # it changes all of them
             return None
-        more = "more" if d.mean() < 0 else "less"
-        unless = "" if proportional or more == "less" else ", unless it leaves out tokens that the trainer does not"
+        unless = "" if proportional or d.mean() > 0 else ", unless the sampler leaves out tokens"
         return Found(
             identity.value,
             identity.error,
             1.0,
             8.0,  # it precedes a temperature, which fits the same log-probs
-            f"d is {'above' if more == 'less' else 'below'} 0 at {_share(evidence, more == 'less'):.0%} of the tokens "
-            f"that differ: the sampler's probabilities, which are e to its log-probs, sum to {more} than 1 (the mean "
-            f"ratio e^d is {identity.value:.3f}){unless}",
+            f"d is {'above' if d.mean() > 0 else 'below'} 0 at {_share(evidence, bool(d.mean() > 0)):.0%} of the "
+            f"tokens that differ, and the mean ratio e^d is {identity.value:.3f}, where it is 1 for any two policies: "
+            f"the probabilities of one side, which are e to its log-probs, do not sum to 1{unless}; of which side, d "
+            "alone does not say",
             surest=1.0 if proportional else NOT_PROPORTIONAL,
         )
 
@@ -191,7 +195,8 @@ def loses_mass(evidence: Evidence, off: float = OFF) -> bool:
 
 
 OTHER_TRANSFORM = Alternative(
-    "another change of the logits that one side makes, such as a softcap, a clamp, a scale or a logit_bias",
+    "another change of the logits that one side makes, such as a softcap, a clamp, a scale, a logit_bias or a penalty "
+    "on repeated tokens",
     "compare how each side computes its logits, or give --model",
     settled=multiplies,
 )
@@ -247,6 +252,12 @@ class Temperature(Cause):
             "log-probs without the temperature that the engine samples at (raw_logprobs)",
             "compare the temperatures of both sides",
             settled=lambda evidence: abs(float(evidence.d.sum())) > DRAWN,
+        ),
+        Alternative(
+            "the same beside a truncation (top_p, top_k, min_p), a part of which the fit of a temperature takes: the "
+            "mean ratio e^d is below 1",
+            "read the engine's sampling options",
+            settled=lambda evidence: not _below_1(evidence) or loses_more(evidence),
         ),
     )
 
@@ -392,9 +403,40 @@ def _multiplied(evidence: Evidence, among: Factor, fit: Power, sampled_by_traine
         BESIDE_TRUNCATION if one_sign else margin,
         f"{_said(among)}; {_whose(sampled_by_trainer)}",
         rest,
+        share=_share_beside_truncation(evidence, rest.gap) if _below_1(evidence) else None,
         surest=UNKNOWN_DRAWS if abs(float(evidence.d.sum())) <= DRAWN else ONE_FACTOR_SURE,
         at_most=True,
     )
+
+
+def loses_more(evidence: Evidence) -> bool:
+    """Whether the mean ratio e^d is further below 1 than a temperature makes it.
+
+    A sampler that is sharper than the trainer hardly draws unlikely tokens, so that few carry the mean, and it has to
+    be further off.
+    """
+    among = factor(evidence)
+    return loses_mass(evidence, SIGNIFICANT if among is not None and among.alone and among.value < 1 else OFF)
+
+
+BELOW = 2.0
+"""Standard errors by which the mean ratio is below 1 where a truncation beside a temperature is asked about."""
+
+
+def _below_1(evidence: Evidence) -> bool:
+    """Whether the mean ratio e^d is below 1 at all, as it is seldom by chance."""
+    ratio = evidence.ratio_identity
+    return ratio.value - 1 < -BELOW * ratio.error
+
+
+def _share_beside_truncation(evidence: Evidence, left: float) -> float:
+    """The most that a temperature makes of the mean |d|, where a truncation makes a part that the fit takes, too.
+
+    A truncation that keeps a share m of the trainer's probability on average, as the mean ratio says, moves d by log m
+    on average, at least.
+    """
+    truncated = -np.log(evidence.ratio_identity.value)
+    return float(max(0.0, 1 - max(left, truncated) / evidence.gap))
 
 
 def _same_way(fitted: Estimate, among: Factor) -> bool:
@@ -455,8 +497,23 @@ ENOUGH_IDS = 5
 """Ids, three tokens of each at least, that tell a penalty on all that were seen from an update that rewarded a few."""
 
 
+FEW_REWARDED, MOST_PENALISED = 0.3, 0.5
+"""The effect on the typical id, as a share of that on all tokens that were seen: below the first an update rewarded a
+few ids, from the second on most are penalised, and between the two it may be either."""
+
+
 ABLE = -0.02
 """Log-prob up to which a token moves at all, whatever its past: one that is certain hardly does."""
+
+
+def at_seen_tokens(evidence: Evidence) -> Estimate | None:
+    """The mean d at tokens that stand earlier in the prompt or completion less that at new ones; None: few tokens."""
+    able = evidence.trainer < ABLE
+    seen, new = evidence.d[evidence.seen & able], evidence.d[~evidence.seen & able]
+    if min(len(seen), len(new)) < 16:
+        return None
+    error = float(np.sqrt(seen.var() / len(seen) + new.var() / len(new)))
+    return Estimate(float(seen.mean() - new.mean()), max(error, 1e-12))
 
 
 def _by_id(evidence: Evidence) -> Floats:
@@ -489,31 +546,31 @@ class RepetitionPenalty(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        able = evidence.trainer < ABLE
-        seen, new = evidence.d[evidence.seen & able], evidence.d[~evidence.seen & able]
-        if min(len(seen), len(new)) < 16 or evidence.gap < 0.003:
+        apart = at_seen_tokens(evidence)
+        if apart is None or apart.z < PENALISED or evidence.gap < 0.003:
             return None
-        difference = float(seen.mean() - new.mean())
-        error = float(np.sqrt(seen.var() / len(seen) + new.var() / len(new)))
+        able, difference = evidence.trainer < ABLE, apart.value
+        seen, new = evidence.d[evidence.seen & able], evidence.d[~evidence.seen & able]
         above = float(np.maximum(new, 0).sum() / max(np.abs(new).sum(), 1e-12))
-        z = difference / max(error, 1e-12)
-        if z < PENALISED or seen.mean() < 0 or above > 0.1:
+        if seen.mean() < 0 or above > 0.1:
             return None
         of_ids = _by_id(evidence)
-        if len(of_ids) >= ENOUGH_IDS and np.median(of_ids) - new.mean() < 0.5 * difference:
-            return None  # a few tokens that updates rewarded
+        typical = (np.median(of_ids) - new.mean()) / difference if len(of_ids) >= ENOUGH_IDS else 1.0
+        if typical < FEW_REWARDED:  # a few tokens that updates rewarded
+            return None
         surest = 1.0 if same_version(evidence) else ALSO_UPDATES
         after = np.where(evidence.seen, seen.mean(), new.mean()) * able
         left = evidence.unbalanced().explained(after)
         return Found(
             difference,
-            error,
-            PENALISED * error,
-            z / 8,
+            apart.error,
+            PENALISED * apart.error,
+            apart.z / 8,
             f"d is {seen.mean():+.3f} nats on average at tokens that stand earlier in the prompt or completion, and "
             f"{new.mean():+.3f} at new ones, where it is at most 0 for {1 - float((new > 1e-4).mean()):.0%} of them; "
             "the share that is explained is what these two means remove, and a penalty, which moves each context by "
             "another amount, makes more of d than that",
             left.with_floor(1.1 * left.gap),
-            surest=surest if _unpenalised(evidence) < UNPENALISED else AS_LIKELY,
+            surest=surest if _unpenalised(evidence) < UNPENALISED and typical >= MOST_PENALISED else AS_LIKELY,
+            at_least=True,
         )

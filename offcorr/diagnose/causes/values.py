@@ -476,6 +476,8 @@ class Retokenised(Cause):
             if slips
             else ""
         )
+        moved = len(slips) >= max(2, FIT_AGAIN * len(firsts))
+        sure = moved or before_size < AGREE
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence.records))),
@@ -484,9 +486,9 @@ class Retokenised(Cause):
             f"in {len(firsts)} of {len(evidence.records)} sequences the log-probs agree (mean |d| "
             f"{before_size:.2g} nats) up to a token that the trainer finds next to impossible, at index {min(firsts)} "
             f"to {max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}"
-            + ("" if slips or before_size < AGREE else MOVED),
+            + ("" if sure else MOVED),
             evidence.keep(~after),
-            surest=1.0 if slips or (len(firsts) >= SEVERAL and before_size < AGREE) else FEW,
+            surest=1.0 if moved or (len(firsts) >= SEVERAL and sure) else FEW,
         )
 
 
@@ -501,6 +503,10 @@ ONE_SIDED = 0.03
 
 SEVERAL, FEW = 4, 0.65
 """Sequences from which the log-probs that differ from some token on are no chance, and the confidence with fewer."""
+
+FIT_AGAIN = 0.2
+"""Share of these sequences, two at least, whose log-probs fit again when they are moved, below which some do by chance:
+of a policy that has moved far since it sampled, one of 23 did."""
 
 FARTHEST_SLIP = 4
 """Tokens, at most, by which encoding a text again is seen to move what follows."""
