@@ -1608,7 +1608,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: a temperature takes a truncation's share",
         "offcorr/diagnose/causes/sampling.py",
-        "share=_share_beside_truncation(evidence, rest.gap) if _below_1(evidence) else None,",
+        "share=_share_beside_truncation(evidence, rest.gap) if _kept(evidence) < 1 else None,",
         "share=None,",
         "tests/diagnose/test_causes.py::test_a_temperature_leaves_room_for_a_truncation_besides",
     ),

@@ -257,7 +257,7 @@ class Temperature(Cause):
             "the same beside a truncation (top_p, top_k, min_p), a part of which the fit of a temperature takes: the "
             "mean ratio e^d is below 1",
             "read the engine's sampling options",
-            settled=lambda evidence: not _below_1(evidence) or loses_more(evidence),
+            settled=lambda evidence: _kept(evidence) == 1 or loses_more(evidence),
         ),
     )
 
@@ -403,7 +403,7 @@ def _multiplied(evidence: Evidence, among: Factor, fit: Power, sampled_by_traine
         BESIDE_TRUNCATION if one_sign else margin,
         f"{_said(among)}; {_whose(sampled_by_trainer)}",
         rest,
-        share=_share_beside_truncation(evidence, rest.gap) if _below_1(evidence) else None,
+        share=_share_beside_truncation(evidence, rest.gap) if _kept(evidence) < 1 else None,
         surest=UNKNOWN_DRAWS if abs(float(evidence.d.sum())) <= DRAWN else ONE_FACTOR_SURE,
         at_most=True,
     )
@@ -415,28 +415,34 @@ def loses_more(evidence: Evidence) -> bool:
     A sampler that is sharper than the trainer hardly draws unlikely tokens, so that few carry the mean, and it has to
     be further off.
     """
+    return loses_mass(evidence, SIGNIFICANT if _flatter(evidence) else OFF)
+
+
+def _flatter(evidence: Evidence) -> bool:
+    """Whether different tokens after one prefix say that the sampler's temperature is above the trainer's."""
     among = factor(evidence)
-    return loses_mass(evidence, SIGNIFICANT if among is not None and among.alone and among.value < 1 else OFF)
+    return among is not None and among.alone and among.value < 1
 
 
 BELOW = 2.0
 """Standard errors by which the mean ratio is below 1 where a truncation beside a temperature is asked about."""
 
 
-def _below_1(evidence: Evidence) -> bool:
-    """Whether the mean ratio e^d is below 1 at all, as it is seldom by chance."""
+def _kept(evidence: Evidence) -> float:
+    """The most of the trainer's probability that the sampler keeps on average, by the mean ratio; 1: all, as it is by
+    chance, or by a sharper sampler, whose mean few tokens carry.
+    """
     ratio = evidence.ratio_identity
-    return ratio.value - 1 < -BELOW * ratio.error
+    return min(ratio.value + BELOW * ratio.error, 1.0) if _flatter(evidence) else 1.0
 
 
 def _share_beside_truncation(evidence: Evidence, left: float) -> float:
     """The most that a temperature makes of the mean |d|, where a truncation makes a part that the fit takes, too.
 
-    A truncation that keeps a share m of the trainer's probability on average, as the mean ratio says, moves d by log m
-    on average, at least.
+    A truncation that keeps a share m of the trainer's probability keeps less of a flatter sampler's, so that it moves d
+    by more than log m on average.
     """
-    truncated = -np.log(evidence.ratio_identity.value)
-    return float(max(0.0, 1 - max(left, truncated) / evidence.gap))
+    return float(max(0.0, 1 - max(left, -np.log(_kept(evidence))) / evidence.gap))
 
 
 def _same_way(fitted: Estimate, among: Factor) -> bool:
