@@ -173,6 +173,8 @@ MISTAKES = {
     "--model runs/kept/checkpoint-99": "model is 'runs/kept/checkpoint-99', which is not a folder",
     "--task chain_summ": "task is 'chain_summ' (did you mean 'chain_sum'?)",
     "--task no.jsonl": "task is 'no.jsonl', which is not a file",
+    "--task runs/trl.jsonl": "task is 'runs/trl.jsonl', whose rows have no question, but prompt, answer",
+    "--task runs/here.jsonl": "task is 'runs/here.jsonl', whose first line is no JSON",
     "--model ./no": "model is './no', which is not a folder",
     "--resume_from_checkpoint no": "resume_from_checkpoint is 'no', which is not a folder",
     "resume_from_checkpoint: true": "resume_from_checkpoint is true, the last checkpoint in output_dir, and 'out'",
@@ -212,6 +214,8 @@ def test_a_mistake_in_the_recipe_s_flags_is_named_before_anything_is_loaded(
     (tmp_path / "here.txt").touch()
     (tmp_path / "runs" / "16").mkdir(parents=True)
     (tmp_path / "runs" / "checkpoint-8").mkdir()
+    (tmp_path / "runs" / "trl.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "runs" / "here.jsonl").write_text("1+1=2\n")
     (tmp_path / "runs" / "16" / "trainer_state.json").write_text('{"global_step": 16}')
     words = mistake.split(" ")
     if not mistake.startswith("--"):
