@@ -259,6 +259,9 @@ class Parser(TrlParser):
             named[theirs] |= set(one.__dict__.get("__annotations__", ()))
         others = self.add_argument_group("TRL's and transformers' other options")
         flags = self._optionals._group_actions
+        for flag in flags:
+            if any(word.startswith("--no_") for word in flag.option_strings):  # its help is that of the other one
+                flag.help = f"switch --{flag.dest} off"
         others._group_actions = [flag for flag in flags if flag.dest not in named[False]]
         self._optionals._group_actions = sorted(
             (flag for flag in flags if flag.dest in named[False]), key=lambda flag: flag.dest in named[True]

@@ -1188,8 +1188,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a prompt that is forgotten is as unsure as weights that were swapped",
         "offcorr/diagnose/causes/policies.py",
-        "surest=ALIKE if first > 0.5 or shown_to_be_older(evidence) else ALSO_OLDER,",
-        "surest=ALIKE,",
+        "surest = ALIKE if first > 0.5 or shown_to_be_older(evidence) else ALSO_OLDER",
+        "surest = ALIKE",
         "tests/diagnose/test_causes.py recurrent_model_forgets",
     ),
     Mutation(
@@ -1618,6 +1618,41 @@ MUTATIONS = [
         "< UNPENALISED and typical >= MOST_PENALISED else",
         "< UNPENALISED else",
         "tests/diagnose/test_causes.py::test_a_penalty_that_is_hardly_there_for_the_typical_id_is_unsure",
+    ),
+    Mutation(
+        "diagnose: a cache is sure where d has one direction",
+        "offcorr/diagnose/causes/contexts.py",
+        "surest=UNSURE if one_sided(evidence) else ALIKE,",
+        "surest=ALIKE,",
+        "tests/diagnose/test_causes.py::test_a_difference_of_one_direction_is_unsure",
+    ),
+    Mutation(
+        "diagnose: a precision is sure where d has one direction",
+        "offcorr/diagnose/causes/policies.py",
+        "if differs_by_itself(evidence) or more_than_fine(evidence) or one_sided(evidence):",
+        "if differs_by_itself(evidence) or more_than_fine(evidence):",
+        "tests/diagnose/test_causes.py::test_a_difference_of_one_direction_is_unsure",
+    ),
+    Mutation(
+        "diagnose: a number that the trainer added is the sampler's",
+        "offcorr/diagnose/causes/quantities.py",
+        "min(alike, key=lambda one: _off_balance(one[-1]))",
+        "alike[0]",
+        "tests/diagnose/test_causes.py::test_a_number_that_one_side_added_is_of_the_side_that_is_out_of_balance",
+    ),
+    Mutation(
+        "diagnose: an entropy below 0 counts",
+        "offcorr/diagnose/diagnosis.py",
+        "if below > 0.01 * len(entropy):",
+        "if False:",
+        "tests/diagnose/test_causes.py::test_an_entropy_that_is_none_is_left_out_and_asked_about",
+    ),
+    Mutation(
+        "monitor: another prompt makes a gap of which the sampler has none",
+        "offcorr/training/named_cause.py",
+        "changed = series.moved and not series.aged and not by_updates",
+        "changed = series.moved and not series.aged",
+        "tests/training/test_own_updates.py agrees_with_old_logp",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",

@@ -129,6 +129,9 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         raise ValueError(
             "no token has a log-prob of both sides: rollout_logp is NaN, old_logp is NaN, or mask is 0, everywhere"
         )
+    impossible = impossible_entropy(evidence)
+    if impossible:
+        evidence = Evidence.of([dataclasses.replace(one, entropy=None) for one in evidence.records])
     with np.errstate(invalid="ignore", over="ignore"):  # infinite log-probs are data
         differing, of_steps = differing_steps(evidence)
         findings, left = _explain(differing, of_steps)
@@ -142,7 +145,7 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
                 questions = [COPIED if evidence.copied else OF_ONE_VERSION]
                 evidence, (findings, left) = current, found
         numbers = _numbers(evidence) | whole
-        cannot = [*questions, *open_questions(evidence, [finding.cause for finding in findings])]
+        cannot = [*impossible, *questions, *open_questions(evidence, [finding.cause for finding in findings])]
     # The trainer's updates are a gap of their own, between logp and old_logp, while other shares are of mean |d|.  Of
     # two policies that differ and these updates the larger gap comes first; what is logged or drawn wrongly precedes.
     moved = evidence.moved if not all(one.of_d for one in findings) else 0.0
@@ -155,6 +158,31 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     if evidence.copied:
         sure, cannot = min(sure, ONE_COLUMN_SURE), [ONE_COLUMN, *cannot]
     return Report(verdict, sure, (), cannot, numbers, evidence)
+
+
+BELOW_0, SURPRISE = -0.01, 1e-6
+"""The entropy (nats) below which rounding is no excuse, and how near to the surprise of the tokens it is a copy."""
+
+NOT_ENTROPY = (
+    "what the entropy of the trainer's distributions is: the logged one was left out, as it {}. To find out, log the "
+    "sum of - p ln p over the vocabulary, of the distributions that old_logp is of"
+)
+
+
+def impossible_entropy(evidence: Evidence) -> list[str]:
+    """A sentence about an entropy that is none; nothing of one that may be right."""
+    if evidence.entropy is None:
+        return []
+    known = np.isfinite(evidence.entropy)
+    entropy, surprise = evidence.entropy[known], -evidence.trainer[known]
+    below, uncertain = int((entropy < BELOW_0).sum()), surprise > 0.1
+    if below > 0.01 * len(entropy):
+        return [NOT_ENTROPY.format(f"is below 0 at {below:,} of {len(entropy):,} tokens, as no entropy is")]
+    if uncertain.sum() >= 16 and not entropy[uncertain].any():
+        return [NOT_ENTROPY.format("is 0 at every token, also where the trainer is not certain of it")]
+    if uncertain.sum() >= 16 and (np.abs(entropy - surprise) < SURPRISE).mean() > 0.9:
+        return [NOT_ENTROPY.format("is -old_logp, number for number: the surprise of the sampled token")]
+    return []
 
 
 OF_NO_UPDATE = ("values", "sampling")

@@ -17,7 +17,7 @@ from offcorr.diagnose.causes.policies import (
 from offcorr.diagnose.causes.sampling import loses_mass, loses_more
 from offcorr.diagnose.causes.truncation import TRUNCATIONS
 from offcorr.diagnose.causes.values import FEWEST, zeros_of_truncation
-from offcorr.diagnose.causes.versions import VERSIONS
+from offcorr.diagnose.causes.versions import VERSIONS, newer
 from offcorr.diagnose.evidence import Evidence
 
 OFF = 5.0
@@ -117,6 +117,12 @@ trainer_version, or give --model'
             f"the trainer's probability: the mean ratio e^d is {ratio.value:.3f} +- {ratio.error:.2g}, and would be 1 "
             "for two policies that differ by their weights alone, but for chance, as few tokens that are far off carry "
             "it. To find out, read the engine's sampling options, or give --model"
+        )
+    if many := newer(evidence):
+        said.append(
+            f"why rollout_version is above trainer_version in {many:,} of {len(evidence.records):,} sequences, as if "
+            "the sampler had newer weights than the trainer's log-probs are of. To find out, see where the two are "
+            "counted, and whether one stands for the other"
         )
     if "dropout" in named and not draws_known:
         said.append(HIDDEN_BY_DROPOUT)

@@ -33,6 +33,7 @@ from offcorr.training.last_batches import (
 from offcorr.training.masking import unmasked
 from offcorr.training.named_cause import NamedCause, named_cause, stays, still
 from offcorr.training.origins import watched
+from offcorr.training.own_updates import by_updates_alone
 from offcorr.training.self_test import check_self_test, refusal, warning
 from offcorr.training.semantics import Semantics
 from offcorr.training.series import (
@@ -438,8 +439,9 @@ class Monitor:
 
     def _named(self, series: Series, records: list[Record], actions: tuple[str, ...]) -> tuple[NamedCause, bool]:
         """The cause by this rank's records, and whether no rank finds any: asked where actions depend on it."""
-        compared = records
+        compared, by_updates = records, False
         if series.name == "staleness":
+            by_updates = by_updates_alone(records, self.same_weights)
             compared, records = of_updates(records), against_old_logp(records)
         report = self._diagnosed(compared)
         named = named_cause(
@@ -450,6 +452,7 @@ class Monitor:
             precision=self.precision,
             lag=self.lag,
             records=records,
+            by_updates=by_updates,
         )
         named = still((series, *(one for one in self._series.values() if one.active and one is not series)), named)
         clean = named.cause == "clean"

@@ -144,6 +144,7 @@ def named_cause(
     precision: str | None = None,
     lag: int | None = None,
     records: Sequence[Record] = (),
+    by_updates: bool = False,
 ) -> NamedCause:
     """The cause of a series' alarm.
 
@@ -154,6 +155,7 @@ def named_cause(
         precision: of the sampler's weights, where the sampler says it.
         lag: that the sampler is set to, in optimizer steps, where it says it.
         records: those that the report is on; of staleness with ``old_logp`` where the sampler logged nothing.
+        by_updates: of staleness, whether the sampler agrees with ``old_logp``, so that weights alone make the gap.
     """
     if series.overdue:  # the versions say it, whatever else the data look like
         return NamedCause("stale_weights", BY_VERSIONS, (), LOST_UPDATES)
@@ -193,7 +195,7 @@ def named_cause(
     elif named.cause == "precision" and series.moved and series.agreed:
         named = replace(named, evidence=(*named.evidence, BEGAN))
     if not same_weights or series.name == "staleness":
-        named = _of_known_age(named, series, report)
+        named = _of_known_age(named, series, report, by_updates)
     named = _of_known_precision(_never_updated(named, series, report), series, report, precision)
     return _of_own_lag(named, series, report, lag)
 
@@ -290,7 +292,7 @@ def _of_own_log_probs(series: Series, records: Sequence[Record]) -> NamedCause:
     return NamedCause("unknown", 0.0, (OWN_LOG_PROBS,), OWN_ADVICE)
 
 
-def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCause:
+def _of_known_age(named: NamedCause, series: Series, report: Report, by_updates: bool) -> NamedCause:
     """The sampler's age in place of a setting, where versions report an age and the gap grew since the first step.
 
     A setting makes about the same gap from the first step on, and updates that sharpen the policy look like a
@@ -305,7 +307,8 @@ def _of_known_age(named: NamedCause, series: Series, report: Report) -> NamedCau
         return named
     times = (series.size or 0.0) / max(series.start, SMALLEST_K3)
     least = 0.0 if named.cause == OF_OLDER_PROMPT else GROWN if series.start_lag else NO_PRECISION
-    if times < least or (series.moved and not series.aged) or gap_without_age(evidence):
+    changed = series.moved and not series.aged and not by_updates
+    if times < least or changed or gap_without_age(evidence):
         return named
     said = (
         f"by the logged versions the sampler's weights are older than the trainer's, and k3 is {times:.2g} times that "

@@ -64,6 +64,30 @@ def _agreed_when_new(series: Series) -> bool:
     return series.new_size is not None and series.new_size <= AGREED**2 / 2
 
 
+def by_updates_alone(records: Sequence[Record], same_weights: bool) -> bool:
+    """Whether the trainer, with the weights that sampled (``old_logp``), agrees with the sampler, but for a tenth of
+    the gap that its weights of now (``logp``) leave: then no setting, and no other prompt or text, makes that gap.
+
+    Args:
+        records: of the last batches.
+        same_weights: ``old_logp`` is known to be of the weights that sampled; else one that is a copy of the sampler's
+            log-probs says nothing.
+    """
+    engine, gap = [], []
+    for record in records:
+        if record.logp is not None:
+            seen = np.isfinite(record.logp + record.old_logp + record.rollout_logp)
+            seen &= True if record.mask is None else record.mask
+            engine.append(np.abs(record.old_logp - record.rollout_logp)[seen])
+            gap.append(np.abs(record.logp - record.rollout_logp)[seen])
+    own, whole = (float(np.concatenate([*of, []]).sum()) for of in (engine, gap))
+    return own <= OF_ENGINE * whole and whole > 0 and (same_weights or own > 0)
+
+
+OF_ENGINE = 0.1
+"""Share of the gap of staleness, up to which the engine's own is none of it."""
+
+
 def _gap_of_steps(records: Sequence[Record]) -> dict[int, float]:
     """Mean |d| (nats) of each optimizer step."""
     found: dict[int, list[float]] = {}

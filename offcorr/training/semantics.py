@@ -121,7 +121,8 @@ OR_PRECISION = (
 
 OF_OTHER_TOKENS = (
     ". Or pass the log-prob of the token that was sampled, where these are of another, such as the likeliest; or, "
-    "where the engine forbids some tokens, sample without that (logit_bias, bad_words, structured decoding)"
+    "where the engine forbids some tokens, sample without that (logit_bias, bad_words, structured decoding); or give "
+    "both sides the same prompt ids, where one reads another prompt"
 )
 """The end of the mend of raised log-probs, whose tokens were not drawn as from the likeliest ones."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import offcorr
-from offcorr.diagnose import Record
+from offcorr.diagnose import Record, diagnose
 from offcorr.diagnose.evidence import Evidence
 from offcorr.training.alarms import Alarm
 from offcorr.training.named_cause import named_cause
@@ -213,6 +213,31 @@ def test_a_sampler_that_was_updated_at_first_is_not_called_never_updated():
     assert last.cause == first.cause == "stale_weights" and "never updated" not in str(last)
     assert "agreed up to step 8, and k3 has grown since" in str(last)
     assert "updates have not reached the sampler since step 8" in str(last)
+
+
+@pytest.mark.parametrize(("engine", "cause"), [(0.001, "stale_weights"), (0.3, "chat_template")])
+def test_where_the_sampler_agrees_with_old_logp_no_other_prompt_makes_the_gap(engine, cause):
+    """Larger updates at a lag that stays make it, in a policy that differs most at the first tokens."""
+
+    def name_cause(records):
+        return dataclasses.replace(diagnose(records), verdict="chat_template", confidence=0.5, causes=())
+
+    monitor = quiet(name_cause=name_cause)
+    monitor.lag = 4
+    for step in range(1, 35):
+        gap = 1e-4 if step < 3 else 0.03 if step < 26 else 0.5
+        batch = batch_of(0.0, seed=step)
+        versions = {"rollout_version": torch.full(batch.logp.shape, step), "trainer_version": step + 4}
+        noise = torch.randn(batch.logp.shape, generator=torch.Generator().manual_seed(step))
+        moved = batch.replaced(
+            logp=batch.logp + gap * noise, rollout_logp=batch.old_logp + engine * noise.flip(0), **versions
+        )
+        monitor.observe(moved, step=step)
+        k3 = {"offcorr/staleness/k3": gap**2 / 2, "offcorr/staleness/ess_token": 1.0}
+        monitor.end(step, k3 | {LAG: 4.0, "offcorr/staleness/lag_max": 4.0})
+    alarm = next(alarm for alarm in monitor.alarms if alarm.series == "staleness")
+    assert alarm.cause == cause and alarm.moved
+    assert ("this run's own lag of 4" in str(alarm)) == (cause == "stale_weights")
 
 
 @pytest.mark.parametrize(("at_lag_0", "cause"), [(0.03, "adapter_not_synced"), (1e-6, "policy_updates")])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
-from offcorr.diagnose.causes.sampling import ALSO_UPDATES, power
+from offcorr.diagnose.causes.sampling import ABLE, ALSO_UPDATES, power
 from offcorr.diagnose.causes.versions import VERSIONS, same_version
 from offcorr.diagnose.evidence import Booleans, Evidence
 from offcorr.diagnose.record import Floats, Integers
@@ -30,6 +30,10 @@ TEMPERED = 0.95
 
 LISTED = 8
 """Token ids that a sentence names at most."""
+
+UNSURE = 0.5
+"""The most that a bias is sure where d of an id is not that of one number, or depends on the id because all contexts
+are alike."""
 
 SURE = 0.8
 """The most that a bias is sure, where no updates may have rewarded these tokens."""
@@ -115,6 +119,17 @@ class LogitBias(Cause):
             fields=VERSIONS,
             settled=same_version,
         ),
+        Alternative(
+            "a temperature, truncation or ban: an id has about the same probability in every context, so that what "
+            "depends on the probability depends on the id, too",
+            "read the engine's sampling options, or give --model",
+            settled=lambda evidence: not _alike_in_all_contexts(evidence),
+        ),
+        Alternative(
+            "another prompt, template or position that one side read, to which few tokens are sensitive",
+            "give --model, or compare the prompt ids that each side read",
+            settled=lambda evidence: (few := _carriers(evidence)) is None or _one_number(evidence, few.ids),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -143,5 +158,43 @@ class LogitBias(Cause):
             f"so at the others, for {100 * few.follows:.3g} % of both or more; other weights make such a difference "
             "between ids only where updates rewarded or punished these tokens everywhere",
             at_most=True,
-            surest=SURE if same_version(evidence) else ALSO_UPDATES,
+            surest=(
+                UNSURE
+                if _alike_in_all_contexts(evidence) or not _one_number(evidence, few.ids)
+                else SURE
+                if same_version(evidence)
+                else ALSO_UPDATES
+            ),
         )
+
+
+NEAR = 0.1
+"""Mean deviation of what was added to the logits of an id, as a share of it, up to which it is one number: biases have
+left .03, and a prompt without its first token .3 and more."""
+
+
+def _one_number(evidence: Evidence, ids: Integers) -> bool:
+    """Whether one number, added to the logits of each of these ids, leaves their d.
+
+    A bias b of an id with the probability p changes the normaliser to 1 + p (e^b - 1), so that e^d is p + (1 - p) e^-b,
+    where p is the trainer's, and its logits have none.  Other ids with a bias change the normaliser, too, by little
+    where they are unlikely.
+    """
+    far = []
+    for one in ids:
+        which = (evidence.ids == one) & (evidence.trainer < ABLE)
+        p = np.exp(evidence.trainer[which])
+        added = -np.log(np.maximum((np.exp(np.clip(evidence.d[which], -50, 50)) - p) / (1 - p), 1e-12))
+        far += [np.abs(added - np.median(added)) / max(abs(float(np.median(added))), 1e-12)] if len(added) else []
+    return not far or float(np.mean(np.concatenate(far))) <= NEAR
+
+
+ALIKE = 0.3
+"""Spread of the log-probs of one id (nats) below which its contexts are alike."""
+
+
+def _alike_in_all_contexts(evidence: Evidence) -> bool:
+    """Whether an id has about the same probability in every context, by the trainer."""
+    _, same = np.unique(evidence.ids, return_inverse=True)
+    typical = np.bincount(same, evidence.trainer) / np.bincount(same)
+    return float(np.abs(evidence.trainer - typical[same]).mean()) < ALIKE

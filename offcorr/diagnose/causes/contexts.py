@@ -14,6 +14,7 @@ from offcorr.diagnose.causes.policies import (
     noise,
     not_drawn_so,
     of_age,
+    one_sided,
     repeatable,
     surest_beside_age,
 )
@@ -153,7 +154,15 @@ class KVCache(Cause):
         "keep the cache in the model's precision (vLLM: kv_cache_dtype='auto'), or correct for it with an importance "
         "weight for the engine, such as tis or icepop"
     )
-    not_told_from = (Alternative("rounding of the weights (precision)", "give --model"),)
+    not_told_from = (
+        Alternative("rounding of the weights (precision)", "give --model"),
+        Alternative(
+            "a penalty on tokens that stood in the completion before (presence_penalty, frequency_penalty, "
+            "repetition_penalty), which leaves the first one as it is, or another change of the logits",
+            "read the engine's sampling options",
+            settled=lambda evidence: not one_sided(evidence),
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         profile = Profile.of(evidence)
@@ -176,7 +185,7 @@ class KVCache(Cause):
             f"the relative difference |d| / (1 - p) is {np.exp(drop.value):.1f} times smaller at the first token of "
             "the completions than at the next seven: the first comes out of the pass over the prompt, and only those "
             "after it are decoded one by one from the cache",
-            surest=ALIKE,
+            surest=UNSURE if one_sided(evidence) else ALIKE,
         )
 
 

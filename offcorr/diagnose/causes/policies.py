@@ -26,6 +26,7 @@ from offcorr.diagnose.causes.versions import (
     lag_by_versions,
     lag_in_d,
     never_updated,
+    newer,
     older,
     same_version,
     shown_to_be_older,
@@ -307,7 +308,7 @@ class WeightsSwapped(Cause):
         Alternative(
             "a penalty on tokens that stood before (repetition_penalty, presence_penalty, frequency_penalty)",
             "read the engine's sampling options, or give --model",
-            settled=lambda evidence: (apart := at_seen_tokens(evidence)) is None or abs(apart.z) < PENALISED,
+            settled=lambda evidence: not _after_repetitions(evidence),
         ),
     )
 
@@ -318,6 +319,8 @@ class WeightsSwapped(Cause):
         share, first, cuts = profile.halves
         if share > 0.25 and len(cuts) >= 4 and not 0.1 < first < 0.9 and np.median(cuts) >= 4:
             margin = 1.5 + 4 * (share - 0.25)
+            # a model with a recurrent state forgets another prompt after some tokens, and agrees from then on
+            surest = ALIKE if first > 0.5 or shown_to_be_older(evidence) else ALSO_OLDER
             if first < 0.5 and np.ptp(np.quantile(cuts, [0.1, 0.9])) <= 4:  # at one position, which no fade explains
                 margin *= 2
             return Found(
@@ -329,8 +332,7 @@ class WeightsSwapped(Cause):
                 f"{'first' if first > 0.5 else 'last'} part of the completion, and differ in the "
                 f"{'last' if first > 0.5 else 'first'}; the change is mostly between index "
                 f"{np.quantile(cuts, 0.1):.0f} and {np.quantile(cuts, 0.9):.0f}",
-                # a model with a recurrent state forgets another prompt after some tokens, and agrees from then on
-                surest=ALIKE if first > 0.5 or shown_to_be_older(evidence) else ALSO_OLDER,
+                surest=min(surest, UNSURE) if _after_repetitions(evidence) else surest,
             )
         if profile.mean < WEIGHTS:  # what rounding leaves follows the text, whose order of tokens may have a step
             profile = profile.within_ids
@@ -359,8 +361,14 @@ class WeightsSwapped(Cause):
             f"{'up' if typical > 0 else 'down'} by a factor of {np.exp(abs(typical)):.0f}, for good, mostly between "
             f"index {np.quantile(place, 0.1):.0f} and {np.quantile(place, 0.9):.0f} of the completion"
             f"{of_age(evidence)}",
-            surest=surest_beside_age(evidence),
+            surest=UNSURE if _after_repetitions(evidence) else surest_beside_age(evidence),
         )
+
+
+def _after_repetitions(evidence: Evidence) -> bool:
+    """Whether d is another at tokens that stood before, as under a penalty, of which more and more do."""
+    apart = at_seen_tokens(evidence)
+    return apart is not None and abs(apart.z) >= PENALISED
 
 
 def _dropped(profile: Profile) -> bool:
@@ -423,7 +431,7 @@ class StaleWeights(Cause):
             "newer weights of the sampler, or an adapter that never reached it",
             "give --model, with the adapter apart",
             fields=VERSIONS,
-            settled=versioned,
+            settled=lambda evidence: versioned(evidence) and not newer(evidence),
         ),
         Alternative(
             "an update, such as a LoRA adapter, that did not reach the sampler, whatever the versions say",
@@ -657,12 +665,18 @@ class PrecisionOf(Cause):
             "give --model",
             settled=lambda evidence: not _coarse_from_the_start(evidence),
         ),
-        OTHER_PROMPT._replace(settled=lambda evidence: not _coarse_from_the_start(evidence)),
+        OTHER_PROMPT._replace(
+            settled=lambda evidence: not (_coarse_from_the_start(evidence) or more_than_fine(evidence))
+        ),
         Alternative(
             "an update that did not reach the sampler, whatever the versions say",
             "score one known sequence with the engine after a sync, or give --model",
-            settled=lambda evidence: not (_age_elsewhere(evidence) and small_growth(evidence)),
+            settled=lambda evidence: (
+                before_any_update(evidence)
+                or not (more_than_fine(evidence) or (_age_elsewhere(evidence) and small_growth(evidence)))
+            ),
         ),
+        OTHER_TRANSFORM._replace(settled=lambda evidence: not one_sided(evidence)),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -676,7 +690,25 @@ class PrecisionOf(Cause):
         if grown := small_growth(evidence):
             said = found.sentence + GROWS_WITH_WEIGHTS.format(*grown)
             return found._replace(sentence=said, surest=0.5) if _age_elsewhere(evidence) else None
-        return found._replace(surest=0.5) if differs_by_itself(evidence) else found  # a little dropout is as likely
+        if differs_by_itself(evidence) or more_than_fine(evidence) or one_sided(evidence):
+            return found._replace(
+                surest=0.5
+            )  # a little dropout, an update or another change of the logits is as likely
+        return found
+
+
+def more_than_fine(evidence: Evidence) -> bool:
+    """Whether d is larger than rounding to bf16 or int8 makes it, as a rule."""
+    return Profile.of(evidence).mean > MOSTLY
+
+
+ONE_SIDED = 0.5
+"""The sum of d as a share of that of |d|, above which d has one direction, as no rounding gives it."""
+
+
+def one_sided(evidence: Evidence) -> bool:
+    """Whether most of d has one direction, as under a penalty, a bias or a ban, which raise all other tokens."""
+    return not evidence.selected and abs(float(evidence.d.sum())) > ONE_SIDED * float(evidence.size.sum())
 
 
 GROWS_WITH_WEIGHTS = (

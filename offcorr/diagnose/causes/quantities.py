@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import Cause, Found
+from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.versions import same_version
-from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.record import Floats
 
 SMALLEST = 0.003
@@ -37,6 +37,9 @@ FAR_OLD, AGREES = 0.05, 0.1
 """Mean |logp - old_logp| (nats), at least, where ``old_logp`` is at fault; and the mean |logp - rollout_logp|, at most,
 as a share of the mean |d|."""
 
+UNIFORM = 0.5
+"""Standard deviation of the trainer's log-probs (nats) below which a policy is nearly uniform."""
+
 FARTHEST = 3.0
 """|d| (nats) that counts at most, so that a few tokens do not decide."""
 
@@ -51,6 +54,14 @@ class OtherQuantity(Cause):
     advice = (
         "log, in the order of the rows, ln p of each token, where p is its own probability: not p itself, -ln p, a sum "
         "or mean over tokens or a logarithm to another base, with no bound and with nothing added to p or to ln p"
+    )
+    not_told_from = (
+        Alternative(
+            "a truncation or ban (top_k, top_p, logit_bias): the trainer's log-probs are so much alike that one moves "
+            "all by one number",
+            "read the engine's sampling options",
+            settled=lambda evidence: not _as_truncated(evidence),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -73,17 +84,40 @@ class OtherQuantity(Cause):
             fitted.append((left, "sampler", "those of other sequences, as of rows in another order", rows))
         if not fitted:
             return _of_old_logp_alone(evidence)
-        left, side, words, undone = min(fitted, key=lambda one: one[0])
-        changed: dict[str, Any] = {side: undone}
+        best = min(one[0] for one in fitted)
+        alike = [
+            (left, side, words, _with(evidence, side, undone))
+            for left, side, words, undone in fitted
+            if left <= best + SAME
+        ]
+        left, side, words, after = min(alike, key=lambda one: _off_balance(one[-1]))
         return Found(
             left / own,
             0.0,
             FITS,
             float(len(evidence)),  # it precedes the placeholders that such values would be taken for
             f"the {side}'s values are {words}: mean |d| is {evidence.gap:.2g} nats, and {left:.2g} once that is undone",
-            dataclasses.replace(evidence, **changed),
-            surest=0.65 if of_likeliest and evidence.entropy is None else 1.0,
+            after,
+            surest=0.5 if _as_truncated(evidence) else 0.65 if of_likeliest and evidence.entropy is None else 1.0,
         )
+
+
+def _as_truncated(evidence: Evidence) -> bool:
+    """Whether a truncation of a policy that is nearly uniform may leave the same: one number, by which the sampler's
+    log-probs are larger.
+    """
+    return float(np.std(evidence.trainer)) < UNIFORM and bool((evidence.d < 0).mean() > 0.98)
+
+
+def _with(evidence: Evidence, side: str, values: Floats) -> Evidence:
+    """With the values in place of the side's."""
+    changed: dict[str, Any] = {side: values}
+    return dataclasses.replace(evidence, **changed)
+
+
+def _off_balance(evidence: Evidence) -> float:
+    """Size of the surprisal balance, which tells the side of a number that one has added; 0: unknown."""
+    return 0.0 if evidence.balance is None else abs(evidence.balance.value)
 
 
 def _of_both_sides(evidence: Evidence) -> Found | None:

@@ -437,6 +437,13 @@ class Retokenised(Cause):
             "compare the token ids and the weights of both sides",
             settled=lambda evidence: (found := CAUSES["retokenised"].found(evidence)) is None or found.surest == 1.0,
         ),
+        Alternative(
+            "another prompt, template or position that one side read, beside which some tokens are next to impossible",
+            "compare the prompt ids that each side read",
+            settled=lambda evidence: (
+                (found := CAUSES["retokenised"].found(evidence)) is None or found.surest > OF_ANOTHER_POLICY
+            ),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -488,7 +495,7 @@ class Retokenised(Cause):
             f"to {max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}"
             + ("" if sure else MOVED),
             evidence.keep(~after),
-            surest=1.0 if moved or (len(firsts) >= SEVERAL and sure) else FEW,
+            surest=OF_ANOTHER_POLICY if not sure else 1.0 if moved or len(firsts) >= SEVERAL else FEW,
         )
 
 
@@ -500,6 +507,9 @@ far gives up tokens, too, and differs before them as well."""
 
 ONE_SIDED = 0.03
 """Share of the tokens at which d is above 0, below which few tokens that are far off are no other text."""
+
+OF_ANOTHER_POLICY = 0.5
+"""The confidence where the tokens before differ, too, as where the policy has moved or one side read another prompt."""
 
 SEVERAL, FEW = 4, 0.65
 """Sequences from which the log-probs that differ from some token on are no chance, and the confidence with fewer."""

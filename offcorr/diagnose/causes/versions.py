@@ -23,6 +23,11 @@ def older(evidence: Evidence) -> bool:
     return bool(ages) and float(np.median(ages)) > 0
 
 
+def newer(evidence: Evidence) -> int:
+    """The sequences of which the versions say that the sampler's weights are newer than the trainer's."""
+    return sum((age(record) or 0) < 0 for record in evidence.records)
+
+
 def versioned(evidence: Evidence) -> bool:
     """Whether every sequence has versions of both sides."""
     return bool(evidence.records) and all(age(record) is not None for record in evidence.records)
