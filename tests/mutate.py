@@ -1655,6 +1655,20 @@ MUTATIONS = [
         "tests/training/test_own_updates.py agrees_with_old_logp",
     ),
     Mutation(
+        "diagnose: tokens that both sides tell apart alike have a temperature",
+        "offcorr/diagnose/causes/sampling.py",
+        "if among is not None and among.gap < LEAST_GAP * abs(fit.power.value - 1) * among.spread:",
+        "if False:",
+        "tests/diagnose/test_causes.py::test_what_leaves_different_tokens_after_one_prefix_alike_is_no_temperature",
+    ),
+    Mutation(
+        "diagnose: a value that nobody writes is a sure placeholder",
+        "offcorr/diagnose/causes/values.py",
+        " or bool(often.any() and not written[often].any())",
+        "",
+        "tests/diagnose/test_causes.py::test_values_that_nobody_writes_are_no_sure_placeholders",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

@@ -323,6 +323,8 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
                 share = 1.0 if np.isnan(share) else share  # an infinite gap is explained
             of_zeros |= {best} if found[best].of_zeros else set()
             one = _finding(causes.pop(best), found[best], min(max(share, 0.0), 1.0), of_steps)
+            if best in FITTED:  # what one of them leaves looks like the other, and both cannot be
+                causes = {id: cause for id, cause in causes.items() if id not in FITTED}
             if left.selected:  # where d is above 0, beside a truncation
                 one = dataclasses.replace(one, at_most=False, at_least=True)
             if stage == "policies" and any(other.cause == "retokenised" for other in findings):

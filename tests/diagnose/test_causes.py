@@ -709,6 +709,31 @@ def test_a_truncation_where_contexts_are_alike_is_no_sure_bias():
     assert report.confidence <= 0.5
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_what_leaves_different_tokens_after_one_prefix_alike_is_no_temperature(seed):
+    """As a penalty on tokens that stood in the completion, which looks like a temperature from the second token on."""
+    made = World(seed=seed, sequences=128, entropy=False)
+    made.sampler = lambda logits, world: np.where(np.arange(world.tokens)[:, None] > 0, logits / 0.7, logits)
+    assert not {one.cause for one in diagnose(made.records()).causes} & {"temperature", "raw_logprobs"}
+
+
+def test_values_that_nobody_writes_are_no_sure_placeholders():
+    """A clamp of the logits leaves some that are like none, and a placeholder is a round number."""
+
+    def filled(value):
+        records = world(sequences=64).records()
+        return [
+            dataclasses.replace(
+                one, rollout_logp=np.where(np.arange(len(one)) % 24 == at % 24, value, one.rollout_logp)
+            )
+            for at, one in enumerate(records)
+        ]
+
+    found = {value: diagnose(filled(value)).causes[0] for value in (-0.0007, -7.0)}
+    assert {one.cause for one in found.values()} == {"sentinel"}
+    assert found[-0.0007].confidence == 0.5 < found[-7.0].confidence
+
+
 @pytest.mark.parametrize("side", ["old_logp", "rollout_logp"])
 def test_a_number_that_one_side_added_is_of_the_side_that_is_out_of_balance(side):
     """The entropy tells the trainer's, so that none is taken for a temperature that neither side logged."""

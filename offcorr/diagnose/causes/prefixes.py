@@ -30,12 +30,14 @@ class Factor(NamedTuple):
 
     Args:
         value: the factor.
+        spread: mean size of the trainer's log-probs, less their means (nats).
         gap: mean difference of the two sides' log-probs, less those means (nats).
         left: the same once the trainer's are multiplied.
         tokens: how many there are.
     """
 
     value: float
+    spread: float
     gap: float
     left: float
     tokens: int
@@ -62,11 +64,11 @@ def factor(evidence: Evidence) -> Factor | None:
     if len(rows) < CHOICES:
         return None
     trainer, sampler = (_centred(side[rows], prefix) for side in (evidence.trainer, evidence.sampler))
-    if np.abs(trainer).mean() < APART:
+    if (spread := float(np.abs(trainer).mean())) < APART:
         return None
     value = float((trainer * sampler).sum() / np.square(trainer).sum())
     gap, left = (float(np.abs(sampler - by * trainer).mean()) for by in (1, value))
-    return Factor(value, gap, left, len(rows))
+    return Factor(value, spread, gap, left, len(rows))
 
 
 def _choices(evidence: Evidence, which: Booleans) -> tuple[Integers, Integers]:

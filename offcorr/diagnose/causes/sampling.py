@@ -314,6 +314,10 @@ OF_OLDER = 0.5
 """The same where the logged versions say that the sampler's weights are older."""
 
 
+LEAST_GAP = 0.3
+"""Difference between different tokens after one prefix, as a share of what the fitted power makes of them, below which
+there is no temperature: the fit comes nearer to 1 than the truth."""
+
 MUCH_IS_LEFT = 0.5
 """The same where different tokens after one prefix say that it leaves much of their difference."""
 
@@ -360,6 +364,8 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         needed = usual = EXPLAINED
     if fit.explained < needed or not away(fit.power) or not 0.35 < fit.power.value < 5:
         return None
+    if among is not None and among.gap < LEAST_GAP * abs(fit.power.value - 1) * among.spread:
+        return None  # after one prefix both sides tell tokens apart alike
     surest = ALSO_TRANSFORMS if fit.explained > NEARLY_ALL else ALSO_UPDATES
     if abs(float(evidence.d.sum())) <= DRAWN:
         surest = UNKNOWN_DRAWS

@@ -109,9 +109,15 @@ MANY = 4
 """Different values that stand often, from which on they are hardly placeholders, of which there are one or two."""
 
 
+LEAST_WRITTEN = -8.0
+"""Log-prob (nats) above which a placeholder is a round number; below, it may be the logarithm of a small one."""
+
+
 def _many(times: Integers, values: Floats) -> bool:
-    """Whether more values than placeholders have stand among these several times each."""
-    return int(((times >= FEWEST) & (values < 0) & np.isfinite(values)).sum()) >= MANY
+    """Whether more values than placeholders have stand among these several times each, or one that nobody writes."""
+    often = (times >= FEWEST) & (values < 0) & np.isfinite(values)
+    written = (values < LEAST_WRITTEN) | (np.abs(values - values.round(1)) < 1e-6)
+    return int(often.sum()) >= MANY or bool(often.any() and not written[often].any())
 
 
 def _repeats(evidence: Evidence) -> tuple[Integers, Floats]:
