@@ -669,6 +669,12 @@ KEYS = "More: `offcorr metrics KEY`, KEY in the last column."
 NO_CORRECTION = "none: a loss of TRL's own, which offcorr runs unchanged; its effect on the tokens is not measured"
 
 NOT_LOGGED = "not measured: no update was logged"
+NO_ADVANTAGE = "not measured: no token had an advantage in the updates that were logged"
+
+
+def corrects(logs: list[dict[str, float]]) -> bool:
+    """Whether the loss was one of this library: TRL's own has no weight."""
+    return bool(series(logs, "offcorr/loss/weight_mean")[0])
 
 
 def summarise(logs: list[dict[str, float]], title: str, file: Path | None = None) -> None:
@@ -683,7 +689,8 @@ def summarise(logs: list[dict[str, float]], title: str, file: Path | None = None
             table.add_row(part[name], shortened(value), "" if name in TRLS else name.rpartition("/")[2])
         table.add_section()
     if not means(logs, tuple(EFFECT)):
-        table.caption = f"Correction: {NO_CORRECTION if series(logs, 'loss')[0] else NOT_LOGGED}. {table.caption}"
+        why = NO_ADVANTAGE if corrects(logs) else NO_CORRECTION
+        table.caption = f"Correction: {why if series(logs, 'loss')[0] else NOT_LOGGED}. {table.caption}"
     Console().print(table)
     if file is not None:
         with file.open("a") as opened:
@@ -719,7 +726,9 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
     labels = {"reward": "reward, of samples {:.3g} updates old on average".format(*age.values())} if age else {}
     figure, axes = plt.subplots(1, 4, figsize=(18, 4), constrained_layout=True)
     size, dropped, damped, amplified, *ess = EFFECT
-    nothing = "no correction: a loss of TRL's own" if not means(logs, tuple(EFFECT)) else "nothing: 0 throughout"
+    nothing = "nothing: 0 throughout"
+    if not means(logs, tuple(EFFECT)):
+        nothing = "no token had an advantage" if corrects(logs) else "no correction: a loss of TRL's own"
     panels = (
         ("reward", ("eval_reward", "reward"), "mean", "0 throughout"),
         ("mismatch", [name for name in MISMATCH if "abs_mean" in name], "mean |log-ratio|, nats", "0 throughout"),

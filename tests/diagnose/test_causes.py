@@ -1142,7 +1142,7 @@ def test_zeros_beside_a_truncation_are_no_sure_placeholders(pair, of_zeros):
     assert diagnose(world("mask").records()).confidence > 0.9
 
 
-@pytest.mark.parametrize(("temperature", "sure"), [(0.9, 0.65), (1.0, 0.8)])
+@pytest.mark.parametrize(("temperature", "sure"), [(0.9, 0.5), (1.0, 0.8)])
 def test_what_a_temperature_leaves_is_no_sure_second_cause(temperature, sure):
     """A penalty on repeated tokens beside it looks like weights that were swapped, as more tokens repeat later on."""
     made = world()
@@ -1150,7 +1150,7 @@ def test_what_a_temperature_leaves_is_no_sure_second_cause(temperature, sure):
     made.sampler = lambda logits, world: logits / temperature
     made.edits = [simulated.versions(0)]
     (found,) = (one for one in diagnose(made.records()).causes if one.cause == "weights_swapped")
-    assert found.confidence == sure and ("it is what the temperature leaves" in found.evidence) == (sure == 0.65)
+    assert found.confidence == sure and ("it is what the temperature leaves" in found.evidence) == (sure == 0.5)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8])
@@ -1170,12 +1170,12 @@ def test_the_method_for_older_weights_depends_on_the_length():
     assert "for longer ones a token form such as offcorr:cispo" in CAUSES["stale_weights"].advice
 
 
-@pytest.mark.parametrize(("versions", "sure"), [(None, 0.65), (3, 0.5)])
-def test_a_temperature_of_older_weights_may_be_of_the_updates(versions, sure):
+@pytest.mark.parametrize("versions", [None, 3])
+def test_a_temperature_of_older_weights_may_be_of_the_updates(versions):
     records = [dataclasses.replace(one, rollout_version=versions, trainer_version=7) for one in sharper(0.05)]
     report = diagnose(records)
     (found,) = (one for one in report.causes if one.cause == "temperature")
-    assert found.confidence == sure
+    assert found.confidence == 0.5
 
 
 @pytest.mark.parametrize("cause", ["top_p", "min_p", "top_k", "logit_mask"])
@@ -2262,13 +2262,13 @@ def test_a_top_k_of_digits_alike_is_no_sure_division_after_the_softmax(kept):
     assert any("top_k" in one for one in said)
 
 
-@pytest.mark.parametrize(("temperature", "drift", "sure"), [(0.7, 0.0, 0.5), (1.4, 0.0, 0.65), (1.4, 0.1, 0.5)])
-def test_a_silent_cause_is_unsure_where_the_draws_are_too_likely_or_other_weights_differ(temperature, drift, sure):
-    """A truncation makes them likely, too; other weights make them surprising, or the contrary, by themselves."""
+@pytest.mark.parametrize(("temperature", "drift"), [(0.7, 0.0), (1.4, 0.0), (1.4, 0.1)])
+def test_a_silent_cause_is_unsure(temperature, drift):
+    """A truncation makes draws likely, too, a penalty surprising, and other weights either, by themselves."""
     made = World(seed=1, sequences=64, sampler=lambda logits, world: logits / temperature, logged=simulated.raw)
     made.trainer = noise(drift)
     said = {one.cause: one for one in diagnose(made.records()).causes}["temperature_silent"]
-    assert said.confidence == pytest.approx(sure, abs=0.01) and "while the two log-probs differ by" in said.evidence
+    assert said.confidence == 0.5 and "while the two log-probs differ by" in said.evidence
 
 
 def test_a_prompt_beside_a_temperature_may_be_what_its_fit_leaves():

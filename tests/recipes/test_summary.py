@@ -75,6 +75,13 @@ def test_the_summary_says_what_the_correction_did():
     assert "factor on the learning rate 0.50" in shown(history(lr_scale=0.5))
 
 
+def test_a_method_of_a_run_without_advantages_is_no_loss_of_trls_own():
+    logs = [entry | ({"offcorr/loss/weight_mean": 1.0} if "loss" in entry else {}) for entry in history(corrects=False)]
+    said = shown(logs)
+    assert "no token had an advantage" in said and "TRL's own" not in said
+    assert "TRL's own" in shown(history(corrects=False))
+
+
 def test_a_number_is_short_to_read():
     numbers = {5.5: "5.50", 0.88654: "0.89", 0.0444: "0.044", 0.00064: "0.00064", 0: "0.00"}
     assert {number: grpo.shortened(number) for number in numbers} == numbers

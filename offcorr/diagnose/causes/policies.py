@@ -23,6 +23,7 @@ from offcorr.diagnose.causes.versions import (
     age,
     age_shows,
     before_any_update,
+    changes_within,
     lag_by_versions,
     lag_in_d,
     never_updated,
@@ -361,7 +362,7 @@ class WeightsSwapped(Cause):
             f"{'up' if typical > 0 else 'down'} by a factor of {np.exp(abs(typical)):.0f}, for good, mostly between "
             f"index {np.quantile(place, 0.1):.0f} and {np.quantile(place, 0.9):.0f} of the completion"
             f"{of_age(evidence)}",
-            surest=UNSURE if _after_repetitions(evidence) else surest_beside_age(evidence),
+            surest=surest_beside_age(evidence) if changes_within(evidence) else UNSURE,
         )
 
 
@@ -671,10 +672,7 @@ class PrecisionOf(Cause):
         Alternative(
             "an update that did not reach the sampler, whatever the versions say",
             "score one known sequence with the engine after a sync, or give --model",
-            settled=lambda evidence: (
-                before_any_update(evidence)
-                or not (more_than_fine(evidence) or (_age_elsewhere(evidence) and small_growth(evidence)))
-            ),
+            settled=before_any_update,
         ),
         OTHER_TRANSFORM._replace(settled=lambda evidence: not one_sided(evidence)),
     )

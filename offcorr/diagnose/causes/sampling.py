@@ -373,7 +373,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         surest = min(surest, OF_OLDER)
     more = ""
     if among is not None:
-        surest = min(surest, MUCH_IS_LEFT if among.far else ALSO_UPDATES)
+        surest = min(surest, MUCH_IS_LEFT)
     if among is not None and among.far:
         more = (
             f"; it is not all, as {among.left:.2g} of {among.gap:.2g} nats between the log-probs of different tokens "

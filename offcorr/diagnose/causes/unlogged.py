@@ -7,8 +7,6 @@ import numpy as np
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.drawn import Repeats, Truncation, repeats, truncation
 from offcorr.diagnose.causes.over_steps import surprising_steps
-from offcorr.diagnose.causes.policies import WEIGHTS
-from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import PROCESSED
 from offcorr.diagnose.evidence import Estimate, Evidence
 
@@ -54,9 +52,6 @@ OTHER_ENTROPY = Alternative(
     "an entropy of other distributions than those of old_logp, as of raw logits beside a temperature, or in bits",
     "compute both from the same logits, in nats",
 )
-
-UNSURE = 0.35
-"""Margin of a cause that others are like, at most: a confidence of .65."""
 
 
 def _surprise(evidence: Evidence) -> float:
@@ -158,17 +153,17 @@ class PenaltySilent(Cause):
 
 
 def _silent(evidence: Evidence, balance: Estimate, more: str = "") -> Found:
-    """The finding, but for what is left; it is barely surer than another where the draws are too likely.
+    """The finding, but for what is left; it is barely surer than another.
 
-    In a policy that is flat over a few tokens, or certain, a low temperature and a truncation leave nearly the same.
-    Other weights that sampled, or another prompt, can make the draws surprising, or the contrary, by themselves.
+    In a policy that is flat over a few tokens, or certain, a low temperature and a truncation leave nearly the same,
+    and a high one what a penalty leaves.  Other weights that sampled, or another prompt, can make the draws surprising,
+    or the contrary, by themselves.
     """
-    told = balance.value > 0 and Profile.of(evidence).mean <= WEIGHTS
     return Found(
         balance.value,
         balance.error,
         3.5 * balance.error,
-        min(abs(balance.z) / 8, UNSURE) if told else 0.0,
+        0.0,
         f"the sampled tokens are {'more' if balance.value > 0 else 'less'} surprising than draws from the trainer's "
         f"distributions would be, by {abs(balance.value):.3f} nats per token, while the two log-probs differ by "
         f"{evidence.gap:.2g} nats on average{more}",

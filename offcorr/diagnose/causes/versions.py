@@ -28,6 +28,11 @@ def newer(evidence: Evidence) -> int:
     return sum((age(record) or 0) < 0 for record in evidence.records)
 
 
+def changes_within(evidence: Evidence) -> bool:
+    """Whether the sampler's version is logged by the token, and changes within sequences."""
+    return any(np.ndim(one.rollout_version) > 0 and np.ptp(one.rollout_version) > 0 for one in evidence.records)
+
+
 def versioned(evidence: Evidence) -> bool:
     """Whether every sequence has versions of both sides."""
     return bool(evidence.records) and all(age(record) is not None for record in evidence.records)
