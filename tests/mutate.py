@@ -1601,7 +1601,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: a growing rounding is older weights where the lag is elsewhere",
         "offcorr/diagnose/causes/policies.py",
-        "return found._replace(sentence=said, surest=0.5) if _age_elsewhere(evidence) else None",
+        "return found._replace(sentence=said, surest=UNSURE) if _age_elsewhere(evidence) else None",
         "return None",
         "tests/diagnose/test_steps.py::test_a_small_gap_that_grows_is_no_precision",
     ),

@@ -149,6 +149,8 @@ class LogitBias(Cause):
             or power(rest).explained > TEMPERED
         ):
             return None
+        told = _one_number(evidence, few.ids) and not _alike_in_all_contexts(evidence)
+        surest = SURE if same_version(evidence) else ALSO_UPDATES
         return Found(
             few.follows,
             float(np.sqrt(few.follows * (1 - few.follows) / len(evidence))),
@@ -158,13 +160,7 @@ class LogitBias(Cause):
             f"so at the others, for {100 * few.follows:.3g} % of both or more; other weights make such a difference "
             "between ids only where updates rewarded or punished these tokens everywhere",
             at_most=True,
-            surest=(
-                UNSURE
-                if _alike_in_all_contexts(evidence) or not _one_number(evidence, few.ids)
-                else SURE
-                if same_version(evidence)
-                else ALSO_UPDATES
-            ),
+            surest=surest if told else UNSURE,
         )
 
 

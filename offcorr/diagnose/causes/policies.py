@@ -687,11 +687,10 @@ class PrecisionOf(Cause):
             return None
         if grown := small_growth(evidence):
             said = found.sentence + GROWS_WITH_WEIGHTS.format(*grown)
-            return found._replace(sentence=said, surest=0.5) if _age_elsewhere(evidence) else None
+            return found._replace(sentence=said, surest=UNSURE) if _age_elsewhere(evidence) else None
+        # A little dropout, an update that is missing or another change of the logits is as likely.
         if differs_by_itself(evidence) or more_than_fine(evidence) or one_sided(evidence):
-            return found._replace(
-                surest=0.5
-            )  # a little dropout, an update or another change of the logits is as likely
+            return found._replace(surest=UNSURE)
         return found
 
 
