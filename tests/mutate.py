@@ -1669,6 +1669,20 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py::test_values_that_nobody_writes_are_no_sure_placeholders",
     ),
     Mutation(
+        "diagnose: end tokens that are filled in are a truncation",
+        "offcorr/diagnose/causes/values.py",
+        "return filled if agree else none",
+        "return none",
+        "tests/diagnose/test_causes.py::test_end_tokens_whose_log_probs_are_filled_in_are_no_truncation_and_no_routing",
+    ),
+    Mutation(
+        "diagnose: a log-prob that rounding raised is a placeholder",
+        "offcorr/diagnose/causes/values.py",
+        "ROUNDED = 1e-4",
+        "ROUNDED = 1e-6",
+        "tests/diagnose/test_causes.py::test_a_certain_token_that_rounding_raised_is_no_placeholder",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

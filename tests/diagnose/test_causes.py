@@ -734,6 +734,35 @@ def test_values_that_nobody_writes_are_no_sure_placeholders():
     assert found[-0.0007].confidence == 0.5 < found[-7.0].confidence
 
 
+@pytest.mark.parametrize("filled", [0.0, -0.1])
+def test_end_tokens_whose_log_probs_are_filled_in_are_no_truncation_and_no_routing(filled):
+    """The model is nearly certain of them, so that |d| is small; all other tokens agree."""
+    records = []
+    for at, one in enumerate(world(sequences=64).records()):
+        one = cut(one, 12 + at % 30)
+        ids, rollout, old = one.completion_ids.copy(), one.rollout_logp.copy(), one.old_logp.copy()
+        ids[-1], rollout[-1], old[-1] = 1, filled, -0.2 - 0.2 * (at % 5)
+        records.append(dataclasses.replace(one, completion_ids=ids, rollout_logp=rollout, old_logp=old))
+    report = diagnose(records)
+    assert [one.cause for one in report.causes] == ["appended_eos"] and report.confidence == 0.5
+    assert any("whose log-prob somebody filled in" in one for one in report.cannot_tell)
+
+
+def test_a_certain_token_that_rounding_raised_is_no_placeholder():
+    records = [
+        dataclasses.replace(one, rollout_logp=np.where(np.arange(len(one)) % 20 == 7, 2e-6, one.rollout_logp))
+        for one in world("top_p").records()
+    ]
+    assert "sentinel" not in {one.cause for one in diagnose(records).causes}
+
+
+def test_a_ban_that_neither_side_logged_is_asked_about():
+    made = World(sequences=64, sampler=simulated.banned, logged=simulated.raw)
+    report = diagnose(made.records())
+    assert report.causes[0].confidence == 0.5
+    assert any("a ban or a bias of some tokens" in one for one in report.cannot_tell)
+
+
 @pytest.mark.parametrize("side", ["old_logp", "rollout_logp"])
 def test_a_number_that_one_side_added_is_of_the_side_that_is_out_of_balance(side):
     """The entropy tells the trainer's, so that none is taken for a temperature that neither side logged."""

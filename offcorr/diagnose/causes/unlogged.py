@@ -59,6 +59,9 @@ def _surprise(evidence: Evidence) -> float:
     return 0.0 if evidence.balance is None else evidence.balance.value
 
 
+BANNED = Alternative("a ban or a bias of some tokens (logit_bias, bad_words, min_tokens)", OPTIONS)
+
+
 class TemperatureSilent(Cause):
     """The tokens were drawn at a temperature that neither side's log-probs carry."""
 
@@ -79,6 +82,7 @@ class TemperatureSilent(Cause):
             f"{OPTIONS}, and when it gets new weights",
             settled=lambda evidence: _surprise(evidence) < 0,
         ),
+        BANNED,
         Alternative(
             "tokens that the model did not sample, such as a tool's text or a trace, within the mask",
             "decode the tokens with the lowest log-probs (env_mask of TRL's rollout_func leaves a tool's out)",
@@ -108,7 +112,7 @@ class TopPSilent(Cause):
     stage = "unlogged"
     title = "the sampler truncates (top_p), and both sides log log-probs of the untruncated distribution"
     advice = f"sample with top_p=1.0, top_k=0, min_p=0.0 and the trainer's temperature, and {PROCESSED}"
-    not_told_from = (SELECTED, LEFT_OUT, OTHER_ENTROPY, Alternative("a low temperature", OPTIONS))
+    not_told_from = (SELECTED, LEFT_OUT, OTHER_ENTROPY, Alternative("a low temperature", OPTIONS), BANNED)
 
     def found(self, evidence: Evidence) -> Found | None:
         where, of_steps, rest = surprising_steps(evidence)

@@ -269,10 +269,37 @@ def _cut(evidence: Evidence, ends: Booleans) -> bool:
 
 
 def _far_ends(evidence: Evidence) -> tuple[Booleans, float]:
-    """The last tokens whose |d| is far beyond that of the others, and the share of the others that are as far off."""
+    """The last tokens whose |d| is far beyond that of the others, or whose value is filled in, and the share of the
+    others that are as far off.
+    """
     inside = evidence.size[~evidence.last]
     far = evidence.size > max(0.5, 1.5 * float(np.quantile(inside, 0.995)) if len(inside) else 0.0)
-    return far & evidence.last, float(far[~evidence.last].mean()) if len(inside) else 0.0
+    ends = (far & evidence.last) | _filled_ends(evidence)
+    return ends, float(far[~evidence.last].mean()) if len(inside) else 0.0
+
+
+def _filled_ends(evidence: Evidence) -> Booleans:
+    """The last tokens of one id that have one value from the sampler and several from the trainer, where the tokens
+    before them agree.
+    """
+    none = np.zeros(len(evidence), bool)
+    rows = np.flatnonzero(evidence.last)
+    if not len(rows):
+        return none
+    pairs = np.stack([evidence.ids[rows], evidence.sampler[rows]], 1)
+    values, same, times = np.unique(pairs, axis=0, return_inverse=True, return_counts=True)
+    filled = none.copy()
+    filled[rows[same.ravel() == times.argmax()]] = True
+    if times.max() < max(FEWEST, 0.1 * len(evidence.records)) or np.ptp(evidence.trainer[filled]) < VARIES:
+        return none
+    others = evidence.size[~evidence.last]
+    agree = len(others) > 0 and float(others.mean()) < EXACT_BEFORE * float(evidence.size[filled].mean())
+    return filled if agree else none
+
+
+VARIES, EXACT_BEFORE = 0.01, 0.05
+"""Spread (nats) of the trainer's log-probs of end tokens, from which one value of the sampler's is none of its own, and
+mean |d| of the tokens before, as a share of theirs, up to which these agree."""
 
 
 def _made_up(evidence: Evidence, ends: Booleans) -> bool:
@@ -675,6 +702,10 @@ ABOVE = 0.3
 """|d| (nats) from which a value above 0 is a placeholder."""
 
 
+ROUNDED = 1e-4
+"""Log-prob up to which rounding may have raised that of a token that is certain."""
+
+
 def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
     """Tokens with a value that stands for none, and the commonest such value."""
     sampler = evidence.sampler
@@ -683,7 +714,7 @@ def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
         impossible[:] = False  # log-probs of other tokens, or of another model
     values, inverse, times = np.unique(sampler, return_inverse=True, return_counts=True)
     # Beside the trainer's, values above 0 are no placeholders: an open question asks about them.
-    above = (sampler > 1e-6) & (np.nan_to_num(evidence.size, posinf=1e3) > ABOVE)
+    above = (sampler > ROUNDED) & (np.nan_to_num(evidence.size, posinf=1e3) > ABOVE)
     odd = ~np.isfinite(sampler) | above | impossible
     far = np.bincount(inverse, np.nan_to_num(evidence.size, posinf=1e3) > 0.5) / times
     mean = np.bincount(inverse, evidence.trainer) / times
