@@ -741,7 +741,7 @@ def test_end_tokens_whose_log_probs_are_filled_in_are_no_truncation_and_no_routi
     for at, one in enumerate(world(sequences=64).records()):
         one = cut(one, 12 + at % 30)
         ids, rollout, old = one.completion_ids.copy(), one.rollout_logp.copy(), one.old_logp.copy()
-        ids[-1], rollout[-1], old[-1] = 1, filled, -0.2 - 0.2 * (at % 5)
+        ids[-1], rollout[-1], old[-1] = 1, filled, -0.15 - 0.08 * (at % 4)
         records.append(dataclasses.replace(one, completion_ids=ids, rollout_logp=rollout, old_logp=old))
     report = diagnose(records)
     assert [one.cause for one in report.causes] == ["appended_eos"] and report.confidence == 0.5
