@@ -843,8 +843,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: values slightly above 0 called placeholders",
         "offcorr/diagnose/causes/values.py",
-        "above = (sampler > 1e-6) & (np.nan_to_num(evidence.size, posinf=1e3) > ABOVE)",
-        "above = sampler > 1e-6",
+        "above = (sampler > ROUNDED) & (np.nan_to_num(evidence.size, posinf=1e3) > ABOVE)",
+        "above = sampler > ROUNDED",
         "tests/diagnose/test_causes.py::test_values_slightly_above_0_are_asked_about_and_no_placeholders",
     ),
     Mutation(
