@@ -1678,7 +1678,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: a log-prob that rounding raised is a placeholder",
         "offcorr/diagnose/causes/values.py",
-        "ROUNDED = 1e-4",
+        "ROUNDED = 5e-5",
         "ROUNDED = 1e-6",
         "tests/diagnose/test_causes.py::test_a_certain_token_that_rounding_raised_is_no_placeholder",
     ),

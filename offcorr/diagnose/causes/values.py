@@ -702,7 +702,7 @@ ABOVE = 0.3
 """|d| (nats) from which a value above 0 is a placeholder."""
 
 
-ROUNDED = 1e-4
+ROUNDED = 5e-5
 """Log-prob up to which rounding may have raised that of a token that is certain."""
 
 
