@@ -30,7 +30,8 @@ def newer(evidence: Evidence) -> int:
 
 def changes_within(evidence: Evidence) -> bool:
     """Whether the sampler's version is logged by the token, and changes within sequences."""
-    return any(np.ndim(one.rollout_version) > 0 and np.ptp(one.rollout_version) > 0 for one in evidence.records)
+    logged = [one.rollout_version for one in evidence.records]
+    return any(isinstance(one, np.ndarray) and len(one) > 0 and np.ptp(one) > 0 for one in logged)
 
 
 def versioned(evidence: Evidence) -> bool:
