@@ -793,8 +793,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: versions of one age that exclude another prompt",
         "offcorr/diagnose/causes/policies.py",
-        "    settled=age_shows,\n)\n\n\nclass WeightsSwapped",
-        "    settled=older,\n)\n\n\nclass WeightsSwapped",
+        "    settled=age_shows,\n)\n\n\ndef _drawn_sharper",
+        "    settled=older,\n)\n\n\ndef _drawn_sharper",
         "tests/diagnose/test_causes.py::test_older_weights_by_their_size_alone_are_no_surer_than_another_prompt",
     ),
     Mutation(
@@ -1075,9 +1075,9 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: two sequences are certainly other text",
-        "offcorr/diagnose/causes/values.py",
-        "SEVERAL, FEW = 4, 0.65",
-        "SEVERAL, FEW = 0, 0.65",
+        "offcorr/diagnose/causes/other_tokens.py",
+        "SEVERAL = 4",
+        "SEVERAL = 0",
         "tests/diagnose/test_causes.py::test_two_sequences_that_differ_from_some_token_on_are_no_sure_other_text",
     ),
     Mutation(
@@ -1110,7 +1110,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: tokens that a policy gave up are certainly other text",
-        "offcorr/diagnose/causes/values.py",
+        "offcorr/diagnose/causes/other_tokens.py",
         "AGREE = 0.01",
         "AGREE = 10.0",
         "tests/diagnose/test_causes.py gave_up",
@@ -1187,7 +1187,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: a prompt that is forgotten is as unsure as weights that were swapped",
-        "offcorr/diagnose/causes/policies.py",
+        "offcorr/diagnose/causes/swapped.py",
         "surest = ALIKE if first > 0.5 or shown_to_be_older(evidence) else ALSO_OLDER",
         "surest = ALIKE",
         "tests/diagnose/test_causes.py recurrent_model_forgets",
@@ -1229,7 +1229,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: other tokens of few sequences have no alternative",
-        "offcorr/diagnose/causes/values.py",
+        "offcorr/diagnose/causes/other_tokens.py",
         "is None or found.surest == 1.0,",
         "is None or found.surest > 0,",
         "tests/diagnose/test_causes.py two_sequences_that_differ",
@@ -1593,9 +1593,9 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: one sequence that fits again by chance shows other text",
-        "offcorr/diagnose/causes/values.py",
-        "moved = len(slips) >= max(2, FIT_AGAIN * len(firsts))",
-        "moved = bool(slips)",
+        "offcorr/diagnose/causes/other_tokens.py",
+        "fit_again = len(slips) >= max(2, FIT_AGAIN * len(firsts))",
+        "fit_again = bool(slips)",
         "tests/diagnose/test_causes.py::test_one_sequence_that_fits_again_by_chance_shows_no_other_text",
     ),
     Mutation(
@@ -2891,7 +2891,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: a shift is taken for text that was encoded again",
-        "offcorr/diagnose/causes/values.py",
+        "offcorr/diagnose/causes/other_tokens.py",
         "moved_by < 4 * at_place + 1:",
         "moved_by < 0:",
         "tests/diagnose/test_causes.py certain_is_no_other_text",

@@ -129,7 +129,7 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         raise ValueError(
             "no token has a log-prob of both sides: rollout_logp is NaN, old_logp is NaN, or mask is 0, everywhere"
         )
-    impossible = impossible_entropy(evidence)
+    impossible = _impossible_entropy(evidence)
     if impossible:
         evidence = Evidence.of([dataclasses.replace(one, entropy=None) for one in evidence.records])
     with np.errstate(invalid="ignore", over="ignore"):  # infinite log-probs are data
@@ -169,7 +169,7 @@ NOT_ENTROPY = (
 )
 
 
-def impossible_entropy(evidence: Evidence) -> list[str]:
+def _impossible_entropy(evidence: Evidence) -> list[str]:
     """A sentence about an entropy that is none; nothing of one that may be right."""
     if evidence.entropy is None:
         return []

@@ -684,10 +684,6 @@ def test_updates_that_rewarded_a_token_of_the_prompt_are_no_sure_penalty(rewarde
         assert any("rewarded tokens of the prompt" in one for one in report.cannot_tell)
 
 
-def flat(logits, world):
-    return 0.05 * logits
-
-
 def in_all_contexts(logits, world):
     """An id has one probability, whatever stood before it."""
     return np.broadcast_to(3 * np.sin(np.arange(simulated.VOCABULARY)), logits.shape)
@@ -695,7 +691,7 @@ def in_all_contexts(logits, world):
 
 def test_a_ban_of_a_nearly_uniform_policy_is_no_sure_other_quantity():
     """It moves all log-probs by about one number."""
-    made = World(sampler=lambda logits, world: top_k(0.0 * logits, world), trainer=lambda logits, world: 0.0 * logits)
+    made = World(trainer=lambda logits, world: 0.0 * logits)
     made.sampler = lambda logits, world: simulated.banned(0.0 * logits, world)
     report = diagnose(made.records())
     assert report.confidence <= 0.5

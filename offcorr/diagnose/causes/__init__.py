@@ -1,6 +1,17 @@
 """The causes of a mismatch, one class each, in files by the stage in which they are looked for."""
 
-from offcorr.diagnose.causes import bias, contexts, policies, quantities, sampling, truncation, unlogged, values
+from offcorr.diagnose.causes import (
+    bias,
+    contexts,
+    other_tokens,
+    policies,
+    quantities,
+    sampling,
+    swapped,
+    truncation,
+    unlogged,
+    values,
+)
 from offcorr.diagnose.causes.base import CAUSES, STAGES, Cause, Finding, Found, confidence
 
 __all__ = [
@@ -12,9 +23,11 @@ __all__ = [
     "bias",
     "confidence",
     "contexts",
+    "other_tokens",
     "policies",
     "quantities",
     "sampling",
+    "swapped",
     "truncation",
     "unlogged",
     "values",

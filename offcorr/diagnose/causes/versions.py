@@ -24,7 +24,7 @@ def older(evidence: Evidence) -> bool:
 
 
 def newer(evidence: Evidence) -> int:
-    """The sequences of which the versions say that the sampler's weights are newer than the trainer's."""
+    """Number of sequences whose versions say that the sampler's weights are newer than the trainer's."""
     return sum((age(record) or 0) < 0 for record in evidence.records)
 
 

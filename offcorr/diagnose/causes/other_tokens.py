@@ -1,0 +1,151 @@
+"""A cause that gives the two sides other tokens: text that was encoded again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
+from offcorr.diagnose.causes.values import FEW, ONE_SIDED
+from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.record import Floats
+
+
+class Retokenised(Cause):
+    """Each sequence agrees up to some token, and has nothing in common after it."""
+
+    id = "retokenised"
+    stage = "values"
+    title = "the trainer scored other tokens than the sampler sampled"
+    advice = (
+        "carry the sampled token ids to the trainer; text that is encoded again need not give the same ids "
+        "(offcorr.tokens keeps them)"
+    )
+    not_told_from = (
+        Alternative(
+            "another model, or weights far from those that sampled, to which such tokens are next to impossible",
+            "compare the token ids and the weights of both sides",
+            settled=lambda evidence: (found := CAUSES["retokenised"].found(evidence)) is None or found.surest == 1.0,
+        ),
+        Alternative(
+            "another prompt, template or position that one side read, beside which some tokens are next to impossible",
+            "compare the prompt ids that each side read",
+            settled=lambda evidence: (
+                (found := CAUSES["retokenised"].found(evidence)) is None or found.surest > OF_ANOTHER_POLICY
+            ),
+        ),
+    )
+
+    def found(self, evidence: Evidence) -> Found | None:
+        before, after = np.zeros(len(evidence), bool), np.zeros(len(evidence), bool)
+        firsts, slips = [], []
+        at_place = moved_by = 0.0
+        for at in range(len(evidence.records)):
+            tokens = evidence.of_sequence(at)
+            trainer, sampler = evidence.trainer[tokens], evidence.sampler[tokens]
+            first, by = _slip(trainer, sampler) or (_onset(evidence.size[tokens]), 0)
+            if first is not None:
+                firsts.append(first)
+                slips += [by] * (by != 0)
+                places = np.arange(max(0, -by), first)
+                at_place += float(np.abs(trainer - sampler)[places].sum())
+                moved_by += float(np.abs(trainer[places] - sampler[places + by]).sum())
+                before[tokens.start : tokens.start + first] = True
+                after[tokens.start + first : tokens.stop] = True
+        if len(firsts) < 2 or (np.std(firsts) < 1.5 and len(firsts) > 4) or before.sum() < 16:
+            return None
+        before_size, after_size = float(evidence.size[before].mean()), float(evidence.size[after].mean())
+        if after_size < 8 * before_size and len(slips) < 2:
+            return None
+        median = float(np.median(evidence.size[after]))
+        if median < 0.1 * after_size and (evidence.d[after] > 0.02).mean() < ONE_SIDED and not slips:
+            return None  # a sampler that forbids tokens makes all others likelier, by much where those were likely
+        if len(slips) > len(firsts) / 2 and moved_by < 4 * at_place + 1:  # all is shifted, from the first token on
+            return None
+        if before_size < 0.02:  # the others that differ do for the same reason, early or just before they end
+            far = evidence.size > max(0.01, 20 * float(np.median(evidence.size[before])))
+            for at in range(len(evidence.records)):
+                tokens = evidence.of_sequence(at)
+                after[tokens] |= np.maximum.accumulate(far[tokens])
+        share = len(firsts) / len(evidence.records)
+        again = (
+            f"; in {len(slips)} of them the sampler's log-probs fit again when they are moved by {_amounts(slips)}"
+            if slips
+            else ""
+        )
+        fit_again = len(slips) >= max(2, FIT_AGAIN * len(firsts))
+        sure = fit_again or before_size < AGREE
+        return Found(
+            share,
+            float(np.sqrt(share * (1 - share) / len(evidence.records))),
+            2 / len(evidence.records),
+            len(firsts) / 2 + len(slips),
+            f"in {len(firsts)} of {len(evidence.records)} sequences the log-probs agree (mean |d| "
+            f"{before_size:.2g} nats) up to a token that the trainer finds next to impossible, at index {min(firsts)} "
+            f"to {max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}"
+            + ("" if sure else MOVED),
+            evidence.keep(~after),
+            surest=OF_ANOTHER_POLICY if not sure else 1.0 if fit_again or len(firsts) >= SEVERAL else FEW,
+        )
+
+
+MOVED = "; a policy that has moved far since it sampled may have given up such tokens, with the same ids"
+
+AGREE = 0.01
+"""Mean |d| (nats) up to the first other token, below which nothing but rounding differs there: a policy that has moved
+far gives up tokens, too, and differs before them as well."""
+
+OF_ANOTHER_POLICY = 0.5
+"""The confidence where the tokens before differ, too, as where the policy has moved or one side read another prompt."""
+
+SEVERAL = 4
+"""Sequences from which the log-probs that differ from some token on are no chance."""
+
+FIT_AGAIN = 0.2
+"""Share of these sequences, two at least, whose log-probs fit again when they are moved, below which some do by chance:
+of a policy that has moved far since it sampled, one of 23 did."""
+
+FARTHEST_SLIP = 4
+"""Tokens, at most, by which encoding a text again is seen to move what follows."""
+
+
+def _slip(trainer: Floats, sampler: Floats) -> tuple[int, int] | None:
+    """The index from which one sequence's log-probs fit only when they are moved, and by how many tokens."""
+    far = np.abs(trainer - sampler) > 0.5
+    if not far.any():
+        return None
+    first = int(far.argmax())
+    places = np.arange(first + FARTHEST_SLIP, len(trainer) - FARTHEST_SLIP)
+    if len(places) < 8 or (first and np.abs(trainer - sampler)[:first].mean() > 0.1):
+        return None
+    left = {
+        by: float(np.median(np.abs(trainer[places] - sampler[places + by])))
+        for by in range(-FARTHEST_SLIP, FARTHEST_SLIP + 1)
+    }
+    best = min(left, key=lambda by: left[by])
+    return (first, best) if left[0] > 0.2 and left[best] < 0.25 * left[0] else None
+
+
+def _amounts(slips: list[int]) -> str:
+    """A number of tokens, in words."""
+    amounts = sorted({abs(by) for by in slips})
+    return (
+        f"{amounts[0]} token{'s' * (amounts[0] > 1)}" if len(amounts) == 1 else f"{amounts[0]} to {amounts[-1]} tokens"
+    )
+
+
+GROSS = 4.0
+"""|d| (nats) of a token that stands where the trainer expects none such."""
+
+
+def _onset(size: Floats) -> int | None:
+    """The index from which a sequence that agreed before is far off; None: there is none."""
+    gross = size > GROSS
+    if not gross.any():
+        return None
+    first = int(gross.argmax())
+    if first < 1 or first > len(size) - 2:
+        return None
+    before, after = size[:first], size[first + 1 : first + 9]
+    if before.mean() > 0.1 or after.mean() < 0.1 or after.mean() < 5 * before.mean():
+        return None
+    return first
