@@ -1683,6 +1683,27 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py::test_a_certain_token_that_rounding_raised_is_no_placeholder",
     ),
     Mutation(
+        "diagnose: a shift is found where the first tokens alone differ",
+        "offcorr/diagnose/causes/values.py",
+        "ratio = left / max(min(float(size[1:][step].mean()), float(size[:-1][step].mean())), 1e-12)",
+        "ratio = left / float(size.mean())",
+        "tests/diagnose/test_causes.py::test_a_difference_at_the_first_tokens_alone_is_no_shift",
+    ),
+    Mutation(
+        "diagnose: a neighbour that is little nearer is a sure shift",
+        "offcorr/diagnose/causes/values.py",
+        "surest=1.0 if ratio < SHIFTED else 0.5",
+        "surest=1.0",
+        "tests/diagnose/test_causes.py::test_a_neighbour_that_is_not_much_nearer_is_no_sure_shift",
+    ),
+    Mutation(
+        "diagnose: log-probs in 8 bits are called bfloat16",
+        "offcorr/diagnose/causes/values.py",
+        "if _all_bf16(values) and _few_digits(values) is None:",
+        "if _all_bf16(values):",
+        "tests/diagnose/test_causes.py::test_log_probs_in_8_bits_are_not_called_bfloat16",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",
@@ -3186,8 +3207,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: clamped logits are placeholders for sure",
         "offcorr/diagnose/causes/values.py",
-        "surest=0.5 if _many(times, values) else",
-        "surest=0.5 if False else",
+        "doubtful or _many(times, values)",
+        "doubtful",
         "tests/diagnose/test_causes.py clamped_logits_are_no_sure",
     ),
     Mutation(

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from offcorr.diagnose import CAUSES, Cause, Evidence, Found, Record, diagnose, questions
 from offcorr.diagnose.causes import policies, values
@@ -133,7 +134,7 @@ def test_a_bias_of_which_updates_may_be_the_reason_is_unsure():
         records = world("logit_bias", seed=1).records()
         logged = {} if version is None else {"rollout_version": 3, "trainer_version": version}
         sure[version] = diagnose([dataclasses.replace(one, **logged) for one in records]).confidence
-    assert sure == {None: 0.65, 3: 0.8, 4: 0.65}
+    assert sure == {None: 0.5, 3: 0.8, 4: 0.5}
 
 
 def _capped(values):
@@ -865,10 +866,12 @@ def test_zeros_among_differences_of_one_sign_may_be_of_a_truncation():
             columns["rollout_logp"][row, 20], columns["old_logp"][row, 20] = 0.0, -1.5 - 0.1 * row
 
     records = simulated.World(edits=[zeros]).records()
-    (one,) = [one for one in diagnose(records).causes if one.cause == "sentinel"]
-    assert one.confidence == 0.65
+    report = diagnose(records)
+    (one,) = [one for one in report.causes if one.cause == "sentinel"]
+    assert one.confidence == 0.5
+    assert any("a truncation (top_p, top_k, min_p) left alone" in said for said in report.cannot_tell)
     alone = CAUSES["sentinel"].found(Evidence.of(records))
-    assert alone is not None and alone.surest == 0.65
+    assert alone is not None and alone.surest == 0.5
 
 
 def test_few_tokens_do_not_say_whose_temperature_it_is():
@@ -1860,6 +1863,42 @@ def test_text_that_is_encoded_again_fits_when_it_is_moved():
     report = diagnose(records)
     assert [one.cause for one in report.causes] == ["retokenised"]
     assert "fit again when they are moved by 1 token" in report.causes[0].evidence
+
+
+@pytest.mark.parametrize(("format", "digits"), [(torch.float8_e4m3fn, 4), (torch.float8_e5m2, 3)])
+def test_log_probs_in_8_bits_are_not_called_bfloat16(format, digits):
+    """Each of them is a bfloat16 number, too, and explains all of the difference."""
+
+    def stored(columns, world):
+        columns["rollout_logp"] = torch.as_tensor(columns["old_logp"]).to(format).double().numpy()
+
+    (one,) = diagnose(simulated.World(edits=[stored]).records()).causes
+    assert one.cause == "stored_rounded" and one.confidence > 0.9 and one.share > 0.95
+    assert f"have {digits} binary digits at most" in one.evidence
+
+
+def test_a_difference_at_the_first_tokens_alone_is_no_shift():
+    """Where the others are certain, each beside its neighbour is as near as beside itself."""
+
+    def first(columns, world):
+        for name in ("rollout_logp", "old_logp"):
+            columns[name] = -0.05 * world.rng.random(columns[name].shape)
+        columns["old_logp"][:, 0] = -20.0
+
+    evidence = Evidence.of(simulated.World(edits=[first]).records())
+    assert evidence.gap > 0.1 and CAUSES["shift"].found(evidence) is None
+
+
+@pytest.mark.parametrize(("noise", "surest"), [(0.3, 1.0), (0.6, 0.5)])
+def test_a_neighbour_that_is_not_much_nearer_is_no_sure_shift(noise, surest):
+    """A truncation to few tokens, whose log-probs are nearly alike, leaves half of the difference, too."""
+
+    def near(columns, world):
+        after = np.roll(columns["old_logp"], -1, 1)
+        columns["rollout_logp"] = after * (1 + noise * world.rng.uniform(-1, 1, after.shape))
+
+    found = CAUSES["shift"].found(Evidence.of(simulated.World(edits=[near]).records()))
+    assert found is not None and found.surest == surest
 
 
 def test_a_shift_behind_tokens_that_are_certain_is_no_other_text():

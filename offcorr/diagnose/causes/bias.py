@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
-from offcorr.diagnose.causes.sampling import ABLE, ALSO_UPDATES, power
+from offcorr.diagnose.causes.sampling import ABLE, power
 from offcorr.diagnose.causes.versions import VERSIONS, same_version
 from offcorr.diagnose.evidence import Booleans, Evidence
 from offcorr.diagnose.record import Floats, Integers
@@ -150,7 +150,6 @@ class LogitBias(Cause):
         ):
             return None
         told = _one_number(evidence, few.ids) and not _alike_in_all_contexts(evidence)
-        surest = SURE if same_version(evidence) else ALSO_UPDATES
         return Found(
             few.follows,
             float(np.sqrt(few.follows * (1 - few.follows) / len(evidence))),
@@ -160,7 +159,7 @@ class LogitBias(Cause):
             f"so at the others, for {100 * few.follows:.3g} % of both or more; other weights make such a difference "
             "between ids only where updates rewarded or punished these tokens everywhere",
             at_most=True,
-            surest=surest if told else UNSURE,
+            surest=SURE if told and same_version(evidence) else UNSURE,
         )
 
 

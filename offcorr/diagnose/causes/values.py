@@ -23,6 +23,8 @@ ONE_SIDED = 0.03
 IMPOSSIBLE = -50.0
 """Log-prob (nats) of a token that is not sampled once in all of training."""
 
+SHIFTED = 0.4
+"""Part of the mean |d| that is left beside the neighbour's log-probs: above it, another cause can leave that."""
 
 OF_ENDS = ("appended_eos", "shift")
 """Causes that leave a filled-in value at the last tokens of completions."""
@@ -61,6 +63,11 @@ class Sentinel(Cause):
             "logits that one side clamps, where tokens with a clamped logit have one log-prob in each context",
             "compare how each side computes its logits, or give --model",
             settled=lambda evidence: not _many(*_repeats(evidence)),
+        ),
+        Alternative(
+            "tokens that a truncation (top_p, top_k, min_p) left alone, though the trainer finds them unlikely",
+            "compare the sampler's options, and look what these tokens are",
+            settled=lambda evidence: not _truncated(evidence.d[evidence.sampler != 0]),
         ),
         NEARLY_GREEDY,
     )
@@ -106,7 +113,7 @@ class Sentinel(Cause):
             f"{odd.sum()} of {len(evidence)} tokens have a value from the sampler that cannot be their log-prob, most "
             f"often {value:g}",
             evidence.without_values(~(odd | np.isin(evidence.sampler, values[times >= FEWEST]))),
-            surest=0.5 if _many(times, values) else FEW if doubtful else 1.0,
+            surest=0.5 if doubtful or _many(times, values) else 1.0,
             of_zeros=value == 0,
         )
 
@@ -388,7 +395,8 @@ class Shift(Cause):
         }
         which = min(moved, key=lambda name: float(np.median(moved[name])))
         left = float(np.minimum(moved[which], 3).mean())
-        ratio = left / float(np.minimum(evidence.size, 3).mean())
+        size = np.minimum(evidence.size, 3)
+        ratio = left / max(min(float(size[1:][step].mean()), float(size[:-1][step].mean())), 1e-12)
         if ratio > 0.6:
             return None
         said = f"mean |d| is {own:.2g} nats, and only {left:.2g} where each token is compared with the sampler's "
@@ -400,7 +408,8 @@ class Shift(Cause):
                 "context they differ from sample to sample, and the sampler's do not"
             )
             after = of_trainer
-        return Found(ratio, float(moved[which].std() / np.sqrt(step.sum()) / own), 0.6, (0.6 - ratio) * 10, said, after)
+        error = float(moved[which].std() / np.sqrt(step.sum()) / own)
+        return Found(ratio, error, 0.6, (0.6 - ratio) * 10, said, after, surest=1.0 if ratio < SHIFTED else 0.5)
 
 
 class StoredBF16(Cause):
@@ -414,19 +423,19 @@ class StoredBF16(Cause):
 
     def found(self, evidence: Evidence) -> Found | None:
         for side, values in (("sampler", evidence.sampler), ("trainer", evidence.trainer)):
-            if _all_bf16(values):
+            if _all_bf16(values) and _few_digits(values) is None:
                 said = "are numbers that bfloat16 can hold, and of float32 numbers only one in 65,536 is"
                 return _rounded(evidence, side, values, _binary_half(values, bits=8), said)
         return None
 
 
 class StoredRounded(Cause):
-    """Every log-prob of one side is a float16 number, or has few decimals."""
+    """Every log-prob of one side is a float16 or an 8-bit number, or has few decimals."""
 
     id = "stored_rounded"
     stage = "values"
     robust = True
-    title = "log-probs were rounded when they were stored, to float16 or to a few decimals"
+    title = "log-probs were rounded when they were stored, to float16, to 8 bits or to a few decimals"
     advice = "keep log-probs in float32 from the log-softmax to the loss, and write them with all digits"
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -435,6 +444,9 @@ class StoredRounded(Cause):
                 said = f"have {decimals} decimal{'s' * (decimals > 1)} at most" if decimals else "are whole numbers"
                 half = 0.5 * 0.1**decimals if decimals else 1.0  # an array of integers cuts off what follows the point
                 return _rounded(evidence, side, values, np.full(len(values), half), said)
+            if (digits := _few_digits(values)) is not None:
+                said = f"have {digits} binary digits at most, as in an 8-bit format, and bfloat16 has 8"
+                return _rounded(evidence, side, values, np.maximum(_binary_half(values, digits), FINEST / 2), said)
             if _all_fp16(values) and not _all_bf16(values):
                 said = "are numbers that float16 can hold, and of float32 numbers only one in 8,192 is"
                 return _rounded(evidence, side, values, _binary_half(values, bits=11), said)
@@ -653,6 +665,19 @@ def _all_bf16(values: Floats) -> bool:
     """Whether there are enough log-probs, and every one is a bfloat16 number."""
     inside = values[(values < 0) & (values > -1e4)].astype(np.float32)
     return len(np.unique(inside)) >= 16 and bool((inside.view(np.uint32) & 0xFFFF == 0).all())
+
+
+FINEST = 2.0**-9
+"""The least difference of two numbers in float8 (e4m3)."""
+
+
+def _few_digits(values: Floats) -> int | None:
+    """The number of binary digits that every log-prob has at most, up to four, as 8-bit formats do; None: more."""
+    inside = values[(values < 0) & (values > -1e4)].astype(np.float32)
+    for digits in (3, 4):
+        if len(np.unique(inside)) >= 16 and bool((inside.view(np.uint32) & (0xFFFFFF >> digits) == 0).all()):
+            return digits
+    return None
 
 
 def _all_fp16(values: Floats) -> bool:
