@@ -137,6 +137,9 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         findings, left = _explain(differing, of_steps)
         questions = []
         if not of_steps and (part := differing_sequences(evidence)):
+            if part[0].ageless:
+                evidence = dataclasses.replace(evidence, ageless=True)
+                findings, left = _explain(evidence)
             findings, left = _of_part(findings, left, *part)
             questions = [] if findings else [SOME_DIFFER.format(part[1])]
         if (current := _of_logp(evidence)) is not None:
@@ -212,13 +215,13 @@ def _of_part(findings: list[Finding], left: Evidence, part: Evidence, said: str)
         findings, left: as read from all sequences.
         part, said: what ``differing_sequences`` gives.
     """
-    of_part, left_of_part = _explain(part, said)
+    of_part, left_of_part = _explain(part, said, of_updates=False)
     # Of sequences that have an age, updates that sharpened the policy look like a temperature.
     of_fault = ("values",) if lag_by_versions(part) else OF_NO_UPDATE
     if of_part and _stage_of_most(of_part) in of_fault:
         values = _stage_of_most(of_part) == "values" and findings and _stage_of_most(findings) != "values"
         if values or _explained(of_part) > _explained(findings) + MORE:
-            return of_part, left_of_part
+            return of_part + [one for one in findings if not one.of_d], left_of_part
     of_policies = [CAUSES[one.cause].stage == "policies" for one in findings]
     said_of = [one.evidence + said * of for one, of in zip(findings, of_policies, strict=True)]
     return [dataclasses.replace(one, evidence=words) for one, words in zip(findings, said_of, strict=True)], left
@@ -289,11 +292,12 @@ def without_cause(left: Evidence) -> tuple[str, float]:
     return "clean", float(confidence(np.log(left.floor / max(left.gap, 1e-9))))
 
 
-def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evidence]:
+def _explain(evidence: Evidence, of_steps: str = "", of_updates: bool = True) -> tuple[list[Finding], Evidence]:
     """Names, takes away, and looks again.
 
     Args:
         of_steps: the end of each finding's sentence.
+        of_updates: whether to look for causes of a difference of ``logp`` and ``old_logp``, too.
     """
     findings: list[Finding] = []
     of_zeros: set[str] = set()
@@ -313,6 +317,7 @@ def _explain(evidence: Evidence, of_steps: str = "") -> tuple[list[Finding], Evi
             causes = {id: cause for id, cause in causes.items() if id not in OF_MISFIT}
         while causes and len(findings) < ROUNDS:
             found = {id: found for id, cause in causes.items() if (found := cause.found(left)) is not None}
+            found = {id: one for id, one in found.items() if of_updates or one.of_d}
             if not found:
                 break
             best = max(found, key=lambda id: found[id].margin)

@@ -111,6 +111,7 @@ class Evidence:
             they were not.
         aside: further sampled tokens, whose log-prob of the sampler is not known.  They count in ``balance``: it may
             be known of the likely tokens alone.
+        ageless: the versions say nothing of d: sequences of the same age agree.
     """
 
     records: Sequence[Record]
@@ -124,6 +125,7 @@ class Evidence:
     balanced: bool = True
     whole: Evidence | None = None
     aside: Aside = Aside()
+    ageless: bool = False
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Evidence:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES
+from offcorr.diagnose.causes.base import NEARLY_GREEDY
 from offcorr.diagnose.causes.policies import (
     differs_by_itself,
     differs_by_itself_now,
@@ -14,7 +15,7 @@ from offcorr.diagnose.causes.policies import (
     repeats_itself,
     updated,
 )
-from offcorr.diagnose.causes.sampling import loses_mass, loses_more
+from offcorr.diagnose.causes.sampling import loses_more
 from offcorr.diagnose.causes.truncation import TRUNCATIONS
 from offcorr.diagnose.causes.values import FEWEST, zeros_of_truncation
 from offcorr.diagnose.causes.versions import VERSIONS, newer
@@ -25,6 +26,9 @@ OFF = 5.0
 
 SMALLEST_ABOVE = 1e-6
 """A log-prob above 0 that is asked about, at least."""
+
+LOST = 0.99
+"""Mean ratio e^d below which two policies are asked about what else lowers it."""
 
 MOVE_THE_BALANCE = ("values", "sampling", "unlogged", "policies")
 """Stages whose causes move it."""
@@ -110,14 +114,18 @@ trainer_version, or give --model'
             "(top_p, top_k, min_p), and part of the difference is then theirs. To find out, give --model, or read the "
             "engine's sampling options"
         )
-    if named and {CAUSES[id].stage for id in named} <= {"policies", "updates"} and loses_mass(evidence, OFF):
-        ratio = evidence.ratio_identity
+    ratio = evidence.ratio_identity
+    of_policies = named and {CAUSES[id].stage for id in named} <= {"policies", "updates"}
+    if of_policies and ratio.value < LOST and ratio.value - 1 < -OFF * ratio.error:
         said.append(
             f"whether the sampler left tokens out as well (top_p, top_k, min_p, a ban), about {1 - ratio.value:.0%} of "
             f"the trainer's probability: the mean ratio e^d is {ratio.value:.3f} +- {ratio.error:.2g}, and would be 1 "
             "for two policies that differ by their weights alone, but for chance, as few tokens that are far off carry "
             "it. To find out, read the engine's sampling options, or give --model"
         )
+    asked = any(NEARLY_GREEDY in CAUSES[id].not_told_from for id in named) or "temperature" in named
+    if named and not asked and not NEARLY_GREEDY.settled(evidence) and not draws_known:
+        said.append(f"whether the cause is {NEARLY_GREEDY.words}. To find out, {NEARLY_GREEDY.how}")
     if many := newer(evidence):
         said.append(
             f"why rollout_version is above trainer_version in {many:,} of {len(evidence.records):,} sequences, as if "

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import numpy as np
 
 from offcorr.diagnose.causes.over_steps import growth, ranges, steps_of
 from offcorr.diagnose.causes.profile import Profile
+from offcorr.diagnose.causes.versions import age
 from offcorr.diagnose.evidence import Evidence
-from offcorr.diagnose.record import Floats
+from offcorr.diagnose.record import Floats, Record
 
 AGREE = 0.02
 """Mean |d| / (1 - p) of a step up to which trainer and sampler agree, but for rounding."""
@@ -62,8 +66,16 @@ def differing_sequences(evidence: Evidence) -> tuple[Evidence, str] | None:
         return None
     bound = float(np.sqrt(known[at] * known[at + 1]))
     far = [record for record, gap in zip(evidence.records, gaps, strict=True) if gap > bound]
+    near = [record for record, gap in zip(evidence.records, gaps, strict=True) if gap <= bound]
     said = f"; this is of {len(far)} of the {len(evidence.records)} sequences: in the others the log-probs agree"
-    return Evidence.of(far), said
+    return dataclasses.replace(Evidence.of(far), ageless=_as_old(far, near)), said
+
+
+def _as_old(far: Sequence[Record], near: Sequence[Record]) -> bool:
+    """Whether the versions of both kinds say that the sampler's weights are older, and as much of the one as of the
+    other."""
+    ages = [[one for record in records if (one := age(record)) is not None] for records in (far, near)]
+    return all(ages) and bool(0 < np.median(ages[0]) <= np.median(ages[1]))
 
 
 def _between(step: Floats, gaps: Floats) -> float | None:

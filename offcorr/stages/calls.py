@@ -92,18 +92,19 @@ def held_by(given: Any) -> dict[str, Any]:
 def check_values(what: str, values: Any, gives: Sequence[str], like: Tensor) -> None:
     """Raise TypeError unless ``values`` are those that ``gives`` names, each of the shape and dtype of ``like``.
 
-    One value stands by itself, two in a tuple, whose second may be a plain number; "kept" is bool.
+    One value stands by itself, two in a tuple, whose second may be a plain number; "kept" is bool, or True.
     """
     if len(gives) > 1 and (type(values) is not tuple or len(values) != len(gives)):
         came = f"{len(values)} values" if type(values) is tuple else f"a {type(values).__name__}"
         raise TypeError(f"{what} returned {came}, expected a tuple of two values: {' and '.join(gives)}")
     for name, value in zip(gives, values if len(gives) > 1 else (values,), strict=True):
-        if name != gives[0] and isinstance(value, int | float):
+        if name != gives[0] and isinstance(value, bool if name == "kept" else int | float):
             continue  # the same for every token
         dtype = torch.bool if name == "kept" else like.dtype
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"{what} returned {value!r} as {name}, expected a tensor; ops.zeros_like(x) + 1 is a constant one"
+                f"{what} returned {value!r} as {name}, expected "
+                + ("a bool tensor, or True" if name == "kept" else "a tensor; ops.zeros_like(x) + 1 is a constant one")
             )
         if value.shape != like.shape or value.dtype != dtype:
             raise TypeError(

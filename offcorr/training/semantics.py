@@ -307,9 +307,13 @@ def logprob_semantics(
         both = surprise_of(t, h), surprise_of(ours[drawn], entropies[drawn])
         surprise = min(both, key=lambda one: abs(one.value) / max(one.error, 1e-12))
     # The mean of -log-prob of the engine's own samples is the entropy of its distributions.
-    certain = 1.0
-    if h is not None and same_weights and surprise is not None and surprise.value < -SIGNIFICANT * surprise.error:
-        certain = -e.mean().item() / max(h.mean().item(), 1e-12)
+    certain, colder = 1.0, ""
+    if h is not None and same_weights and surprise is not None:
+        reported = -e.mean().item() / max(h.mean().item(), 1e-12)
+        if surprise.value < -SIGNIFICANT * surprise.error:  # the tokens bear it out
+            certain = reported
+        elif reported < MAYBE_COLDER:
+            colder = AS_COLDER.format(-e.mean(), h.mean())
     measured = f" (mean |d| {gap:.2g} over {len(d)} tokens)"
 
     def result(kind: Kind, finding: str, carried: Estimate | None = None) -> Semantics:
@@ -344,7 +348,7 @@ def logprob_semantics(
         if neighbour := _shift(ours, theirs, others):
             finding += f", and its other log-probs are those of the {neighbour} token"
         greedy = certain < NEARLY_GREEDY and constant == 0
-        finding += AS_NEARLY_GREEDY * greedy
+        finding += AS_NEARLY_GREEDY * greedy or colder * (constant == 0)
         return replace(result("placeholders", finding), shifted=bool(neighbour), colder=greedy)
     if neighbour := _shift(ours, theirs, seen):
         return result("shifted", f"the engine's log-probs are those of the {neighbour} token")
@@ -356,7 +360,7 @@ def logprob_semantics(
     related = not _unrelated(t, e, gap)
     if gap > 0.005 and related and (above > 20 * below or (below > 20 * above and proportional)):
         finding = "the engine's probabilities do not sum to 1 if the trainer's do"
-        finding += AS_NEARLY_GREEDY * (certain < NEARLY_GREEDY)
+        finding += AS_NEARLY_GREEDY * (certain < NEARLY_GREEDY) or colder
         return replace(result("unnormalised", finding), colder=certain < NEARLY_GREEDY)
 
     power, explained, of_engine = _power(t, d, h)
@@ -394,14 +398,16 @@ def logprob_semantics(
             "1 after the softmax, or are of other tokens than the sampled ones, which "
             f"{'entropy' if surprise is None else 'more tokens'} would show"
         )
-        or_else += AS_NEARLY_GREEDY * (certain < NEARLY_GREEDY)
+        or_else += AS_NEARLY_GREEDY * (certain < NEARLY_GREEDY) or colder
         finding = (
             f"the engine's log-probs are renormalised over the tokens that top-p, top-k or min-p kept, {mass} of the "
             f"probability on average, and the trainer's are not{or_else}"
         )
         return replace(result("kept_mass", finding), colder=certain < NEARLY_GREEDY)
-    if gap > LARGE and (same_weights or abs(lost) > doubtful):
+    far_colder = certain < COLDER and gap > HEALTHY
+    if far_colder or (gap > LARGE and (same_weights or abs(lost) > doubtful)):
         why = " nor by one temperature" if h is not None else "; entropy would show whether by a temperature"
+        why = colder or why
         finding = f"the engine's log-probs differ from the trainer's, not by a kept mass alone{why}"
         if certain < COLDER and h is not None:
             finding = (
@@ -429,10 +435,11 @@ def logprob_semantics(
             f"{surprising.value:.2g} +- {surprising.error:.1g} in place of 0",
         )
     if gap > HEALTHY:
-        sentence = f"the engine's log-probs differ from the trainer's by mean |d| {gap:.2g} over {len(d)} tokens"
-        return Semantics(
-            "agrees", len(d), gap, ratio, None, surprise, f"{sentence} (healthy: below {HEALTHY:g})", same_weights
+        sentence = (
+            f"the engine's log-probs differ from the trainer's by mean |d| {gap:.2g} over {len(d)} tokens (healthy: "
+            f"below {HEALTHY:g}){colder}"
         )
+        return Semantics("agrees", len(d), gap, ratio, None, surprise, sentence, same_weights)
     if gap > NOTABLE:
         sentence = (
             f"the engine's log-probs are the sampler's probabilities, and mean |d| is {gap:.2g} over {len(d)} tokens"
@@ -442,11 +449,19 @@ def logprob_semantics(
     return result("agrees", "the engine's log-probs agree with the trainer's")
 
 
-COLDER, NEARLY_GREEDY = 0.5, 0.2
+COLDER, NEARLY_GREEDY = 0.5, 0.3
 """Entropy of the engine's distributions over that of the trainer's below which one temperature is far below the other
 one, as no rounding of weights makes it; and below which it is near 0 and leaves zeros and a missing mass."""
 
 AS_NEARLY_GREEDY = "; a sampler at a temperature near 0 leaves the same"
+
+MAYBE_COLDER = 0.75
+"""The same below which such a temperature is said to be possible, where too few tokens tell."""
+
+AS_COLDER = (
+    "; a far lower temperature of the engine may leave the same: by its own samples its distributions have an entropy "
+    "of {:.2g} nats, the trainer's {:.2g}, and these tokens are too few to tell"
+)
 
 LIKELIER = 3.0
 """Standard errors that the mean of -logp - entropy is below 0 by where the tokens are of a truncated distribution."""

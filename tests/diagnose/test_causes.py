@@ -13,6 +13,7 @@ from offcorr.diagnose.causes import policies, values
 from offcorr.diagnose.causes.base import confidence
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.evidence import mean_by_sequence
+from offcorr.diagnose.steps import differing_sequences
 from offcorr.diagnose.text import headline
 from offcorr.lab import mismatch
 from tests.diagnose import simulated
@@ -448,11 +449,8 @@ def test_older_weights_by_their_size_alone_are_no_surer_than_another_prompt():
     for old in (3, 18):
         older = [dataclasses.replace(one, rollout_version=old, trainer_version=19) for one in far.records()]
         report = diagnose(older)
-        assert report.verdict == "stale_weights" and report.confidence == 0.65
+        assert report.verdict == "stale_weights" and report.confidence == 0.5
         assert any("another prompt" in one for one in report.cannot_tell)
-    # An update that is known to be small: logp is one update after old_logp, which is of the weights that sampled.
-    older = [dataclasses.replace(one, logp=one.old_logp - 0.01) for one in older]
-    assert diagnose(older).confidence == 0.5
 
 
 def test_a_difference_that_is_larger_in_older_samples_is_of_their_age():
@@ -471,7 +469,7 @@ def test_a_difference_that_is_larger_in_older_samples_is_of_their_age():
     assert report.verdict == "stale_weights" and report.confidence > 0.7
     assert not any("another prompt" in one or "int4" in one for one in report.cannot_tell)
     truncated = {one.cause: one.confidence for one in aged(nucleus(0.8)).causes}
-    assert truncated["stale_weights"] == 0.65  # the mean ratio is below 1
+    assert truncated["stale_weights"] == 0.5  # the mean ratio is below 1
 
 
 def test_an_old_logp_that_is_a_copy_may_hide_any_difference():
@@ -489,15 +487,14 @@ def test_an_old_logp_that_is_a_copy_may_hide_any_difference():
 
 
 @pytest.mark.parametrize("cause", ["chat_template", "truncated_prompt", "stale_prefix_cache"])
-def test_a_prompt_is_no_surer_the_cause_than_the_age_of_the_weights_lets_it_be(cause):
+def test_a_prompt_is_no_surer_the_cause_than_the_age_of_the_weights(cause):
     """A small policy some updates later differs most at the first tokens, as after another prompt."""
     records = world(cause).records()
     alternative = "weights that are older, as where an adapter"
-    for versions, sure, said in (((None, None), 0.65, True), ((5, 5), 0.65, False), ((3, 19), 0.5, True)):
+    for versions, said in (((None, None), True), ((5, 5), False), ((3, 19), True)):
         given = [dataclasses.replace(one, rollout_version=versions[0], trainer_version=versions[1]) for one in records]
         report = diagnose(given)
-        sure = 0.5 if cause == "stale_prefix_cache" else sure  # which another prompt may always leave
-        assert (report.verdict, report.confidence) == (cause, sure)
+        assert (report.verdict, report.confidence) == (cause, 0.5)
         older = "which may leave the same" in report.causes[0].evidence
         assert older == (versions == (3, 19))
         if cause != "stale_prefix_cache":
@@ -505,7 +502,7 @@ def test_a_prompt_is_no_surer_the_cause_than_the_age_of_the_weights_lets_it_be(c
     # Under a snapshot logp is of later weights, and d is not.
     shift = [dataclasses.replace(one, logp=one.old_logp - 3.0) for one in given]
     found = {one.cause: one for one in diagnose(shift).causes}
-    assert found[cause].confidence == (0.5 if cause == "stale_prefix_cache" else 0.65)
+    assert found[cause].confidence == 0.5
 
 
 def test_two_sequences_that_differ_from_some_token_on_are_no_sure_other_text():
@@ -990,7 +987,7 @@ def test_other_weights_are_no_surer_than_a_temperature_or_a_coarse_precision(ent
     assert asked["int4"] and not (entropy and asked["a temperature that one"])
     beside = "temperature" in {one.cause for one in report.causes}
     assert entropy or asked["a temperature that one"] or beside
-    hidden = any("older weights beside a temperature" in one for one in report.cannot_tell)
+    hidden = any("alone or beside other weights" in one for one in report.cannot_tell)
     assert hidden == (entropy and not beside)
     older = [dataclasses.replace(one, rollout_version=3, trainer_version=19) for one in made.records()]
     report = diagnose(older)
@@ -1018,7 +1015,7 @@ def test_another_prompt_is_no_surer_than_a_coarse_precision():
     assert report.verdict == "chat_template" and report.confidence == 0.5
     assert any("int4" in one for one in report.cannot_tell)
     report = diagnose(world("chat_template").records())
-    assert report.confidence > 0.5 and not any("int4" in one for one in report.cannot_tell)
+    assert report.verdict == "chat_template" and not any("int4" in one for one in report.cannot_tell)
 
 
 def test_before_any_update_none_is_missing():
@@ -1087,7 +1084,8 @@ def test_a_temperature_of_few_tokens_stands_beside_other_weights():
     assert (report.verdict, report.confidence) == ("stale_weights", 0.5)
     assert any("a temperature that one side" in one for one in report.cannot_tell)
     report = diagnose(made.records())
-    assert report.confidence > 0.5 and not any("a temperature that one side" in one for one in report.cannot_tell)
+    assert report.verdict == "stale_weights"
+    assert not any("a temperature that one side" in one for one in report.cannot_tell)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
@@ -1188,8 +1186,81 @@ def test_a_truncation_that_older_weights_hide_is_asked_about(share):
     made.trainer, made.sampler = noise(0.8, shared=True), simulated.nucleus(share) if share < 1 else made.sampler
     made.edits = [simulated.versions(3)]
     report = diagnose(made.records())
-    assert [one.cause for one in report.causes] == ["stale_weights"] and report.confidence == 0.65
+    assert [one.cause for one in report.causes] == ["stale_weights"] and report.confidence == 0.5
     assert any("and would be 1 for two policies" in one for one in report.cannot_tell) == (share < 1)
+
+
+@pytest.mark.parametrize("age", [1, 12])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_a_fault_of_some_sequences_is_not_of_an_age_that_all_have(entropy, age):
+    """The others agree, and have the same versions: d is not of older weights."""
+    faulty, right = (world(cause, entropy=entropy).records() for cause in ("temperature", "clean"))
+    records = faulty[: len(faulty) // 4] + right
+    report = diagnose([dataclasses.replace(one, rollout_version=3, trainer_version=3 + age) for one in records])
+    assert "stale_weights" not in {one.cause for one in report.causes}
+    assert (report.verdict, report.confidence) == ("temperature", 0.8) or not entropy
+    # Where the sequences that differ are the older ones, it may be.
+    versions = [3 + age * (at < len(faulty) // 4) for at in range(len(records))]
+    older = [
+        dataclasses.replace(one, rollout_version=3, trainer_version=version)
+        for one, version in zip(records, versions, strict=True)
+    ]
+    assert not differing_sequences(Evidence.of(older))[0].ageless
+
+
+@pytest.mark.parametrize("part", [1.0, 0.25])
+def test_updates_beside_a_shift_are_no_dropout_where_one_context_has_one_logp(part):
+    """Of the tokens that a shift leaves to compare, or of the sequences that have it, too few share a context."""
+    shifted, right = world("shift").records(), world("clean").records()
+    rows = shifted[: round(part * len(right))] + right[round(part * len(right)) :]
+    moved = [
+        dataclasses.replace(
+            one, logp=one.old_logp - 0.2 * np.sin(one.completion_ids), rollout_version=4, trainer_version=4
+        )
+        for one in rows
+    ]
+    report = diagnose(moved)
+    assert report.verdict == "shift" and report.confidence > 0.9
+    assert {one.cause for one in report.causes} == {"shift", "policy_updates"}
+
+
+def test_a_bias_of_one_token_among_rounding_is_no_sure_precision():
+    """Few tokens, all of one id, have much of d."""
+
+    def end(columns, world):
+        columns["rollout_logp"][columns["completion_ids"] == 3] += 0.3
+
+    made = world("precision")
+    assert diagnose(made.records()).confidence > 0.5
+    made.edits = [end]
+    evidence = Evidence.of(made.records())
+    assert policies.of_one_id(evidence) and not policies.of_one_id(Evidence.of(world("precision").records()))
+    found = CAUSES["precision"].found(evidence)
+    assert found is not None and found.surest == 0.5
+
+
+@pytest.mark.parametrize(("kept", "asked"), [(0.98, True), (1.0, False)])
+def test_a_mean_ratio_a_little_below_1_is_asked_about_beside_other_weights(kept, asked):
+    made = world()
+    made.trainer = noise(0.1, shared=True)
+
+    def raised(columns, world):
+        columns["rollout_logp"] -= np.log(kept)
+
+    made.edits = [raised]
+    report = diagnose(made.records())
+    assert report.numbers["ratio_mean"] > 0.96
+    assert any("and would be 1 for two policies" in one for one in report.cannot_tell) == asked
+
+
+def test_the_first_tokens_alone_are_no_sure_expert_routing():
+    """As where one engine of several reads another prompt, which a small model soon forgets."""
+    made = world()
+    made.sampler = noise(2.0, where=simulated.positions(lambda t: np.exp(-1.0 * t)))
+    records = made.records()[:8] + world("clean").records()
+    report = diagnose(records)
+    assert report.confidence <= 0.5
+    assert "moe_routing" not in report.verdict or any("another prompt" in one for one in report.cannot_tell)
 
 
 def test_the_method_for_older_weights_depends_on_the_length():
@@ -2160,7 +2231,7 @@ def test_weights_that_are_the_trainers_from_one_token_on_were_swapped(size):
     made = world()
     made.sampler = noise(size, shared=True, where=simulated.positions(lambda t: t < 22))
     report = diagnose(made.records())
-    assert [one.cause for one in report.causes] == ["weights_swapped"] and report.confidence == 0.65
+    assert [one.cause for one in report.causes] == ["weights_swapped"] and report.confidence == 0.5
     assert "agree in the last part of the completion" in report.causes[0].evidence
 
 
@@ -2169,7 +2240,7 @@ def test_a_prompt_that_a_recurrent_model_forgets_looks_like_weights_that_were_sw
     made = world()
     made.sampler = noise(2.0, where=simulated.positions(lambda t: np.exp(-0.7 * t)))
     report = diagnose(made.records())
-    assert (report.verdict, report.confidence) == ("weights_swapped", 0.65)
+    assert (report.verdict, report.confidence) == ("weights_swapped", 0.5)
     assert any("another prompt, template or position" in one for one in report.cannot_tell)
 
 

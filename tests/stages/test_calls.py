@@ -59,6 +59,10 @@ def plain_number(value):
     return 1.0, value > 0
 
 
+def kept_as_one(value):
+    return ops.exp(value), 1.0
+
+
 def half(log_ratio, advantage):
     return (log_ratio * advantage).half(), advantage
 
@@ -85,6 +89,7 @@ def gate(surrogate: Any, strict: bool = False) -> offcorr.Correction:
             "Mine.rule: 'Numbers' object has no",
         ),
         (weight(kept_as_number), r"Mine.rule returned kept with shape \(7, 12\) and torch.float64, .* torch.bool"),
+        (weight(kept_as_one), "Mine.rule returned 1.0 as kept, expected a bool tensor, or True"),
         (weight(one_per_row), r"Mine.rule returned a factor with shape \(7,\) .*, expected \(7, 12\)"),
         (weight(branching), "Mine.rule: Boolean value of Tensor .*use ops.where"),
         (weight(by_math), "Mine.rule: only one element .*use offcorr.ops"),

@@ -300,7 +300,7 @@ def test_a_diagnosis_without_log_probs_of_the_engine_is_a_sentence():
 def test_a_reported_age_is_named_before_a_setting_that_the_first_steps_do_not_show(ages, gaps, cause):
     """Updates that sharpen the policy look like a temperature; a setting would have made its gap from the start."""
     records = [SimpleNamespace(rollout_version=1, trainer_version=1 + age, step=None) for age in ages]
-    evidence = SimpleNamespace(records=records, sequence=np.arange(len(ages)), size=np.ones(len(ages)))
+    evidence = SimpleNamespace(records=records, sequence=np.arange(len(ages)), size=np.ones(len(ages)), ageless=False)
 
     def name_cause(records):
         return SimpleNamespace(verdict="temperature", confidence=0.9, causes=[], evidence=evidence)
@@ -384,7 +384,7 @@ def test_a_gap_that_grows_is_not_of_the_known_precision_alone(grown, cause):
 )
 def test_a_gap_that_was_there_before_the_lag_is_not_the_lags(precision, gaps, cause, said):
     records = [SimpleNamespace(rollout_version=1, trainer_version=3, step=None)]
-    evidence = SimpleNamespace(records=records, sequence=np.zeros(1, int), size=np.ones(1))
+    evidence = SimpleNamespace(records=records, sequence=np.zeros(1, int), size=np.ones(1), ageless=False)
     monitor = quiet(
         name_cause=lambda records: SimpleNamespace(
             verdict="stale_weights", confidence=0.73, causes=[], evidence=evidence
@@ -425,7 +425,7 @@ def test_the_runs_own_lag_hides_no_cause_on_top_of_it(verdict, ages, gaps, first
     verdict, _, surely = verdict.partition(", ")
     sure = 0.8 if surely or verdict != "retokenised" else 0.65
     records = [SimpleNamespace(rollout_version=1, trainer_version=1 + age, step=None) for age in ages]
-    evidence = SimpleNamespace(records=records, sequence=np.arange(len(ages)), size=np.ones(len(ages)))
+    evidence = SimpleNamespace(records=records, sequence=np.arange(len(ages)), size=np.ones(len(ages)), ageless=False)
     monitor = quiet(
         name_cause=lambda records: SimpleNamespace(verdict=verdict, confidence=sure, causes=[], evidence=evidence)
     )

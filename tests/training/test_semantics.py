@@ -754,8 +754,26 @@ def test_a_temperature_far_below_the_trainers_is_named_or_asked_about(temperatur
         assert found.mend.index("temperature=") < found.mend.index("weight sync")
 
 
+@pytest.mark.parametrize("temperature", [0.08, 0.15, 0.2])
+@pytest.mark.parametrize("rows", [48, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_far_lower_temperature_is_said_to_be_possible_where_few_tokens_tell(temperature, rows, seed):
+    """Of a policy that is certain of most tokens the surprise may be within its error, and the entropies far apart."""
+    draw = torch.Generator().manual_seed(seed)
+    below = torch.where(torch.rand(rows, 17, generator=draw) < 0.8, 20, 3 * torch.rand(rows, 17, generator=draw))
+    logits = torch.stack([0 * below, -below, -below - 1], -1).double()
+    trainer, engine = logits.log_softmax(-1), (logits / temperature).log_softmax(-1)
+    tokens = torch.multinomial(engine.exp().view(-1, 3), 1, generator=draw).view(rows, 17, 1)
+    logp, reported = trainer.gather(-1, tokens)[..., 0], engine.gather(-1, tokens)[..., 0]
+    entropy = -(trainer.exp() * trainer).sum(-1)
+    found = logprob_semantics(logp, reported, torch.ones(rows, 17).bool(), entropy=entropy)
+    assert "temperature" in found.sentence and "nor by one" not in found.sentence, found.sentence
+    assert found.kind not in ("unlogged", "temperature") and found.gap > 0.04
+
+
 def test_weights_that_were_rounded_coarsely_are_no_far_lower_temperature():
     for peaked in (False, True):
         logp, engine, mask, entropy = sampled(sizes=(64, 32), noise=0.8, peaked=peaked)
         found = logprob_semantics(logp, engine, mask, entropy=entropy)
         assert not found.colder and not found.fatal
+        assert "far lower temperature" not in found.sentence

@@ -16,9 +16,9 @@ from offcorr.diagnose.causes.policies import (
     of_age,
     one_sided,
     repeatable,
-    surest_beside_age,
 )
 from offcorr.diagnose.causes.profile import Profile
+from offcorr.diagnose.causes.sampling import OTHER_TRANSFORM
 from offcorr.diagnose.causes.versions import before_any_update, no_lag_in_d, older, same_version
 from offcorr.diagnose.evidence import Estimate, Evidence
 
@@ -267,7 +267,7 @@ def _of_the_text_before(evidence: Evidence) -> Found | None:
         first,
         f"the relative difference |d| / (1 - p) is {np.exp(first):.0f} times larger at the first token of the "
         f"completions than at a typical one, as where the text just before it differs{of_age(evidence)}",
-        surest=surest_beside_age(evidence),
+        surest=UNSURE,
     )
 
 
@@ -304,6 +304,7 @@ class TruncatedPrompt(Cause):
         OLDER_WEIGHTS,
         CHANGED_WITHIN,
         NOT_SYNCED,
+        OTHER_TRANSFORM,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -331,7 +332,7 @@ class TruncatedPrompt(Cause):
             0.4,
             decay.value,
             f"{_faded(profile, decay)}, while no d is shared by the tokens of one id{of_age(evidence)}",
-            surest=surest_beside_age(evidence),
+            surest=UNSURE,
         )
 
 
@@ -347,6 +348,7 @@ class StalePrefixCache(Cause):
         Alternative("a shorter or other prompt on one side", "give --model and an earlier --checkpoint"),
         NOT_SYNCED,
         CHANGED_WITHIN,
+        OTHER_TRANSFORM,
     )
 
     def found(self, evidence: Evidence) -> Found | None:

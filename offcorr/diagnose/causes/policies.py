@@ -66,17 +66,8 @@ OTHER_IDS = Alternative(
 )
 
 
-ALSO_OLDER, OLDER = 0.65, 0.5
-"""The most that a cause is sure whose traces updates may leave, or older weights, where they may be older, and where
-they are."""
-
-
-def surest_beside_age(evidence: Evidence) -> float:
-    """The most that a cause is sure whose traces, a d that falls along the completion, older weights may leave.
-
-    Of few sequences, another prompt and other weights from some token on leave nearly the same.
-    """
-    return OLDER if lag_by_versions(evidence) else ALSO_OLDER
+ALSO_UPDATES, NO_UPDATES = 0.65, 0.5
+"""The most that dropout, or updates, are sure where the other may leave the same, and where versions name no update."""
 
 
 def of_age(evidence: Evidence) -> str:
@@ -117,6 +108,8 @@ def repeats_itself(evidence: Evidence) -> bool:
 def repeats_itself_now(evidence: Evidence) -> bool:
     """Whether the current log-probs (logp) of one token after one context are alike, as under no dropout."""
     spread = evidence.same_context.now
+    if len(spread) < REPEATED:  # of the tokens that are left
+        spread = Evidence.of(evidence.records).same_context.now
     return len(spread) >= REPEATED and float(spread.mean()) <= max(NOISE, 0.1 * evidence.moved)
 
 
@@ -217,9 +210,16 @@ class Dropout(Cause):
             "logged versions, no update was made between them",
             evidence,
             noise.value / (noise.value + evidence.gap),
-            surest=ALSO_OLDER if updated(evidence) or differs_by_itself_now(evidence) else OLDER,
+            surest=ALSO_UPDATES if updated(evidence) or differs_by_itself_now(evidence) else NO_UPDATES,
             of_d=False,
         )
+
+
+OTHER_PROMPT = Alternative(
+    "another prompt, template or position that one side read",
+    "give --model, or compare the prompt ids that each side read",
+    settled=age_shows,
+)
 
 
 class MoERouting(Cause):
@@ -237,6 +237,7 @@ class MoERouting(Cause):
         ),
         OTHER_IDS,
         OTHER_TRANSFORM,
+        OTHER_PROMPT._replace(settled=lambda evidence: not _fades(evidence)),
         Alternative(
             "log-probs of a few tokens that somebody filled in, such as those of end tokens",
             "look where the log-probs of the tokens that are far off come from",
@@ -281,13 +282,6 @@ def _one_sided(evidence: Evidence) -> bool:
     return len(far) >= BOTH_WAYS and not 0.1 <= above / len(far) <= 0.9
 
 
-OTHER_PROMPT = Alternative(
-    "another prompt, template or position that one side read",
-    "give --model, or compare the prompt ids that each side read",
-    settled=age_shows,
-)
-
-
 def _drawn_sharper(evidence: Evidence) -> bool:
     """Whether the tokens are likelier than draws from the trainer's distributions, as below its temperature."""
     return evidence.balanced and evidence.balance is not None and evidence.balance.z < -SIGNIFICANT
@@ -307,6 +301,14 @@ OTHER_TEMPERATURE = Alternative(
             or (older(evidence) and evidence.moved < 10 * SAME)
         )
     ),
+    cause="temperature",
+)
+
+BESIDE_OTHER_WEIGHTS = Alternative(
+    "a temperature or a truncation (top_p, top_k, min_p), alone or beside other weights: one that changes little, a "
+    "temperature near 0, and what other weights outweigh do not show in the surprisal balance and the fit",
+    "compare the sampler's options, or give --model",
+    settled=lambda evidence: not OTHER_TEMPERATURE.settled(evidence) or age_shows(evidence),
     cause="temperature",
 )
 
@@ -345,12 +347,7 @@ class StaleWeights(Cause):
         ),
         COARSE_PRECISION,
         OTHER_TEMPERATURE,
-        Alternative(
-            "older weights beside a temperature, as the two move the surprisal balance in opposite directions",
-            "compare the temperatures of both sides, or give --model",
-            settled=lambda evidence: not OTHER_TEMPERATURE.settled(evidence) or _of_the_age(evidence),
-            cause="temperature",
-        ),
+        BESIDE_OTHER_WEIGHTS,
         OTHER_TRANSFORM._replace(settled=age_shows),
         Alternative(
             "the trainer's own updates on the batch, where the log-prob that it logged is of after them",
@@ -405,6 +402,8 @@ class AdapterNotSynced(Cause):
         ),
         COARSE_PRECISION,
         OTHER_TEMPERATURE,
+        BESIDE_OTHER_WEIGHTS,
+        OTHER_TRANSFORM._replace(settled=age_shows),
         OTHER_PROMPT,
         FROM_THE_START,
     )
@@ -482,7 +481,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         f"; the mean d of each token id in one half of the sequences correlates by {drift.value:.2f} with that in the "
         "other half, so d is no noise"
     )
-    surest = ALSO_OLDER if loses_mass(evidence, SIGNIFICANT) or not age_shows(evidence) else 1.0
+    of_age = age_shows(evidence) and _of_the_age(evidence) and not loses_mass(evidence, SIGNIFICANT)
     return Found(
         profile.mean,
         profile.error,
@@ -490,7 +489,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         0.15 + 0.2 * float(np.log(profile.mean / WEIGHTS)),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than the 0.003 to {MOSTLY} that "
         f"rounding to bf16 or int8 mostly makes{profile.course}{said if shared else ''}",
-        surest=surest if _of_the_age(evidence) else UNSURE,
+        surest=1.0 if of_age else UNSURE,
     )
 
 
@@ -579,6 +578,11 @@ class PrecisionOf(Cause):
             settled=before_any_update,
         ),
         OTHER_TRANSFORM._replace(settled=lambda evidence: not one_sided(evidence)),
+        Alternative(
+            "a bias or a ban of the token id that has much of the difference (logit_bias, min_tokens, ignore_eos)",
+            "read the engine's sampling options, or give --model",
+            settled=lambda evidence: not of_one_id(evidence),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -593,7 +597,8 @@ class PrecisionOf(Cause):
             said = found.sentence + GROWS_WITH_WEIGHTS.format(*grown)
             return found._replace(sentence=said, surest=UNSURE) if _age_elsewhere(evidence) else None
         # A little dropout, an update that is missing or another change of the logits is as likely.
-        if differs_by_itself(evidence) or more_than_fine(evidence) or one_sided(evidence):
+        doubted = more_than_fine(evidence) or one_sided(evidence) or of_one_id(evidence)
+        if differs_by_itself(evidence) or doubted:
             return found._replace(surest=UNSURE)
         return found
 
@@ -610,6 +615,18 @@ ONE_SIDED = 0.5
 def one_sided(evidence: Evidence) -> bool:
     """Whether most of d has one direction, as under a penalty, a bias or a ban, which raise all other tokens."""
     return not evidence.selected and abs(float(evidence.d.sum())) > ONE_SIDED * float(evidence.size.sum())
+
+
+OF_ONE_ID, MORE_OFTEN = 0.2, 10.0
+"""Share of the sum of |d| that the tokens of one id have, and that over their share of all tokens, from which on d is
+theirs."""
+
+
+def of_one_id(evidence: Evidence) -> bool:
+    """Whether few tokens, all of one id, have much of |d|, as under a bias of an end token."""
+    _, one, times = np.unique(evidence.ids, return_inverse=True, return_counts=True)
+    of_all = np.bincount(one, evidence.size) / max(float(evidence.size.sum()), 1e-12)
+    return bool(((of_all > OF_ONE_ID) & (of_all > MORE_OFTEN * times / len(evidence)) & (times >= 4)).any())
 
 
 GROWS_WITH_WEIGHTS = (
@@ -635,7 +652,7 @@ def _may_be_no_update(evidence: Evidence) -> bool:
 def _surest_of_updates(evidence: Evidence) -> float:
     if same_version(evidence) or _may_be_no_update(evidence):
         return 0.5  # the versions say that there were none, or nothing says that there were
-    return 1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_OLDER
+    return 1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_UPDATES
 
 
 class PolicyUpdates(Cause):

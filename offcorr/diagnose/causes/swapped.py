@@ -7,7 +7,6 @@ import numpy as np
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.policies import (
     ALIKE,
-    ALSO_OLDER,
     OTHER_IDS,
     OTHER_PROMPT,
     UNSURE,
@@ -15,11 +14,10 @@ from offcorr.diagnose.causes.policies import (
     noise,
     of_age,
     repeatable,
-    surest_beside_age,
 )
 from offcorr.diagnose.causes.profile import Profile
-from offcorr.diagnose.causes.sampling import PENALISED, at_seen_tokens
-from offcorr.diagnose.causes.versions import changes_within, shown_to_be_older
+from offcorr.diagnose.causes.sampling import OTHER_TRANSFORM, PENALISED, at_seen_tokens
+from offcorr.diagnose.causes.versions import changes_within
 from offcorr.diagnose.evidence import Evidence
 
 
@@ -37,6 +35,7 @@ class WeightsSwapped(Cause):
         Alternative("a prompt that was read with older weights", "give --model and an earlier --checkpoint"),
         OTHER_IDS,
         OTHER_PROMPT,
+        OTHER_TRANSFORM,
         Alternative(
             "a penalty on tokens that stood before (repetition_penalty, presence_penalty, frequency_penalty)",
             "read the engine's sampling options, or give --model",
@@ -52,7 +51,7 @@ class WeightsSwapped(Cause):
         if share > 0.25 and len(cuts) >= 4 and not 0.1 < first < 0.9 and np.median(cuts) >= 4:
             margin = 1.5 + 4 * (share - 0.25)
             # a model with a recurrent state forgets another prompt after some tokens, and agrees from then on
-            surest = ALIKE if first > 0.5 or shown_to_be_older(evidence) else ALSO_OLDER
+            surest = ALIKE if first > 0.5 or changes_within(evidence) else UNSURE
             if first < 0.5 and np.ptp(np.quantile(cuts, [0.1, 0.9])) <= 4:  # at one position, which no fade explains
                 margin *= 2
             return Found(
@@ -93,7 +92,7 @@ class WeightsSwapped(Cause):
             f"{'up' if typical > 0 else 'down'} by a factor of {np.exp(abs(typical)):.0f}, for good, mostly between "
             f"index {np.quantile(place, 0.1):.0f} and {np.quantile(place, 0.9):.0f} of the completion"
             f"{of_age(evidence)}",
-            surest=surest_beside_age(evidence) if changes_within(evidence) else UNSURE,
+            surest=ALIKE if changes_within(evidence) else UNSURE,
         )
 
 

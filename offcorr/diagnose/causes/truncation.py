@@ -325,7 +325,8 @@ CROWDED = 0.012
 
 
 UNSURE_OF_TOP_P = 0.8
-"""The most that a top_p is sure: a low min_p may keep about as much in every context of a peaked policy."""
+"""The most that a top_p is sure: a low min_p may keep about as much in every context of a peaked policy.  There the
+kept mass is another from context to context, and nothing tells the two apart."""
 
 
 class TopP(Cause):
@@ -362,7 +363,7 @@ class TopP(Cause):
                 "blurred by a difference as small as rounding makes, which these numbers then hold as well"
             )
         named = _truncated(evidence, found, said, 2.0)
-        return named._replace(surest=min(named.surest, UNSURE_OF_TOP_P))
+        return named._replace(surest=min(named.surest, UNSURE_OF_TOP_P if found.narrow else LOOK_ALIKE))
 
 
 BLURRED_TOP_P = Alternative(

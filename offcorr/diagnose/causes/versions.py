@@ -18,7 +18,9 @@ def age(record: object) -> float | None:
 
 
 def older(evidence: Evidence) -> bool:
-    """Whether versions are logged, and most say that the sampler's weights are older."""
+    """Whether versions are logged, and most say that the sampler's weights are older, which may be what d is of."""
+    if evidence.ageless:
+        return False
     ages = [one for record in evidence.records if (one := age(record)) is not None]
     return bool(ages) and float(np.median(ages)) > 0
 
