@@ -153,7 +153,15 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     # two policies that differ and these updates the larger gap comes first; what is logged or drawn wrongly precedes.
     moved = evidence.moved if not all(one.of_d for one in findings) else 0.0
     of_d = evidence.gap / max(evidence.gap + moved, 1e-12)
-    findings.sort(key=lambda one: -one.share * (of_d if CAUSES[one.cause].stage == "policies" and one.of_d else 1))
+    fault = max((one.share for one in findings if CAUSES[one.cause].stage in OF_FAULTS), default=1.0)
+
+    def rank(one: Finding) -> float:
+        if CAUSES[one.cause].stage == "policies" and one.of_d:
+            return one.share * of_d
+        return one.share if one.of_d else min(one.share, fault)
+
+    # Of equal ranks the order is that of the stages, in which updates come last.
+    findings.sort(key=rank, reverse=True)
     if findings:
         return with_verdict(Report("", 0.0, findings, cannot, numbers, evidence))
     verdict, sure = without_cause(left)
@@ -190,6 +198,9 @@ def _impossible_entropy(evidence: Evidence) -> list[str]:
 
 OF_NO_UPDATE = ("values", "sampling")
 """The stages of the causes that no update of the weights leaves."""
+
+OF_FAULTS = (*OF_NO_UPDATE, "unlogged")
+"""Those of the causes that are logged or drawn wrongly."""
 
 
 def _stage_of_most(findings: Sequence[Finding]) -> str:

@@ -11,6 +11,7 @@ from offcorr.diagnose.causes.base import NEARLY_GREEDY
 from offcorr.diagnose.causes.policies import (
     differs_by_itself,
     differs_by_itself_now,
+    not_drawn_so,
     repeatable,
     repeats_itself,
     updated,
@@ -116,6 +117,12 @@ trainer_version, or give --model'
         )
     ratio = evidence.ratio_identity
     of_policies = named and {CAUSES[id].stage for id in named} <= {"policies", "updates"}
+    if of_policies and "chat_template" not in named and not_drawn_so(evidence, off=3.0):
+        said.append(
+            f"why the mean ratio e^d is {ratio.value:.2f} +- {ratio.error:.2g}, while any two policies have 1: the "
+            "sampler's log-probs may be those of other tokens, as of rows in another order, or the tokens were not "
+            "drawn with them. To find out, compare the rows of one sequence on both sides"
+        )
     if of_policies and ratio.value < LOST and ratio.value - 1 < -OFF * ratio.error:
         said.append(
             f"whether the sampler left tokens out as well (top_p, top_k, min_p, a ban), about {1 - ratio.value:.0%} of "

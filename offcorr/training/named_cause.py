@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offcorr.diagnose import CAUSES, Record, Report
-from offcorr.diagnose.causes import confidence
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.sampling import ALSO_UPDATES
 from offcorr.diagnose.causes.versions import gap_without_age, older, versioned
@@ -102,8 +100,13 @@ SETTING_GROWS = (
 )
 
 PROMPT_GROWS = (
-    "the log-probs alone would be taken for {cause!r}; but the two sides agreed at the first step, where another "
-    "prompt would have shown, and the gap has grown since"
+    "the log-probs alone would be taken for {cause!r}; but the two sides agreed in the first steps, and the gap has "
+    "grown since it began, as where updates do not reach the sampler"
+)
+
+ALSO_A_CHANGE = (
+    "what changed in the course of the run, such as the prompt, the temperature or the precision of the sampler, "
+    "leaves the same where training makes its gap grow"
 )
 
 LOST_UPDATES = (
@@ -397,9 +400,10 @@ def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCa
     if series.agreed_steps >= SEVERAL:
         said = (
             f"sampler and trainer agreed up to step {series.agreed_until}, and k3 has grown since, to "
-            f"{series.size:.2g}: updates have not reached the sampler since step {series.agreed_until}"
+            f"{series.size:.2g}: it looks as if updates had not reached the sampler since step {series.agreed_until}"
         )
-        return NamedCause("adapter_not_synced", named.confidence, (said, *also), f"{LOST_UPDATES}; {REPORTED}")
+        sure, also = min(named.confidence, EITHER), (*also, ALSO_A_CHANGE)
+        return NamedCause("adapter_not_synced", sure, (said, *also), f"{LOST_UPDATES}; {REPORTED}")
     said = (
         f"sampler and trainer agreed at the first step, and k3 was the largest so far in {series.highs} of the "
         f"{series.steps - 1} steps since: it looks as if the sampler was never updated, as a copy of the model that "
@@ -416,14 +420,18 @@ def _grows_as_no_setting(named: NamedCause, series: Series) -> bool:
     return series.name != "surprise" and series.agreed and series.moved and series.risen >= RISING
 
 
+EITHER = 0.5
+"""Confidence in updates that do not reach the sampler, where a change in the course of the run leaves the same."""
+
+
 def _grown(said: str, series: Series, report: Report) -> NamedCause:
     """Updates that do not reach the sampler, in place of a cause that makes about the same gap in each step."""
     evidence = getattr(report, "evidence", None)
     cause = "stale_weights" if evidence is not None and older(evidence) else "adapter_not_synced"
     return NamedCause(
         cause,
-        confidence(0.1 * math.log(max(series.growth, series.risen, 1.0))),
-        (said,),
+        EITHER,
+        (said, ALSO_A_CHANGE),
         ADVICE["staleness"] if series.name == "staleness" else LOST_UPDATES,
     )
 

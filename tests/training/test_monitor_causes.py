@@ -157,9 +157,9 @@ def test_what_looks_like_another_prompt_and_grows_from_nothing_is_updates_that_d
 
     alarm = run(quiet(name_cause=name_cause), gaps)[0]
     assert alarm.cause == cause
-    assert ("agreed at the first step, where another prompt would have shown" in str(alarm)) == (
-        cause != "chat_template"
-    )
+    grown = cause != "chat_template"
+    assert ("as where updates do not reach the sampler" in str(alarm)) == grown and alarm.confidence == 0.5
+    assert ("what changed in the course of the run, such as the prompt" in str(alarm)) == grown
 
 
 def test_an_alarm_says_what_else_the_data_may_be():

@@ -212,7 +212,7 @@ def test_a_sampler_that_was_updated_at_first_is_not_called_never_updated():
     first, *_, last = staleness(quiet(name_cause=named("stale_weights")), gaps, [0] * len(gaps))
     assert last.cause == first.cause == "stale_weights" and "never updated" not in str(last)
     assert "agreed up to step 8, and k3 has grown since" in str(last)
-    assert "updates have not reached the sampler since step 8" in str(last)
+    assert "updates had not reached the sampler since step 8" in str(last)
 
 
 @pytest.mark.parametrize(("engine", "cause"), [(0.001, "stale_weights"), (0.3, "chat_template")])

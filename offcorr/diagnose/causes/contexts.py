@@ -7,6 +7,7 @@ import numpy as np
 from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.policies import (
     ALIKE,
+    CHANGED_WITHIN,
     COARSE_PRECISION,
     FAR,
     UNSURE,
@@ -39,11 +40,6 @@ NOT_SYNCED = Alternative(
     "an update, such as a LoRA adapter, that did not reach the sampler, whatever the versions say (adapter_not_synced)",
     "score one known sequence with the engine after a sync, or give --model, with the adapter apart",
     settled=lambda evidence: not same_version(evidence) or before_any_update(evidence),
-)
-
-CHANGED_WITHIN = Alternative(
-    "weights that changed within the sequences (weights_swapped)",
-    "see whether running requests go on while new weights are loaded",
 )
 
 OLD_CACHE = Alternative(
@@ -116,10 +112,6 @@ def _pairs(share: float) -> str:
     return f"in {share:.0%} of the pairs of one that agrees and one that does not"
 
 
-FADING, BEGINS = 0.65, 0.5
-"""Confidence in it at most where only the first token agrees: a gap that fades is seldom of a penalty or a cache."""
-
-
 def _restarted(profile: Profile) -> Found | None:
     """The first token agrees exactly, and the next are furthest off."""
     first, _, count = profile.level(0, 1)
@@ -140,7 +132,7 @@ def _restarted(profile: Profile) -> Found | None:
         "rounding makes"
         + (", less and less along the completion" if fades else "")
         + ", as where the positions of the completion do not continue those of the prompt",
-        surest=FADING if fades else BEGINS,
+        surest=UNSURE,  # a penalty on what stood in the completion before begins there, too
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
 from offcorr.diagnose.causes.values import FEW, ONE_SIDED
-from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.evidence import LARGEST, Evidence
 from offcorr.diagnose.record import Floats
 
 
@@ -22,7 +22,8 @@ class Retokenised(Cause):
     )
     not_told_from = (
         Alternative(
-            "another model, or weights far from those that sampled, to which such tokens are next to impossible",
+            "another model, or weights far from those that sampled, from the start or from some token on "
+            "(weights_swapped), to which such tokens are next to impossible",
             "compare the token ids and the weights of both sides",
             settled=lambda evidence: (found := CAUSES["retokenised"].found(evidence)) is None or found.surest == 1.0,
         ),
@@ -73,7 +74,7 @@ class Retokenised(Cause):
             else ""
         )
         fit_again = len(slips) >= max(2, FIT_AGAIN * len(firsts))
-        sure = fit_again or before_size < AGREE
+        sure = fit_again or (before_size < AGREE and _unrelated(evidence.keep(after)))
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence.records))),
@@ -104,8 +105,18 @@ FIT_AGAIN = 0.2
 """Share of these sequences, two at least, whose log-probs fit again when they are moved, below which some do by chance:
 of a policy that has moved far since it sampled, one of 23 did."""
 
+RELATED = 0.7
+"""Correlation of the two log-probs after the first other token, from which they may be of the same ids: other ids have
+left .6, as the same text is likely or unlikely to both, and weights that were loaded while sampling .8."""
+
 FARTHEST_SLIP = 4
 """Tokens, at most, by which encoding a text again is seen to move what follows."""
+
+
+def _unrelated(rest: Evidence) -> bool:
+    """Whether the two log-probs correlate by less than those of the same tokens under weights that moved."""
+    trainer, sampler = (np.clip(side, -LARGEST, 0) for side in (rest.trainer, rest.sampler))
+    return bool(min(trainer.std(), sampler.std()) > 0 and np.corrcoef(trainer, sampler)[0, 1] < RELATED)
 
 
 def _slip(trainer: Floats, sampler: Floats) -> tuple[int, int] | None:

@@ -221,6 +221,19 @@ OTHER_PROMPT = Alternative(
     settled=age_shows,
 )
 
+COARSE_PRECISION = Alternative(
+    "a coarse precision of the sampler's weights, such as int4 or fp8 (int8 or bf16, in a model that bears rounding "
+    "badly)",
+    "give --model, or look at the engine's quantisation",
+    settled=age_shows,
+)
+
+CHANGED_WITHIN = Alternative(
+    "weights that changed within the sequences (weights_swapped)",
+    "see whether running requests go on while new weights are loaded",
+    settled=age_shows,
+)
+
 
 class MoERouting(Cause):
     """A few tokens are far off, among others that agree."""
@@ -238,6 +251,7 @@ class MoERouting(Cause):
         OTHER_IDS,
         OTHER_TRANSFORM,
         OTHER_PROMPT._replace(settled=lambda evidence: not _fades(evidence)),
+        COARSE_PRECISION._replace(settled=lambda evidence: False),
         Alternative(
             "log-probs of a few tokens that somebody filled in, such as those of end tokens",
             "look where the log-probs of the tokens that are far off come from",
@@ -312,13 +326,6 @@ BESIDE_OTHER_WEIGHTS = Alternative(
     cause="temperature",
 )
 
-COARSE_PRECISION = Alternative(
-    "a coarse precision of the sampler's weights, such as int4 or fp8 (int8 or bf16, in a model that bears rounding "
-    "badly)",
-    "give --model, or look at the engine's quantisation",
-    settled=age_shows,
-)
-
 
 class StaleWeights(Cause):
     """Two policies that differ in the same way everywhere, by more than rounding."""
@@ -355,6 +362,7 @@ class StaleWeights(Cause):
             settled=lambda evidence: versioned(evidence) or any(one.logp is not None for one in evidence.records),
         ),
         OTHER_PROMPT,
+        CHANGED_WITHIN,
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -405,6 +413,7 @@ class AdapterNotSynced(Cause):
         BESIDE_OTHER_WEIGHTS,
         OTHER_TRANSFORM._replace(settled=age_shows),
         OTHER_PROMPT,
+        CHANGED_WITHIN,
         FROM_THE_START,
     )
 
@@ -456,15 +465,18 @@ def _two_policies(evidence: Evidence) -> bool:
     return evidence.with_entropy is not None or not away(power(evidence).power)
 
 
-def not_drawn_so(evidence: Evidence) -> bool:
+def not_drawn_so(evidence: Evidence, off: float = SIGNIFICANT) -> bool:
     """Whether the mean ratio e^d is above 1, as for no two policies if the tokens were drawn from the sampler's.
 
     It is above 1 of tokens that were chosen for d > 0, too, and says nothing there.
+
+    Args:
+        off: standard errors, at least.
     """
     ratio = evidence.ratio_identity
     if evidence.selected or not evidence.as_logged:
         return False
-    return ratio.value > 1.1 and ratio.value - 1 > SIGNIFICANT * ratio.error
+    return ratio.value > 1.1 and ratio.value - 1 > off * ratio.error
 
 
 def _other_weights(evidence: Evidence) -> Found | None:
@@ -569,9 +581,7 @@ class PrecisionOf(Cause):
             "give --model",
             settled=lambda evidence: not _coarse_from_the_start(evidence),
         ),
-        OTHER_PROMPT._replace(
-            settled=lambda evidence: not (_coarse_from_the_start(evidence) or more_than_fine(evidence))
-        ),
+        OTHER_PROMPT,
         Alternative(
             "an update that did not reach the sampler, whatever the versions say",
             "score one known sequence with the engine after a sync, or give --model",

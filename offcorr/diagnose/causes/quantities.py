@@ -62,6 +62,13 @@ class OtherQuantity(Cause):
             "read the engine's sampling options",
             settled=lambda evidence: not _as_truncated(evidence),
         ),
+        Alternative(
+            "a truncation to few tokens (top_k, min_p), which leaves the likely ones as they are where the others "
+            "have next to no probability",
+            "read the engine's sampling options",
+            fields=("entropy",),
+            settled=lambda evidence: evidence.entropy is not None or not _of_the_likeliest(evidence),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -98,7 +105,7 @@ class OtherQuantity(Cause):
             float(len(evidence)),  # it precedes the placeholders that such values would be taken for
             f"the {side}'s values are {words}: mean |d| is {evidence.gap:.2g} nats, and {left:.2g} once that is undone",
             after,
-            surest=0.5 if _as_truncated(evidence) else 0.65 if of_likeliest and evidence.entropy is None else 1.0,
+            surest=0.5 if _as_truncated(evidence) or (of_likeliest and evidence.entropy is None) else 1.0,
         )
 
 
@@ -264,8 +271,12 @@ def _of_the_likeliest(evidence: Evidence) -> bool:
     above = (values - wanted)[others]
     fits = np.exp(values[others]) + np.exp(wanted[others]) < 1.02  # of two tokens, unless it is the same
     larger = (above > -0.01).mean() > 0.98 and (above > 0.1).mean() > 0.5 and np.minimum(above, 3).mean() > 0.7
-    within = evidence.entropy is None or (np.nan_to_num(evidence.entropy, nan=np.inf) > -values - 0.02).mean() > 0.98
+    within = evidence.entropy is None or (np.nan_to_num(evidence.entropy, nan=np.inf) > -values - 0.02).mean() > WITHIN
     return bool(agree and larger and within and (fits | (above < 0.01)).mean() > 0.98)
+
+
+WITHIN = 0.998
+"""Share of the values that have to be such as the entropy allows: of a top-k to few tokens 1.5 % were not."""
 
 
 def _of_sequences(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tuple[str, float, Floats]]:

@@ -10,7 +10,7 @@ import numpy as np
 from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.prefixes import Factor, factor, logged, multiplies
-from offcorr.diagnose.causes.versions import lag_by_versions, same_version
+from offcorr.diagnose.causes.versions import same_version
 from offcorr.diagnose.evidence import Estimate, Evidence
 from offcorr.diagnose.record import Floats
 
@@ -294,8 +294,7 @@ NEARLY_ALL = 0.985
 policy have left up to .98 of it to a temperature, and a temperature .988 or more."""
 
 ALSO_TRANSFORMS = 0.8
-"""Confidence in a temperature at most without a model: a softcap or a clamp of the logits has left it .99 of the spread
-of d, and the temperature then removes half to two thirds of the mean |d|."""
+"""Confidence in a temperature at most without a model: a softcap or a clamp of the logits leaves nearly the same."""
 
 DRAWN = 4.0
 """Log-likelihood ratio (nats) from which the tokens say whose temperature they were drawn at."""
@@ -308,10 +307,11 @@ NEAR, EXPLAINED = 0.05, 0.8
 the spread of d that a temperature explains there at least: int4 has left .54 of it to a power of .98."""
 
 ALSO_UPDATES = 0.65
-"""Confidence in a temperature at most, where updates that sharpened the policy can leave the same."""
+"""Confidence at most in what updates of the weights can leave, too."""
 
-OF_OLDER = 0.5
-"""The same where the logged versions say that the sampler's weights are older."""
+AS_GOOD_AS_ALL, NOT_ALL = 0.997, 0.5
+"""Share of the spread of d above which it is hardly of a softcap, which has left .992 of it to a temperature, and the
+confidence in a temperature at most below: updates that sharpened the policy leave less, too."""
 
 
 LEAST_GAP = 0.3
@@ -366,11 +366,9 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         return None
     if among is not None and among.gap < LEAST_GAP * abs(fit.power.value - 1) * among.spread:
         return None  # after one prefix both sides tell tokens apart alike
-    surest = ALSO_TRANSFORMS if fit.explained > NEARLY_ALL else ALSO_UPDATES
+    surest = ALSO_TRANSFORMS if fit.explained > AS_GOOD_AS_ALL else NOT_ALL
     if abs(float(evidence.d.sum())) <= DRAWN:
         surest = UNKNOWN_DRAWS
-    if fit.explained <= NEARLY_ALL and lag_by_versions(evidence):
-        surest = min(surest, OF_OLDER)
     more = ""
     if among is not None:
         surest = min(surest, MUCH_IS_LEFT)

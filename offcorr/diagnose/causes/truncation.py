@@ -206,14 +206,7 @@ TELLING = 32
 
 
 def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) -> Found:
-    telling = int((evidence.trainer < UNSURE).sum())
-    # What tells one truncation from another.
-    hidden = found.rounded or found.among_others or (found.narrow and not found.exact_nucleus) or _high(found)
-    surest = LOOK_ALIKE if flat(evidence) or unresolved(found) or _by_tail(found) else 0.75 if hidden else 1.0
-    if not _no_temperature(evidence):
-        surest = min(surest, OR_BESIDE_A_TEMPERATURE)
     if multiplies(logged(evidence)):
-        surest = BESIDE_A_TEMPERATURE
         sentence += "; a temperature beside it, which different tokens after one prefix show, changes this share, too"
     return Found(
         found.lost.value,
@@ -223,13 +216,18 @@ def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) ->
         f"the sampler's probabilities are those of a part of the vocabulary, scaled to sum to 1; this part has "
         f"{1 - found.lost.value:.3f} of the trainer's probability on average; {sentence}",
         found.left,
-        surest=0.5 if telling < TELLING else surest,
+        surest=LOOK_ALIKE,
         at_most=True,
     )
 
 
-BESIDE_A_TEMPERATURE, OR_BESIDE_A_TEMPERATURE = 0.5, 0.65
-"""Confidence at most in one truncation beside a temperature, and where there may be one."""
+def _surely_top_p(evidence: Evidence, found: Kept) -> bool:
+    """Whether the kept mass is one in every context, to the last token, and nothing else may stand beside it."""
+    told = int((evidence.trainer < UNSURE).sum()) >= TELLING and not flat(evidence) and not unresolved(found)
+    alone = _no_temperature(evidence) and not multiplies(logged(evidence))
+    one = found.exact_nucleus and found.narrow and not (found.rounded or found.among_others or _high(found))
+    return told and alone and one
+
 
 LIKELY = math.log(0.5)
 """Log-prob above which a truncation leaves a token alone, as long as few others are kept at all."""
@@ -238,7 +236,7 @@ NEARLY_WHOLE = 0.96
 """Share of the mass from which a top-p looks like a low min-p."""
 
 LOOK_ALIKE = 0.5
-"""Confidence at most in one truncation where others look alike."""
+"""Confidence at most in one truncation, as another one, alone or beside a temperature, leaves about the same."""
 
 
 def flat(evidence: Evidence) -> bool:
@@ -325,8 +323,8 @@ CROWDED = 0.012
 
 
 UNSURE_OF_TOP_P = 0.8
-"""The most that a top_p is sure: a low min_p may keep about as much in every context of a peaked policy.  There the
-kept mass is another from context to context, and nothing tells the two apart."""
+"""The most that a top_p is sure where it keeps the same mass in every context.  In a peaked policy it does not, and
+a low min_p leaves about the same."""
 
 
 class TopP(Cause):
@@ -363,7 +361,7 @@ class TopP(Cause):
                 "blurred by a difference as small as rounding makes, which these numbers then hold as well"
             )
         named = _truncated(evidence, found, said, 2.0)
-        return named._replace(surest=min(named.surest, UNSURE_OF_TOP_P if found.narrow else LOOK_ALIKE))
+        return named._replace(surest=UNSURE_OF_TOP_P) if _surely_top_p(evidence, found) else named
 
 
 BLURRED_TOP_P = Alternative(
@@ -378,9 +376,6 @@ TOP_P_AND_K = Alternative(
     "beside a temperature",
     "compare the sampler's options, or give --model",
 )
-
-UNSURE_OF_MIN_P = 0.65
-"""The most that a min_p is sure: top_p and top_k together leave the same."""
 
 
 class MinP(Cause):
@@ -409,8 +404,7 @@ class MinP(Cause):
             f"it differs from context to context, from {found.least:.3f} on{_no_top_p(found)}, and "
             f"{found.alone} of the sampled tokens have probability 1 at the sampler, as under no top_k alone"
         )
-        named = _truncated(evidence, found, said, 2.0)
-        return named._replace(surest=min(named.surest, UNSURE_OF_MIN_P if found.balance is not None else LOOK_ALIKE))
+        return _truncated(evidence, found, said, 2.0)
 
 
 class TopK(Cause):
@@ -443,13 +437,7 @@ class TopK(Cause):
             "token has probability 1 at the sampler, as some have under min_p"
         )
         # Other weights that were sampled at another temperature than is logged leave this, too.
-        named = _truncated(evidence, found, said, 0.1 if found.among_others else 2.0)
-        return named._replace(surest=min(named.surest, UNSURE_OF_TOP_K if found.balance is not None else LOOK_ALIKE))
-
-
-UNSURE_OF_TOP_K = 0.65
-"""The most that a top_k is sure: a low min_p may leave the same, and the trainer's probabilities may sum to less than
-1 as well."""
+        return _truncated(evidence, found, said, 0.1 if found.among_others else 2.0)
 
 
 def _no_top_p(found: Kept) -> str:
@@ -481,12 +469,9 @@ class LogitMask(Cause):
                 "the sampled tokens are hardly likelier than draws from the trainer's distributions (surprisal balance "
                 f"{found.balance.value:+.3f} nats), as where likely tokens are missing, or many are alike"
             )
-        return _truncated(evidence, found, said, 2.0)._replace(surest=HARDLY)
-
-
-HARDLY = 0.5
-"""The most that a ban is sure: of many tokens alike a truncation cuts likely ones, too, a policy that is mostly certain
-leaves it few tokens to cut, and other weights besides move the surprisal balance."""
+        # Of many tokens alike a truncation cuts likely ones, too, a policy that is mostly certain leaves it few tokens
+        # to cut, and other weights besides move the surprisal balance.
+        return _truncated(evidence, found, said, 2.0)
 
 
 def _banned(found: Kept) -> bool:
