@@ -46,13 +46,14 @@ def test_only_what_is_absent_is_asked_for(logged, repeated):
 
 
 def test_versions_that_are_logged_answer_the_question():
-    cache, update = diagnose(_with_versions("precision", 0)).cannot_tell  # versions do not decide these
+    cache, prompt, update = diagnose(_with_versions("precision", 0)).cannot_tell  # versions do not decide these
     assert "cached in a lower precision" in cache and "an update that did not reach the sampler" in update
+    assert "another prompt" in prompt
     said = " ".join(diagnose(_with_versions("stale_weights", 5)).cannot_tell)
     assert "rollout_version" not in said and "another prompt" in said  # which versions of one age do not exclude
-    _, said, _ = diagnose(_with_versions("precision", 5)).cannot_tell  # the sampler's weights are older
+    _, said, *_ = diagnose(_with_versions("precision", 5)).cannot_tell  # the sampler's weights are older
     assert said == "whether the cause is precision or weights that are a little older. To find out, give --model"
-    _, said, _ = diagnose(world("precision").records()).cannot_tell
+    _, said, *_ = diagnose(world("precision").records()).cannot_tell
     assert said.endswith("To find out, log rollout_version and trainer_version, or give --model")
 
 

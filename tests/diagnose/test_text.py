@@ -154,8 +154,5 @@ def test_what_is_drawn_wrongly_precedes_the_updates():
 
 def test_a_headline_of_one_cause_of_two_says_so():
     unsure = "(confidence 0.50: it may as well be another, see what these data cannot tell)"
-    records = [
-        dataclasses.replace(one, rollout_version=3, trainer_version=19) for one in world("chat_template").records()
-    ]
-    assert headline(diagnose(records)).endswith(unsure)
-    assert "may as well" not in headline(diagnose(world("chat_template").records()))
+    assert headline(diagnose(world("chat_template").records())).endswith(unsure)
+    assert "may as well" not in headline(diagnose(world("temperature").records()))

@@ -120,10 +120,13 @@ class LogitBias(Cause):
             settled=same_version,
         ),
         Alternative(
-            "a temperature, truncation or ban: an id has about the same probability in every context, so that what "
+            "a temperature, truncation or ban: where an id has about the same probability in many contexts, what "
             "depends on the probability depends on the id, too",
             "read the engine's sampling options, or give --model",
-            settled=lambda evidence: not _alike_in_all_contexts(evidence),
+            settled=lambda evidence: (
+                not _alike_in_all_contexts(evidence)
+                and ((few := _carriers(evidence)) is None or _one_number(evidence, few.ids))
+            ),
         ),
         Alternative(
             "another prompt, template or position that one side read, to which few tokens are sensitive",

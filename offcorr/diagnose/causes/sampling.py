@@ -195,8 +195,8 @@ def loses_mass(evidence: Evidence, off: float = OFF) -> bool:
 
 
 OTHER_TRANSFORM = Alternative(
-    "another change of the logits that one side makes, such as a softcap, a clamp, a scale, a logit_bias or a penalty "
-    "on repeated tokens",
+    "another change of the logits that one side makes, such as a truncation (top_p, top_k), a softcap, a clamp, a "
+    "scale, a logit_bias or a penalty on repeated tokens",
     "compare how each side computes its logits, or give --model",
     settled=multiplies,
 )
@@ -542,8 +542,8 @@ class RepetitionPenalty(Cause):
     advice = "sample with repetition_penalty=1.0, presence_penalty=0 and frequency_penalty=0"
     not_told_from = (
         Alternative(
-            "another change of the logits that one side makes, such as a softcap, a clamp, a scale or a logit_bias, or "
-            "updates since",
+            "another change of the logits that one side makes, such as a temperature, a softcap, a clamp, a scale or a "
+            "logit_bias, or updates since",
             "read the engine's sampling options, or give --model",
             settled=lambda evidence: _unpenalised(evidence) < UNPENALISED,
         ),
