@@ -456,10 +456,10 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
         title = f"{args.loss_type} {sampled_by(args)}"
         if args.resume_from_checkpoint:
             title += f"\n(the updates before {args.resume_from_checkpoint} with the settings of their own run)"
-        summarise(history.logs, title=title, file=history.summary)
+        summarise(history.logs, title=title, file=history.summary, anchor=args.anchor)
         print(f"history: {history.file}")
         if args.picture:
-            print(f"picture: {plot(history.logs, history.file.with_suffix('.png'))}")
+            print(f"picture: {plot(history.logs, history.file.with_suffix('.png'), anchor=args.anchor)}")
         if args.dump_rollouts:
             own = args.anchor in (None, "snapshot")  # else the dump's old_logp is not of the weights that sampled
             before = [Path(args.resume_from_checkpoint).parent] if args.resume_from_checkpoint else []
@@ -677,8 +677,23 @@ def corrects(logs: list[dict[str, float]]) -> bool:
     return bool(series(logs, "offcorr/loss/weight_mean")[0])
 
 
-def summarise(logs: list[dict[str, float]], title: str, file: Path | None = None) -> None:
+WITH_THE_LAG = "with the lag"
+
+HOLDS_LAG = (
+    "Engine, with the lag: this anchor compares the sampler with the weights of now, so that its age is part of that "
+    "gap; --anchor snapshot keeps the two apart."
+)
+
+
+def engine_holds_lag(logs: list[dict[str, float]], anchor: str | None) -> bool:
+    """Whether the engine's gap is of an older sampler against the weights of now, as without a snapshot of its own."""
+    age = means(logs, ("offcorr/staleness/lag",)).get("offcorr/staleness/lag", 0.0)
+    return anchor not in (None, "snapshot") and age > 0 and bool(series(logs, "offcorr/engine/abs_mean")[0])
+
+
+def summarise(logs: list[dict[str, float]], title: str, file: Path | None = None, anchor: str | None = None) -> None:
     """Prints the table of a run, and adds it to the file, if one is given."""
+    with_lag = engine_holds_lag(logs, anchor)
     table = Table(title=title, caption=f"{CAPTION} {ALIKE} {KEYS}", show_header=False)
     for moment, value in accuracy(logs).items():
         table.add_row(f"held-out sampled accuracy, {moment}", f"{value:.3f}", end_section=moment == "end")
@@ -686,8 +701,11 @@ def summarise(logs: list[dict[str, float]], title: str, file: Path | None = None
     effect = EFFECT | (WEIGHT if weighted else {}) | {"lr_scale": "factor on the learning rate"}
     for part in (MISMATCH, effect):
         for name, value in means(logs, tuple(part)).items():
-            table.add_row(part[name], shortened(value), "" if name in TRLS else name.rpartition("/")[2])
+            label = part[name].replace("engine:", f"engine, {WITH_THE_LAG}:") if with_lag else part[name]
+            table.add_row(label, shortened(value), "" if name in TRLS else name.rpartition("/")[2])
         table.add_section()
+    if with_lag:
+        table.caption = f"{HOLDS_LAG} {table.caption}"
     if not means(logs, tuple(EFFECT)):
         why = NO_ADVANTAGE if corrects(logs) else NO_CORRECTION
         table.caption = f"Correction: {why if series(logs, 'loss')[0] else NOT_LOGGED}. {table.caption}"
@@ -716,7 +734,7 @@ def to_scale(axis: Any, name: str = "") -> None:
     axis.set_ylim(min(0.0, low), max(least, high))
 
 
-def plot(logs: list[dict[str, float]], file: Path) -> Path:
+def plot(logs: list[dict[str, float]], file: Path, anchor: str | None = None) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -724,6 +742,8 @@ def plot(logs: list[dict[str, float]], file: Path) -> Path:
 
     age = means(logs, ("offcorr/staleness/lag",))
     labels = {"reward": "reward, of samples {:.3g} updates old on average".format(*age.values())} if age else {}
+    if engine_holds_lag(logs, anchor):
+        labels["offcorr/engine/abs_mean"] = f"engine/abs_mean, {WITH_THE_LAG}"
     figure, axes = plt.subplots(1, 4, figsize=(18, 4), constrained_layout=True)
     size, dropped, damped, amplified, *ess = EFFECT
     nothing = "nothing: 0 throughout"

@@ -956,7 +956,7 @@ MUTATIONS = [
     Mutation(
         "a softmax over other ids taken for a sure division",
         "offcorr/diagnose/causes/sampling.py",
-        "surest=1.0 if proportional else NOT_PROPORTIONAL",
+        "surest=1.0 if _surely_divided(evidence) else NOT_PROPORTIONAL",
         "surest=1.0",
         "tests/diagnose/test_causes.py::test_a_division_is_unsure_where_the_difference_is_not_proportional",
     ),
@@ -1111,7 +1111,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: tokens that a policy gave up are certainly other text",
         "offcorr/diagnose/causes/other_tokens.py",
-        "AGREE = 0.01",
+        "AGREE = 0.001",
         "AGREE = 10.0",
         "tests/diagnose/test_causes.py gave_up",
     ),
@@ -1772,6 +1772,34 @@ MUTATIONS = [
         "and not_drawn_so(evidence, off=3.0):",
         "and False:",
         "tests/diagnose/test_causes.py half_stand_in_another_order",
+    ),
+    Mutation(
+        "diagnose: a fault of logp is a sure update",
+        "offcorr/diagnose/causes/policies.py",
+        "surest=0.5 if fault else _surest_of_updates(evidence)",
+        "surest=_surest_of_updates(evidence)",
+        "tests/diagnose/test_causes.py fault_of_logp",
+    ),
+    Mutation(
+        "diagnose: few sequences that differ are not asked about",
+        "offcorr/diagnose/questions.py",
+        "return few if 0 < few <= FEW",
+        "return few if 0 < few <= 0 * FEW",
+        "tests/diagnose/test_causes.py few_sequences_that_differ",
+    ),
+    Mutation(
+        "diagnose: a truncation of a flat policy is a sure division",
+        "offcorr/diagnose/causes/sampling.py",
+        "return _proportional(evidence) and (drawn or float(evidence.d.mean()) > 0)",
+        "return _proportional(evidence)",
+        "tests/diagnose/test_causes.py sure_by_the_entropy_alone",
+    ),
+    Mutation(
+        "recipes: a lag in the engine's gap is not said",
+        "recipes/grpo.py",
+        'return anchor not in (None, "snapshot") and age > 0',
+        "return False and age > 0",
+        "tests/recipes/test_summary.py lag_in_the_engines_gap",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",

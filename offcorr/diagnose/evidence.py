@@ -257,8 +257,8 @@ class Evidence:
     @cached_property
     def nearly_greedy(self) -> bool:
         """Whether the sampler gives most tokens of which the trainer is not certain nearly all of the probability."""
-        doubted = self.trainer < NEARLY_CERTAIN
-        return bool(doubted.any() and (np.exp(self.sampler[doubted]) > CERTAIN).mean() > 0.5)
+        values = self.sampler[self.trainer < NEARLY_CERTAIN]
+        return bool(len(values) and ((values > NEARLY_CERTAIN) & (values <= 0)).mean() > 0.5)
 
     @cached_property
     def copied(self) -> bool:
@@ -294,6 +294,16 @@ class Evidence:
     def moved(self) -> float:
         """Mean |logp - old_logp| (nats): how far the updates on this batch moved the trainer; 0 where not logged."""
         return mean_by_sequence(self._updates, self.sequence).value
+
+    @cached_property
+    def updates(self) -> Evidence | None:
+        """``logp`` as the trainer's log-probs, beside ``old_logp`` as the sampler's; None: ``logp`` is not logged."""
+        logged = [
+            dataclasses.replace(one, rollout_logp=one.old_logp, old_logp=one.logp, logp=None)
+            for one in self.records
+            if one.logp is not None
+        ]
+        return Evidence.of(logged) if logged else None
 
     @property
     def moved_error(self) -> float:

@@ -130,6 +130,12 @@ trainer_version, or give --model'
             "for two policies that differ by their weights alone, but for chance, as few tokens that are far off carry "
             "it. To find out, read the engine's sampling options, or give --model"
         )
+    if few := _few_that_differ(evidence):
+        said.append(
+            f"why {few:,} of {len(evidence.records):,} sequences differ, while the others "
+            "agree. To find out, compare these rows on both sides: they may have changed places, or come from another "
+            "engine or worker"
+        )
     asked = any(NEARLY_GREEDY in CAUSES[id].not_told_from for id in named) or "temperature" in named
     if named and not asked and not NEARLY_GREEDY.settled(evidence) and not draws_known:
         said.append(f"whether the cause is {NEARLY_GREEDY.words}. To find out, {NEARLY_GREEDY.how}")
@@ -173,6 +179,19 @@ trainer_version, or give --model'
                 how = f"log {' and '.join(fields)}, or {other.how}" if fields else other.how
                 said.append(f"whether the cause is {cause.id} or {other.words}. To find out, {how}")
     return said
+
+
+AGREE, FEW, OTHERS = 1e-4, 0.1, 16
+"""Mean |d| (nats) up to which a sequence agrees; share of all sequences that a few are, and how many the others are."""
+
+
+def _few_that_differ(evidence: Evidence) -> int:
+    """The number of sequences that differ, where they are few and the others agree; else 0."""
+    times = np.bincount(evidence.sequence, minlength=len(evidence.records))
+    of_each = np.bincount(evidence.sequence, evidence.size, minlength=len(evidence.records))
+    far = of_each > AGREE * times
+    few, others = int(far.sum()), int((~far & (times > 0)).sum())
+    return few if 0 < few <= FEW * (few + others) and others >= OTHERS else 0
 
 
 def _unexplained(evidence: Evidence, named: Sequence[str]) -> str:

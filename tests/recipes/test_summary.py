@@ -31,9 +31,9 @@ def history(corrects=True, end=0.8, size=0.9, gap=0.01, **more):
     return logs
 
 
-def shown(logs):
+def shown(logs, **options):
     with redirect_stdout(io.StringIO()) as said:
-        grpo.summarise(logs, "a run")
+        grpo.summarise(logs, "a run", **options)
     return " ".join(said.getvalue().replace("│", " ").split())
 
 
@@ -56,6 +56,17 @@ def drawn(monkeypatch, plot, *args):
 
 
 # -- the recipe ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("anchor", "said"), [("recomputed", True), ("ewma", True), ("snapshot", False), (None, False)])
+def test_a_lag_in_the_engines_gap_is_said_beside_it(anchor, said, monkeypatch, tmp_path):
+    """An anchor of the weights of now compares an older sampler with them."""
+    logs = history(**{"offcorr/engine/abs_mean": 0.05})
+    table = shown(logs, anchor=anchor)
+    assert ("engine, with the lag: mean |log-ratio|, nats" in table) == said
+    assert ("--anchor snapshot keeps the two apart" in table) == said
+    entries = drawn(monkeypatch, grpo.plot, logs, tmp_path / "picture.png", anchor)["mismatch"][0]
+    assert ("engine/abs_mean, with the lag" in entries) == said
 
 
 def test_the_summary_says_what_the_correction_did():

@@ -8,7 +8,6 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.sampling import ABLE, power
-from offcorr.diagnose.causes.versions import VERSIONS, same_version
 from offcorr.diagnose.evidence import Booleans, Evidence
 from offcorr.diagnose.record import Floats, Integers
 
@@ -32,11 +31,8 @@ LISTED = 8
 """Token ids that a sentence names at most."""
 
 UNSURE = 0.5
-"""The most that a bias is sure where d of an id is not that of one number, or depends on the id because all contexts
-are alike."""
-
-SURE = 0.8
-"""The most that a bias is sure, where no updates may have rewarded these tokens."""
+"""The most that a bias is sure: updates that rewarded these tokens everywhere leave the same, and where versions are
+equal they may not have reached the sampler."""
 
 
 class Carriers(NamedTuple):
@@ -114,10 +110,9 @@ class LogitBias(Cause):
     )
     not_told_from = (
         Alternative(
-            "updates that rewarded, or punished, these tokens everywhere",
+            "updates that rewarded, or punished, these tokens everywhere, and that the sampler has not, whatever the "
+            "versions say",
             "give --model and, as --checkpoint, the weights that sampled",
-            fields=VERSIONS,
-            settled=same_version,
         ),
         Alternative(
             "a temperature, truncation or ban: where an id has about the same probability in many contexts, what "
@@ -131,7 +126,6 @@ class LogitBias(Cause):
         Alternative(
             "another prompt, template or position that one side read, to which few tokens are sensitive",
             "give --model, or compare the prompt ids that each side read",
-            settled=lambda evidence: (few := _carriers(evidence)) is None or _one_number(evidence, few.ids),
         ),
     )
 
@@ -152,7 +146,6 @@ class LogitBias(Cause):
             or power(rest).explained > TEMPERED
         ):
             return None
-        told = _one_number(evidence, few.ids) and not _alike_in_all_contexts(evidence)
         return Found(
             few.follows,
             float(np.sqrt(few.follows * (1 - few.follows) / len(evidence))),
@@ -162,7 +155,7 @@ class LogitBias(Cause):
             f"so at the others, for {100 * few.follows:.3g} % of both or more; other weights make such a difference "
             "between ids only where updates rewarded or punished these tokens everywhere",
             at_most=True,
-            surest=SURE if told and same_version(evidence) else UNSURE,
+            surest=UNSURE,
         )
 
 

@@ -34,6 +34,13 @@ class Retokenised(Cause):
                 (found := CAUSES["retokenised"].found(evidence)) is None or found.surest > OF_ANOTHER_POLICY
             ),
         ),
+        Alternative(
+            "tokens that the trainer's side forbids, as by a mask of its logits",
+            "see what the trainer does with the logits of these ids",
+            settled=lambda evidence: (
+                (found := CAUSES["retokenised"].found(evidence)) is None or found.surest > OF_ANOTHER_POLICY
+            ),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -89,11 +96,11 @@ class Retokenised(Cause):
         )
 
 
-MOVED = "; a policy that has moved far since it sampled may have given up such tokens, with the same ids"
+MOVED = "; a policy that has moved far since it sampled, or that read another prompt, may have given up such tokens"
 
-AGREE = 0.01
-"""Mean |d| (nats) up to the first other token, below which nothing but rounding differs there: a policy that has moved
-far gives up tokens, too, and differs before them as well."""
+AGREE = 0.001
+"""Mean |d| (nats) up to the first other token, below which both sides have the same weights and prompt: a policy that
+has moved far, or another prompt, makes tokens next to impossible, too, and differs before them as well."""
 
 OF_ANOTHER_POLICY = 0.5
 """The confidence where the tokens before differ, too, as where the policy has moved or one side read another prompt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import Alternative, Cause, Found
+from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
 from offcorr.diagnose.causes.other_tokens import GROSS
 from offcorr.diagnose.causes.over_steps import at_first, growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
@@ -659,6 +659,28 @@ def _may_be_no_update(evidence: Evidence) -> bool:
     return evidence.copied and not updated(evidence)
 
 
+NEXT_TO_NOTHING = 0.1
+"""Share of the mean |logp - old_logp| that a fault of logp leaves, at most; updates leave more."""
+
+
+def _fault_of_logp(evidence: Evidence) -> str:
+    """The end of a sentence, where one fault of the values or of the sampling explains logp by old_logp; or ""."""
+    if (now := evidence.updates) is None or not len(now) or not now.gap > now.floor:
+        return ""
+    if np.ptp(now.trainer) == 0:
+        return f"; logp is {now.trainer[0]:g} at every token"
+    for cause in CAUSES.values():
+        if cause.stage not in ("values", "sampling") or (found := cause.found(now)) is None or not found.of_d:
+            continue
+        left = 0.0 if found.left is None else found.left.gap * len(found.left) / (now.gap * len(now))
+        if left < NEXT_TO_NOTHING and (cause.stage == "values" or found.surest > 0.5):
+            return (
+                f"; {cause.id} explains nearly all of it, with old_logp in the place of the sampler's log-probs and "
+                "logp in that of the trainer's"
+            )
+    return ""
+
+
 def _surest_of_updates(evidence: Evidence) -> float:
     if same_version(evidence) or _may_be_no_update(evidence):
         return 0.5  # the versions say that there were none, or nothing says that there were
@@ -697,10 +719,16 @@ class PolicyUpdates(Cause):
             fields=VERSIONS,
             settled=lambda evidence: not _may_be_no_update(evidence),
         ),
+        Alternative(
+            "a fault of logp itself, such as another quantity, values of other tokens, rounding or a temperature of "
+            "the forward pass that computes it",
+            "score one sequence by hand as the trainer does",
+            settled=lambda evidence: not _fault_of_logp(evidence),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        moved = evidence.moved
+        moved, fault = evidence.moved, _fault_of_logp(evidence)
         if moved < 10 * SAME or moved < 0.2 * evidence.gap or _noisy(evidence):
             return None
         spread, other = evidence.same_context.trainer, evidence.same_context.sampler
@@ -713,9 +741,9 @@ class PolicyUpdates(Cause):
             10 * SAME,
             1.0 + float(np.log(moved / (10 * SAME))) / 2,
             f"the trainer's current log-probs (logp) differ from those of the weights that it takes for the sampler's "
-            f"(old_logp) by {moved:.2g} nats on average",
+            f"(old_logp) by {moved:.2g} nats on average{fault}",
             evidence,
             share,
-            surest=_surest_of_updates(evidence),
+            surest=0.5 if fault else _surest_of_updates(evidence),
             of_d=False,
         )

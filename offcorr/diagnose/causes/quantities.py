@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import Alternative, Cause, Found
+from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.versions import same_version
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.record import Floats
@@ -69,6 +69,7 @@ class OtherQuantity(Cause):
             fields=("entropy",),
             settled=lambda evidence: evidence.entropy is not None or not _of_the_likeliest(evidence),
         ),
+        NEARLY_GREEDY,
     )
 
     def found(self, evidence: Evidence) -> Found | None:

@@ -51,7 +51,7 @@ class Unnormalised(Cause):
             "a truncation (top_k, top_p, min_p) where contexts have many tokens alike, or a ban of likely tokens "
             "(logit_bias, bad_words, structured decoding)",
             "compare the sampler's options, or give --model",
-            settled=lambda evidence: _proportional(evidence) or float(evidence.d.mean()) > 0,
+            settled=lambda evidence: _surely_divided(evidence) or float(evidence.d.mean()) > 0,
         ),
         NEARLY_GREEDY,
     )
@@ -69,7 +69,7 @@ class Unnormalised(Cause):
         uncertain = evidence.trainer < -0.5
         if not uncertain.any() or (evidence.size[uncertain] > evidence.floor).mean() < 0.9:  # it changes all of them
             return None
-        unless = "" if proportional or d.mean() > 0 else ", unless the sampler leaves out tokens"
+        unless = "" if _surely_divided(evidence) or d.mean() > 0 else ", unless the sampler leaves out tokens"
         return Found(
             identity.value,
             identity.error,
@@ -79,7 +79,7 @@ class Unnormalised(Cause):
             f"tokens that differ, and the mean ratio e^d is {identity.value:.3f}, where it is 1 for any two policies: "
             f"the probabilities of one side, which are e to its log-probs, do not sum to 1{unless}; of which side, d "
             "alone does not say",
-            surest=1.0 if proportional else NOT_PROPORTIONAL,
+            surest=1.0 if _surely_divided(evidence) else NOT_PROPORTIONAL,
         )
 
 
@@ -93,6 +93,14 @@ def _proportional(evidence: Evidence) -> bool:
     """Whether d is proportional to the log-prob."""
     near, varies = _near_a_multiple(evidence)
     return near and varies
+
+
+def _surely_divided(evidence: Evidence) -> bool:
+    """Whether d is proportional to the log-prob, and no truncation of a flat policy leaves about that: it makes the
+    sampled tokens likelier to the sampler, and likelier than the trainer's own draws.
+    """
+    drawn = evidence.balance is not None and evidence.balance.z > -4
+    return _proportional(evidence) and (drawn or float(evidence.d.mean()) > 0)
 
 
 def _near_a_multiple(evidence: Evidence) -> tuple[bool, bool]:

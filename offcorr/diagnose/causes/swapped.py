@@ -7,6 +7,7 @@ import numpy as np
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.policies import (
     ALIKE,
+    COARSE_PRECISION,
     OTHER_IDS,
     OTHER_PROMPT,
     UNSURE,
@@ -36,6 +37,11 @@ class WeightsSwapped(Cause):
         OTHER_IDS,
         OTHER_PROMPT,
         OTHER_TRANSFORM,
+        COARSE_PRECISION,
+        Alternative(
+            "weights that are older, or an update that did not reach the sampler, whose effect changes along the text",
+            "give --model and, as --checkpoint, earlier weights",
+        ),
         Alternative(
             "a penalty on tokens that stood before (repetition_penalty, presence_penalty, frequency_penalty)",
             "read the engine's sampling options, or give --model",
