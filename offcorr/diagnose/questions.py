@@ -61,7 +61,7 @@ def open_questions(evidence: Evidence, named: Sequence[str], *, draws_known: boo
 
     >>> from offcorr.diagnose import Record
     >>> row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [-1.0], "logp": [-1.0], "entropy": [0.5]}
-    >>> open_questions(Evidence.of([Record.of(row)]), ["precision"])[-2]
+    >>> open_questions(Evidence.of([Record.of(row)]), ["precision"])[-3]
     'whether the cause is precision or weights that are a little older. To find out, log rollout_version and \
 trainer_version, or give --model'
     """
