@@ -758,8 +758,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: zeros of sampled tokens called a wrong mask with certainty",
         "offcorr/diagnose/causes/values.py",
-        "{-1: 0.5, 0: FEW, 1: 1.0}",
-        "{-1: 1.0, 0: 1.0, 1: 1.0}",
+        "1.0 if _not_sampled(evidence) > 0 and",
+        "1.0 if",
         "tests/diagnose/test_causes.py::test_zeros_in_place_of_log_probs_of_sampled_tokens_are_no_sure_mask",
     ),
     Mutation(
@@ -1188,7 +1188,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: a prompt that is forgotten is as unsure as weights that were swapped",
         "offcorr/diagnose/causes/swapped.py",
-        "surest = ALIKE if first > 0.5 or changes_within(evidence) else UNSURE",
+        "surest = ALIKE if changes_within(evidence) else UNSURE",
         "surest = ALIKE",
         "tests/diagnose/test_causes.py recurrent_model_forgets",
     ),
@@ -3508,8 +3508,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: zeros of a truncation are surely a mask",
         "offcorr/diagnose/causes/values.py",
-        "surest=min(0.5 if _far_policies(evidence) else 1.0, ",
-        "surest=min(1.0, ",
+        "_not_sampled(evidence) > 0 and not _far_policies(evidence)",
+        "_not_sampled(evidence) > 0",
         "tests/diagnose/test_causes.py far_apart",
     ),
     Mutation(

@@ -233,6 +233,8 @@ def _of_part(findings: list[Finding], left: Evidence, part: Evidence, said: str)
         values = _stage_of_most(of_part) == "values" and findings and _stage_of_most(findings) != "values"
         if values or _explained(of_part) > _explained(findings) + MORE:
             return of_part + [one for one in findings if not one.of_d], left_of_part
+    if of_part and not findings and lag_by_versions(part):
+        return of_part, left_of_part
     of_policies = [CAUSES[one.cause].stage == "policies" for one in findings]
     said_of = [one.evidence + said * of for one, of in zip(findings, of_policies, strict=True)]
     return [dataclasses.replace(one, evidence=words) for one, words in zip(findings, said_of, strict=True)], left
@@ -282,7 +284,8 @@ def _of_logp(evidence: Evidence) -> Evidence | None:
 
 
 DRAWS_UNKNOWN = 0.9
-"""The most that "clean" is sure without a model: how the tokens were drawn is in no log-prob."""
+"""The most that "clean" is sure: how the tokens were drawn is in no log-prob, and a model that scores them again finds
+no transform that is too slight for so many tokens."""
 
 
 def with_verdict(report: Report) -> Report:

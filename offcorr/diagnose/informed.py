@@ -13,7 +13,7 @@ from offcorr.diagnose.causes.policies import EARLIER, FAR, repeats_itself
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.unlogged import SELECTED
 from offcorr.diagnose.causes.versions import same_version
-from offcorr.diagnose.diagnosis import Report, with_verdict, without_cause
+from offcorr.diagnose.diagnosis import DRAWS_UNKNOWN, Report, with_verdict, without_cause
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.questions import HIDDEN_BY_DROPOUT, open_questions
 from offcorr.diagnose.rescore import (
@@ -97,6 +97,11 @@ SURE_OF_THE_SAMPLER = 0.65
 CLOSE = 0.75
 """The most that a hypothesis is sure where one of another cause leaves less than twice its gap."""
 
+SLIGHT = (
+    "whether the tokens were drawn under a slight temperature, truncation or penalty that neither side logs: the "
+    "sequences that were scored again are too few to tell. To find out, score more (--rescored)"
+)
+
 ASKED = ". To find out, give --model"
 ASKED_WITH_MODEL = {
     ", or give --model, with the adapter apart": ", or give a --model with its adapter apart",
@@ -142,7 +147,7 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if part < 1:  # the logs speak of the other steps, too
         stages -= {"policies"}
     replaced = {one.cause for one in found} | {id for id, cause in CAUSES.items() if cause.stage in stages}
-    if rescored.best_drawn[1] <= math.log(len(rescored.hypotheses) + 1):  # no more than the best of so many by chance
+    if rescored.best_drawn[1] <= 0:  # the sequences that were scored again speak against what the logs of all show
         replaced |= set(SILENT.values())
     if not rescored.experts:
         replaced.add("moe_routing")
@@ -181,7 +186,9 @@ def informed(report: Report, rescored: Rescored) -> Report:
     if report.causes:
         verdict, sure = without_cause(report.evidence)
     if verdict == "clean":  # a transform that is nearly found makes it less so
-        sure = min(without_cause(report.evidence)[1], _odds(rescored.threshold - rescored.best_drawn[1]))
+        sure = min(without_cause(report.evidence)[1], _odds(rescored.threshold - rescored.best_drawn[1]), DRAWS_UNKNOWN)
+        if rescored.best_drawn[1] > 0:
+            cannot_tell.append(SLIGHT)
     return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=causes, cannot_tell=cannot_tell)
 
 

@@ -200,7 +200,7 @@ class ChatTemplate(Cause):
             )
         ),
         Alternative(
-            "sampler's log-probs of other tokens, or rows in another order",
+            "sampler's log-probs of other tokens or of another model, such as a draft model, or rows in another order",
             "score one sequence by hand on both sides",
             settled=lambda evidence: not not_drawn_so(evidence),
         ),

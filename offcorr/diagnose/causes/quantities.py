@@ -221,7 +221,12 @@ def _other_rows(evidence: Evidence) -> Floats | None:
         best = np.array([np.abs(row - sampler).mean(1).argmin() for row in trainer])
         moved += int((best != np.arange(len(first))).sum())
         undone[tokens] = sampler[best]
-    return undone if moved > len(starts) / 2 else None
+    # Of a policy that is certain nearly everywhere any row fits any other.
+    return undone if moved > len(starts) / 2 and evidence.gap > ROWS_DIFFER else None
+
+
+ROWS_DIFFER = 0.1
+"""Mean |d| (nats) that rows in another order make, at least."""
 
 
 def _distance(d: Floats) -> float:

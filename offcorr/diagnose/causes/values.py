@@ -231,7 +231,7 @@ class Mask(Cause):
             f"{count} of {len(evidence)} tokens, mostly {'side by side' if in_runs else 'beside masked ones'}, have a "
             f"log-prob of exactly 0 from the sampler, and of {depth:.1f} nats on average from the trainer",
             evidence.keep(~_with_neighbours(evidence, zeros) & ~((evidence.sampler == 0) & evidence.beside_masked)),
-            surest=min(0.5 if _far_policies(evidence) else 1.0, {-1: 0.5, 0: FEW, 1: 1.0}[_not_sampled(evidence)]),
+            surest=1.0 if _not_sampled(evidence) > 0 and not _far_policies(evidence) else 0.5,
             of_zeros=True,
         )
 
