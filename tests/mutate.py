@@ -806,7 +806,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: updates are sure where old_logp is a copy",
-        "offcorr/diagnose/causes/policies.py",
+        "offcorr/diagnose/causes/updates.py",
         "if same_version(evidence) or _may_be_no_update(evidence):",
         "if same_version(evidence):",
         "tests/diagnose/test_causes.py::test_an_old_logp_that_is_a_copy_may_hide_any_difference",
@@ -1523,8 +1523,8 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: a logp that differs without an update is called updates",
-        "offcorr/diagnose/causes/policies.py",
-        "or moved < 0.2 * evidence.gap or _noisy(evidence):",
+        "offcorr/diagnose/causes/updates.py",
+        "or moved < 0.2 * evidence.gap or noisy(evidence):",
         "or moved < 0.2 * evidence.gap:",
         "tests/diagnose/test_causes.py::test_a_logp_that_differs_where_no_update_was_made_is_dropout",
     ),
@@ -1775,7 +1775,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: a fault of logp is a sure update",
-        "offcorr/diagnose/causes/policies.py",
+        "offcorr/diagnose/causes/updates.py",
         "surest=0.5 if fault else _surest_of_updates(evidence)",
         "surest=_surest_of_updates(evidence)",
         "tests/diagnose/test_causes.py fault_of_logp",
@@ -3409,7 +3409,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: without versions updates are no dropout for sure",
-        "offcorr/diagnose/causes/policies.py",
+        "offcorr/diagnose/causes/updates.py",
         "return 1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_UPDATES",
         "return 1.0",
         "tests/diagnose/test_causes.py without_versions_a_logp",
@@ -3479,7 +3479,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: updates that the versions deny are sure",
-        "offcorr/diagnose/causes/policies.py",
+        "offcorr/diagnose/causes/updates.py",
         "        return 0.5  # the versions say that there were none",
         "        return 1.0",
         "tests/diagnose/test_causes.py versions_deny",

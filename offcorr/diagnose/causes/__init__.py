@@ -10,6 +10,7 @@ from offcorr.diagnose.causes import (
     swapped,
     truncation,
     unlogged,
+    updates,
     values,
 )
 from offcorr.diagnose.causes.base import CAUSES, STAGES, Cause, Finding, Found, confidence
@@ -30,5 +31,6 @@ __all__ = [
     "swapped",
     "truncation",
     "unlogged",
+    "updates",
     "values",
 ]

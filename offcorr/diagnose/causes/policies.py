@@ -1,10 +1,10 @@
-"""Causes that leave two policies that differ: precision, dropout, routing, old weights, updates."""
+"""Causes that leave two policies that differ: precision, dropout, routing, old weights."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
+from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.other_tokens import GROSS
 from offcorr.diagnose.causes.over_steps import at_first, growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
@@ -88,7 +88,7 @@ def moved_by_nothing(evidence: Evidence) -> Estimate | None:
     return evidence.moved_of(np.array([age(record) == 0 for record in evidence.records], bool))
 
 
-def _noisy(evidence: Evidence) -> Estimate | None:
+def noisy(evidence: Evidence) -> Estimate | None:
     """The same, where it is more than low precision leaves, and much of what all sequences have.
 
     Under dropout one token after one context does not have the same log-prob (logp) twice.
@@ -147,13 +147,13 @@ class Dropout(Cause):
             "something that depends on the batch, such as padding without an attention mask: some samples got exactly "
             "the same log-prob, as under dropout none do",
             "score one sequence twice, in two batches",
-            settled=lambda evidence: not _by_batch(evidence) or _noisy(evidence) is not None,
+            settled=lambda evidence: not _by_batch(evidence) or noisy(evidence) is not None,
         ),
         Alternative(
             "another prompt that the trainer read with each sample, as where prompts were repeated, or shuffled, in "
             "another order than the completions, which the prompt ids of this dump need not show",
             "compare the prompt ids that the trainer scored, row by row, with these",
-            settled=lambda evidence: _noisy(evidence) is not None,
+            settled=lambda evidence: noisy(evidence) is not None,
         ),
         Alternative(
             "other noise of the trainer's forward pass, such as a router that draws",
@@ -163,12 +163,12 @@ class Dropout(Cause):
             "an old_logp that is computed in another way than logp, such as in another precision, or with other "
             "padding",
             "compute both for one sequence, with dropout off",
-            settled=lambda evidence: _noisy(evidence) is None,
+            settled=lambda evidence: noisy(evidence) is None,
         ),
         Alternative(
             "the trainer's own updates on the batch, where trainer_version is that of the weights of old_logp",
             "score one sequence twice as the training does",
-            settled=lambda evidence: _noisy(evidence) is None or updated(evidence),
+            settled=lambda evidence: noisy(evidence) is None or updated(evidence),
         ),
     )
 
@@ -198,7 +198,7 @@ class Dropout(Cause):
 
     def _of_updates(self, evidence: Evidence) -> Found | None:
         """From ``logp`` and ``old_logp``, where the logged versions say that no update lies between them."""
-        noise = _noisy(evidence)
+        noise = noisy(evidence)
         if noise is None:
             return None
         return Found(
@@ -650,100 +650,3 @@ def _age_elsewhere(evidence: Evidence) -> bool:
     from ``old_logp``, as where that is of the weights that sampled, or samples without an age show a gap, too.
     """
     return older(evidence) and not lag_by_versions(evidence)
-
-
-def _may_be_no_update(evidence: Evidence) -> bool:
-    """Whether old_logp is a copy of the sampler's log-probs, and no version says that the trainer was updated: then
-    logp differs from it by all that trainer and sampler differ by.
-    """
-    return evidence.copied and not updated(evidence)
-
-
-NEXT_TO_NOTHING = 0.1
-"""Share of the mean |logp - old_logp| that a fault of logp leaves, at most; updates leave more."""
-
-
-def _fault_of_logp(evidence: Evidence) -> str:
-    """The end of a sentence, where one fault of the values or of the sampling explains logp by old_logp; or ""."""
-    if (now := evidence.updates) is None or not len(now) or not now.gap > now.floor:
-        return ""
-    if np.ptp(now.trainer) == 0:
-        return f"; logp is {now.trainer[0]:g} at every token"
-    for cause in CAUSES.values():
-        if cause.stage not in ("values", "sampling") or (found := cause.found(now)) is None or not found.of_d:
-            continue
-        left = 0.0 if found.left is None else found.left.gap * len(found.left) / (now.gap * len(now))
-        if left < NEXT_TO_NOTHING and (cause.stage == "values" or found.surest > 0.5):
-            return (
-                f"; {cause.id} explains nearly all of it, with old_logp in the place of the sampler's log-probs and "
-                "logp in that of the trainer's"
-            )
-    return ""
-
-
-def _surest_of_updates(evidence: Evidence) -> float:
-    if same_version(evidence) or _may_be_no_update(evidence):
-        return 0.5  # the versions say that there were none, or nothing says that there were
-    return 1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_UPDATES
-
-
-class PolicyUpdates(Cause):
-    """The current log-probs differ from those under the weights that sampled."""
-
-    id = "policy_updates"
-    stage = "updates"
-    title = "the trainer updated its weights after the tokens were sampled, as off-policy training does"
-    advice = (
-        "unless the loss does so already, correct for it there, by a method that compares logp with this old_logp "
-        "(where a loss recomputes old_logp with the current weights, every ratio is 1 and nothing is corrected). Fewer "
-        "updates per batch (num_iterations, steps_per_generation), a smaller lag or a smaller learning rate make the "
-        "difference smaller"
-    )
-    not_told_from = (
-        Alternative(
-            "the trainer's dropout, which makes logp another than old_logp without any update",
-            "score one sequence twice as the training does",
-            fields=VERSIONS,
-            settled=lambda evidence: updated(evidence) or repeats_itself_now(evidence),
-        ),
-        Alternative(
-            "an old_logp, or rows in another order, with a fault that rollout_logp has, too: by the versions no update "
-            "lies between old_logp and logp, unless trainer_version is that of the weights of old_logp",
-            "score one sequence by hand as the trainer does",
-            settled=lambda evidence: not same_version(evidence),
-        ),
-        Alternative(
-            "a difference of trainer and sampler, such as another prompt, a lower precision or a temperature: old_logp "
-            "is rollout_logp, number for number, so that d is 0 whatever they differ by",
-            "log as old_logp what the trainer computes",
-            fields=VERSIONS,
-            settled=lambda evidence: not _may_be_no_update(evidence),
-        ),
-        Alternative(
-            "a fault of logp itself, such as another quantity, values of other tokens, rounding or a temperature of "
-            "the forward pass that computes it",
-            "score one sequence by hand as the trainer does",
-            settled=lambda evidence: not _fault_of_logp(evidence),
-        ),
-    )
-
-    def found(self, evidence: Evidence) -> Found | None:
-        moved, fault = evidence.moved, _fault_of_logp(evidence)
-        if moved < 10 * SAME or moved < 0.2 * evidence.gap or _noisy(evidence):
-            return None
-        spread, other = evidence.same_context.trainer, evidence.same_context.sampler
-        if len(spread) >= REPEATED and spread.mean() > max(0.02, 0.1 * moved, 5 * other.mean()):
-            return None  # each forward pass of the trainer differs
-        share = moved / (moved + evidence.gap)
-        return Found(
-            moved,
-            evidence.moved_error,
-            10 * SAME,
-            1.0 + float(np.log(moved / (10 * SAME))) / 2,
-            f"the trainer's current log-probs (logp) differ from those of the weights that it takes for the sampler's "
-            f"(old_logp) by {moved:.2g} nats on average{fault}",
-            evidence,
-            share,
-            surest=0.5 if fault else _surest_of_updates(evidence),
-            of_d=False,
-        )

@@ -1,0 +1,107 @@
+"""The trainer's own updates, which are no fault."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
+from offcorr.diagnose.causes.policies import ALSO_UPDATES, REPEATED, noisy, repeats_itself_now, updated
+from offcorr.diagnose.causes.versions import VERSIONS, same_version
+from offcorr.diagnose.evidence import SAME, Evidence
+
+
+def _may_be_no_update(evidence: Evidence) -> bool:
+    """Whether old_logp is a copy of the sampler's log-probs, and no version says that the trainer was updated: then
+    logp differs from it by all that trainer and sampler differ by.
+    """
+    return evidence.copied and not updated(evidence)
+
+
+NEXT_TO_NOTHING = 0.1
+"""Share of the mean |logp - old_logp| that a fault of logp leaves, at most; updates leave more."""
+
+
+def _fault_of_logp(evidence: Evidence) -> str:
+    """The end of a sentence, where one fault of the values or of the sampling explains logp by old_logp; or ""."""
+    if (now := evidence.updates) is None or not len(now) or not now.gap > now.floor:
+        return ""
+    if np.ptp(now.trainer) == 0:
+        return f"; logp is {now.trainer[0]:g} at every token"
+    for cause in CAUSES.values():
+        if cause.stage not in ("values", "sampling") or (found := cause.found(now)) is None or not found.of_d:
+            continue
+        left = 0.0 if found.left is None else found.left.gap * len(found.left) / (now.gap * len(now))
+        if left < NEXT_TO_NOTHING and (cause.stage == "values" or found.surest > 0.5):
+            return (
+                f"; {cause.id} explains nearly all of it, with old_logp in the place of the sampler's log-probs and "
+                "logp in that of the trainer's"
+            )
+    return ""
+
+
+def _surest_of_updates(evidence: Evidence) -> float:
+    if same_version(evidence) or _may_be_no_update(evidence):
+        return 0.5  # the versions say that there were none, or nothing says that there were
+    return 1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_UPDATES
+
+
+class PolicyUpdates(Cause):
+    """The current log-probs differ from those under the weights that sampled."""
+
+    id = "policy_updates"
+    stage = "updates"
+    title = "the trainer updated its weights after the tokens were sampled, as off-policy training does"
+    advice = (
+        "unless the loss does so already, correct for it there, by a method that compares logp with this old_logp "
+        "(where a loss recomputes old_logp with the current weights, every ratio is 1 and nothing is corrected). Fewer "
+        "updates per batch (num_iterations, steps_per_generation), a smaller lag or a smaller learning rate make the "
+        "difference smaller"
+    )
+    not_told_from = (
+        Alternative(
+            "the trainer's dropout, which makes logp another than old_logp without any update",
+            "score one sequence twice as the training does",
+            fields=VERSIONS,
+            settled=lambda evidence: updated(evidence) or repeats_itself_now(evidence),
+        ),
+        Alternative(
+            "an old_logp, or rows in another order, with a fault that rollout_logp has, too: by the versions no update "
+            "lies between old_logp and logp, unless trainer_version is that of the weights of old_logp",
+            "score one sequence by hand as the trainer does",
+            settled=lambda evidence: not same_version(evidence),
+        ),
+        Alternative(
+            "a difference of trainer and sampler, such as another prompt, a lower precision or a temperature: old_logp "
+            "is rollout_logp, number for number, so that d is 0 whatever they differ by",
+            "log as old_logp what the trainer computes",
+            fields=VERSIONS,
+            settled=lambda evidence: not _may_be_no_update(evidence),
+        ),
+        Alternative(
+            "a fault of logp itself, such as another quantity, values of other tokens, rounding or a temperature of "
+            "the forward pass that computes it",
+            "score one sequence by hand as the trainer does",
+            settled=lambda evidence: not _fault_of_logp(evidence),
+        ),
+    )
+
+    def found(self, evidence: Evidence) -> Found | None:
+        moved, fault = evidence.moved, _fault_of_logp(evidence)
+        if moved < 10 * SAME or moved < 0.2 * evidence.gap or noisy(evidence):
+            return None
+        spread, other = evidence.same_context.trainer, evidence.same_context.sampler
+        if len(spread) >= REPEATED and spread.mean() > max(0.02, 0.1 * moved, 5 * other.mean()):
+            return None  # each forward pass of the trainer differs
+        share = moved / (moved + evidence.gap)
+        return Found(
+            moved,
+            evidence.moved_error,
+            10 * SAME,
+            1.0 + float(np.log(moved / (10 * SAME))) / 2,
+            f"the trainer's current log-probs (logp) differ from those of the weights that it takes for the sampler's "
+            f"(old_logp) by {moved:.2g} nats on average{fault}",
+            evidence,
+            share,
+            surest=0.5 if fault else _surest_of_updates(evidence),
+            of_d=False,
+        )
