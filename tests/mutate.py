@@ -1802,6 +1802,20 @@ MUTATIONS = [
         "tests/recipes/test_summary.py lag_in_the_engines_gap",
     ),
     Mutation(
+        "diagnose: another quantity on both sides explains all of d",
+        "offcorr/diagnose/causes/quantities.py",
+        "share=0.0,  # of both sides",
+        "share=1.0,  # of both sides",
+        "tests/diagnose/test_causes.py on_both_sides_explains_nothing",
+    ),
+    Mutation(
+        "diagnose: a silent penalty is sure",
+        "offcorr/diagnose/causes/unlogged.py",
+        "surest=0.5,  # weights that repeat",
+        "surest=1.0,  # weights that repeat",
+        "tests/diagnose/test_drawn.py no_sure_penalty",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

@@ -156,6 +156,8 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     fault = max((one.share for one in findings if CAUSES[one.cause].stage in OF_FAULTS), default=1.0)
 
     def rank(one: Finding) -> float:
+        if CAUSES[one.cause].stage == "values" and one.share == 0:  # of both sides alike, so that all of d is of it
+            return 1.0
         if CAUSES[one.cause].stage == "policies" and one.of_d:
             return one.share * of_d
         return one.share if one.of_d else min(one.share, fault)

@@ -1397,6 +1397,21 @@ def test_older_weights_of_a_few_sequences_are_named(old):
     assert report.verdict == "stale_weights" and f"this is of {old} of the 32 sequences" in report.causes[0].evidence
 
 
+@pytest.mark.parametrize("cause", ["clean", "precision", "stale_weights"])
+@pytest.mark.parametrize("undone", [np.negative, np.exp])
+def test_another_quantity_on_both_sides_explains_nothing_of_their_difference(cause, undone):
+    """It precedes the causes of what is left of d, and is no dropout."""
+    records = [
+        dataclasses.replace(one, rollout_logp=undone(one.rollout_logp), old_logp=undone(one.old_logp))
+        for one in world(cause).records()
+    ]
+    report = diagnose(records)
+    assert report.verdict == "other_quantity" and report.causes[0].share == 0
+    assert "the values of both sides are above 0" in report.causes[0].evidence
+    assert {one.cause for one in report.causes[1:]} == ({cause} - {"clean"})
+    assert not any("a little dropout" in one for one in report.cannot_tell)
+
+
 def test_the_method_for_older_weights_depends_on_the_length():
     """As docs/which.md has it."""
     assert "of up to 96 tokens minpro" in CAUSES["stale_weights"].advice

@@ -194,6 +194,15 @@ def test_a_penalty_that_raises_nothing_as_a_whole_is_not_named(monkeypatch):
     assert diagnose(records).verdict == "penalty_silent"
 
 
+def test_repetitions_that_updates_rewarded_are_no_sure_penalty(monkeypatch):
+    """Where rollout_logp is a copy of old_logp, older weights that repeated themselves less leave the same."""
+    monkeypatch.setattr(unlogged, "repeats", lambda evidence: Repeats(Estimate(0.5, 0.04), Estimate(0.9, 0.05)))
+    report = diagnose(chain(plain))
+    assert (report.verdict, report.confidence) == ("penalty_silent", 0.5)
+    assert any("older weights that sampled" in one for one in report.cannot_tell)
+    assert any("no_repeat_ngram_size" in one for one in report.cannot_tell)
+
+
 @pytest.mark.parametrize(("noise", "named"), [(0.01, True), (0.3, False)])
 def test_two_policies_that_differ_surprise_as_a_penalty_does(monkeypatch, noise, named):
     """As where the sampler read another prompt: the balance has to be twice what the two can make."""

@@ -453,7 +453,7 @@ def differs_by_itself(evidence: Evidence) -> bool:
     if not repeatable(evidence) or evidence.gap < evidence.floor:
         return False
     own, others = float(spread.trainer.mean()), float(spread.sampler.mean())
-    return own > 5 * others and own > BY_ITSELF * Profile.of(evidence).mean
+    return own > max(5 * others, SAME) and own > BY_ITSELF * Profile.of(evidence).mean
 
 
 def _two_policies(evidence: Evidence) -> bool:

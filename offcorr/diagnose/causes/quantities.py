@@ -145,7 +145,7 @@ def _of_both_sides(evidence: Evidence) -> Found | None:
         "the values of both sides are above 0, as no log-prob is: "
         + ("probabilities, not their logarithms" if probabilities else "the negatives of log-probs"),
         dataclasses.replace(evidence, **undone),
-        share=1.0,
+        share=0.0,  # of both sides alike: what d is once that is undone is left to the other causes
     )
 
 

@@ -136,6 +136,17 @@ class PenaltySilent(Cause):
     stage = "unlogged"
     title = "the sampler penalises tokens that were seen before, and both sides log log-probs without that penalty"
     advice = f"sample with repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0, and {PROCESSED}"
+    not_told_from = (
+        Alternative(
+            "older weights that sampled, where the updates since rewarded repetitions, and rollout_logp is of the "
+            "trainer's weights, such as a copy of old_logp",
+            "see where rollout_logp is computed, or give --model and, as --checkpoint, the weights that sampled",
+        ),
+        Alternative(
+            "a ban of repetitions (no_repeat_ngram_size)",
+            "read the engine's sampling options",
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         where, of_steps, _ = surprising_steps(evidence)
@@ -153,6 +164,7 @@ class PenaltySilent(Cause):
             f"{where.gap:.2g} nats on average{of_steps}",
             evidence.unbalanced(),
             share=1.0,
+            surest=0.5,  # weights that repeat themselves less leave the same
         )
 
 
