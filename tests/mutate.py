@@ -1825,7 +1825,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: a trainer that differs by itself has a cause in the sampler",
         "offcorr/diagnose/causes/policies.py",
-        "return own > 5 * others and own > BY_ITSELF * Profile.of(evidence).mean",
+        "return own > max(5 * others, SAME) and own > BY_ITSELF * Profile.of(evidence).mean",
         "return False",
         "tests/diagnose/test_causes.py::test_a_trainer_that_differs_by_itself_has_no_cause_in_the_sampler",
     ),
