@@ -9,6 +9,7 @@ from offcorr.diagnose.causes.other_tokens import GROSS
 from offcorr.diagnose.causes.over_steps import at_first, growth, small_growth
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import (
+    ALSO_UPDATES,
     ENOUGH_FOR_A_FIT,
     OTHER_TRANSFORM,
     SIGNIFICANT,
@@ -66,8 +67,8 @@ OTHER_IDS = Alternative(
 )
 
 
-ALSO_UPDATES, NO_UPDATES = 0.65, 0.5
-"""The most that dropout, or updates, are sure where the other may leave the same, and where versions name no update."""
+NO_UPDATES = 0.5
+"""The most that dropout is sure by what updates may leave, too, where the versions name none."""
 
 
 def of_age(evidence: Evidence) -> str:

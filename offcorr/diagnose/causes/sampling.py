@@ -315,7 +315,7 @@ NEAR, EXPLAINED = 0.05, 0.8
 the spread of d that a temperature explains there at least: int4 has left .54 of it to a power of .98."""
 
 ALSO_UPDATES = 0.65
-"""Confidence at most in what updates of the weights can leave, too."""
+"""Confidence at most in what updates of the weights can leave, too, and in updates where dropout can."""
 
 AS_GOOD_AS_ALL, NOT_ALL = 0.997, 0.5
 """Share of the spread of d above which it is hardly of a softcap, which has left .992 of it to a temperature, and the

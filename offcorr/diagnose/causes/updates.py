@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
-from offcorr.diagnose.causes.policies import ALSO_UPDATES, REPEATED, noisy, repeats_itself_now, updated
+from offcorr.diagnose.causes.policies import REPEATED, noisy, repeats_itself_now, updated
+from offcorr.diagnose.causes.sampling import ALSO_UPDATES
 from offcorr.diagnose.causes.versions import VERSIONS, same_version
 from offcorr.diagnose.evidence import SAME, Evidence
 
