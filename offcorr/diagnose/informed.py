@@ -320,7 +320,10 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
     named = {one.cause: one.confidence for one in report.causes}
     id = next((one for one in SAME_HYPOTHESIS.get(best.cause, ()) if one in named), best.cause)
     sure = _sure(best, fits)
-    undecided = best.cause in SAME_HYPOTHESIS and named.get(id, 1.0) <= REFUTED
+    undecided = best.cause in SAME_HYPOTHESIS and named.get(id, 0.0) <= REFUTED
+    if undecided and id != "unnormalised" and abs(rescored.drawn_as_logged) > rescored.threshold:
+        id = best.cause if rescored.drawn_as_logged > 0 else "raw_logprobs"  # as the trainer's distributions have it
+        undecided = False
     said = (
         f"scored again under the hypothesis '{best.words}', the sampled tokens are {best.gap:.2g} nats from the "
         f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"

@@ -43,6 +43,8 @@ PARTLY = {
 OF_STEP = re.compile(r"(?P<step>step_\d+\.rank_\d+)(\.(?P<times>\d+))?\.parquet")
 """A file of ``StepDumps``: its step and rank, and how many times the step has been written, from the second on."""
 NUMBERS = (*LOGPS, "entropy", "reward", "advantage")
+ABOVE = 0.01
+"""Log-prob (nats) above which a value is none: rounding leaves up to .004 above 0."""
 FOREIGN = "demonstration"
 """The origin of rows that are left out: no sampler of the run drew them, so there is nothing to compare."""
 
@@ -151,6 +153,13 @@ class Problems:
                 share = f" at {odd.sum()} of {len(record)} tokens" if np.ndim(value) else ""
                 message = f"{record.where}: {name} is {first}{share}, expected a finite number"
                 self.add(("not finite", name), path, message, "{rows} like this, which are kept")
+            above = np.isfinite(value) & (value > ABOVE)
+            if name in LOGPS and record.mask is not None:
+                above &= record.mask
+            if name in LOGPS and above.any():
+                share = f"{np.asarray(value)[above].flat[0]:.3g} at {above.sum()} of {len(record)} tokens"
+                message = f"{record.where}: {name} is {share}, and a log-prob is not above 0"
+                self.add(("above", name), path, message, "{rows} like this, which are kept")
 
     def tell(self, warn: Callable[[str], None]) -> None:
         """One sentence per kind."""
@@ -354,6 +363,6 @@ def _layout(row: Row, path: Path) -> Layout:
         if layout.recognises(names):
             return layout
     raise DumpError(
-        f"{path}, row {row.number} has {', '.join(map(str, row.fields)) or 'no columns'}, which are no dump's columns. "
+        f"{path}, row {row.number} is no row of a dump: it has {', '.join(map(str, row.fields)) or 'no columns'}. "
         f"A row of a dump has prompt_ids, completion_ids, rollout_logp, and old_logp or logp; {EXPECTED}"
     )

@@ -417,7 +417,11 @@ def _has_instead(method: str, instead: str | Sequence[str]) -> str:
     own = [name for name in instead if name in known.options and name != "cap"]
     if not own and "cap" in instead and "cap" in known.options:  # beside bounds of the ratio it bounds the engine's
         return "here: cap, a bound of the ratio itself, as in TRL's CISPO"
-    return f"here: {' and '.join(own)}" if own else f"{method!r} has nothing like it"
+    if not own:
+        return f"{method!r} has nothing like it"
+    note = known.notes.partition(";")[0]
+    unit = f", where {note}" * any(name in note for name in own)  # gmpo's bounds are in log space
+    return f"here: {' and '.join(own)}{unit}"
 
 
 KL_READS_IT = (

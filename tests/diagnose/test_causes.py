@@ -814,6 +814,34 @@ def test_a_difference_of_one_direction_is_unsure(cause):
     assert asked == [True, False]
 
 
+def test_a_small_difference_of_few_tokens_is_unsure():
+    """A small penalty or bias leaves it in a few tokens of the vocabulary, and rounding in all."""
+    found = {}
+    for times in (1.0, 8.0):
+        columns = []
+        for one in world("precision").records():
+            d = one.old_logp - one.rollout_logp
+            columns.append(
+                dataclasses.replace(
+                    one, rollout_logp=one.old_logp - d / 2 * np.where(np.arange(len(d)) % 16 == 7, times, 1.0)
+                )
+            )
+        found[times] = diagnose(columns)
+    assert found[1.0].verdict == found[8.0].verdict == "precision"
+    assert found[8.0].confidence == 0.5 < found[1.0].confidence
+    assert any("penalty" in said and "cause is precision" in said for said in found[8.0].cannot_tell)
+
+
+def test_a_policy_that_is_certain_of_its_tokens_was_not_stored_in_bf16():
+    """In float32 log-probs near 0 are few multiples of the logits' last digit."""
+    random = np.random.default_rng(0)
+    records = []
+    for one in world("precision").records():
+        logp = -(2.0**-20) * random.integers(1, 200, len(one))
+        records.append(dataclasses.replace(one, rollout_logp=logp, old_logp=logp - 1e-5 * random.random(len(one))))
+    assert not {"stored_bf16", "stored_rounded"} & {one.cause for one in diagnose(records).causes}
+
+
 def test_a_penalty_that_is_hardly_there_for_the_typical_id_is_unsure():
     """Where tokens that were seen compete with each other, as in a small model, a penalty moves some of them little."""
     little = []
@@ -1163,7 +1191,7 @@ def sharper(others):
 def test_zeros_beside_a_truncation_are_no_sure_placeholders(pair, of_zeros):
     """A token that it left alone has 0, too, which a shift moves to another token."""
     found = {one.cause: one for one in diagnose(world(*pair).records()).causes}
-    assert found[of_zeros].confidence == 0.65 and found[of_zeros].evidence.endswith("left alone has 0, too")
+    assert found[of_zeros].confidence <= 0.65 and found[of_zeros].evidence.endswith("left alone has 0, too")
     assert found["top_p"].confidence <= 0.65
     assert found["top_p"].evidence.endswith(
         f"; more of the zeros of {of_zeros}, at tokens that are likely, leave the same"
@@ -2646,3 +2674,88 @@ def test_beside_a_d_that_grows_what_was_there_from_the_start_is_asked_about(temp
     assert "adapter_not_synced" in [one.cause for one in report.causes]
     asked = "that was there from the dump's first steps on"
     assert any(asked in one for one in report.cannot_tell) == (temperature != 1)
+
+
+def test_a_temperature_that_changes_from_step_to_step_is_no_sure_update():
+    """d grows, as under updates that do not arrive, and at the last steps a temperature explains it."""
+    rising = np.repeat(np.linspace(1.0, 1.2, 8), 16)[:, None, None]
+    made = World(sequences=128)
+    made.trainer = lambda logits, world: logits / rising
+    made.edits = [lambda columns, world: columns.update(step=np.repeat(np.arange(8), 16)), simulated.versions(0)]
+    report = diagnose(made.records())
+    assert (report.verdict, report.confidence) == ("adapter_not_synced", 0.5)
+    assert any("a temperature that changes from step to step" in one for one in report.cannot_tell)
+    missing = world("stale_weights", sequences=128)
+    sizes = np.repeat(np.linspace(0.02, 0.6, 8), 16)[:, None]
+    missing.trainer = simulated.noise(1.0, shared=True, where=lambda world: sizes)
+    missing.edits = made.edits
+    report = diagnose(missing.records())
+    assert report.verdict == "adapter_not_synced" and report.confidence > 0.5
+    assert not any("changes from step to step" in one for one in report.cannot_tell)
+
+
+def test_whole_sequences_that_agree_are_no_dropout():
+    """Of sequences that are packed in one row the first sees no other."""
+    made = world("dropout", sequences=64)
+    made.edits = [lambda columns, world: columns["old_logp"].__setitem__(slice(0, 64, 8), columns["rollout_logp"][::8])]
+    report = diagnose(made.records())
+    assert (report.verdict, report.confidence) == ("dropout", 0.5)
+    assert any("packed in one row" in one for one in report.cannot_tell)
+    assert diagnose(world("dropout", sequences=64).records()).confidence > 0.8
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_other_tokens_that_may_be_other_rows_are_unsure(entropy):
+    """The trainer's own draws do not surprise it; without entropy nobody knows."""
+    made = world("retokenised")
+    made.entropy = entropy
+    made.edits += [lambda columns, world: columns.update(entropy=-columns["old_logp"])]
+    report = diagnose(made.records())
+    found = {one.cause: one.confidence for one in report.causes}
+    assert found["retokenised"] == 0.5
+    assert any("rows were put in another order" in one for one in report.cannot_tell)
+    known = diagnose(world("retokenised").records())
+    assert known.confidence > 0.8 and not any("another order" in one for one in known.cannot_tell)
+
+
+def test_zeros_beside_a_ban_may_be_of_structured_decoding():
+    report = diagnose(world("mask", "logit_mask").records())
+    assert {one.cause: one.confidence for one in report.causes}["mask"] == 0.5
+    assert any("mask or tokens that structured decoding" in one for one in report.cannot_tell)
+    assert not any("structured decoding" in one for one in diagnose(world("mask").records()).cannot_tell)
+
+
+def test_a_small_difference_of_older_weights_by_the_versions_is_no_sure_precision():
+    found = []
+    for lag in (0, 4):
+        made = world("precision")
+        made.edits = [simulated.versions(lag)]
+        found.append(diagnose(made.records()))
+    assert [one.verdict for one in found] == ["precision", "precision"]
+    assert found[0].confidence > 0.5 == found[1].confidence
+    assert any("weights that are a little older" in one for one in found[1].cannot_tell)
+
+
+def test_a_penalty_moves_all_new_tokens_after_one_prefix_alike():
+    """And updates that rewarded repetitions do not, whatever the versions say."""
+    found = []
+    for size in (0.0, 0.05):
+        made = world("repetition_penalty", sequences=64)
+        made.edits += [simulated.versions(0)]
+        uneven = size * np.random.default_rng(0).uniform(-1, 0, 3 * simulated.VOCABULARY)
+        records = [
+            dataclasses.replace(
+                one, rollout_logp=one.rollout_logp - uneven[one.completion_ids] * (one.old_logp < one.rollout_logp)
+            )
+            for one in made.records()
+        ]
+        found.append(diagnose(records))
+    assert [one.verdict for one in found] == ["repetition_penalty", "repetition_penalty"]
+    assert found[0].confidence > 0.9 and found[1].confidence == 0.5
+    asked = [any("rewarded tokens of the prompt, or repetitions" in said for said in one.cannot_tell) for one in found]
+    assert asked == [False, True]
+
+
+def test_an_end_token_that_a_truncation_left_alone_is_asked_about():
+    (asked,) = (one for one in CAUSES["appended_eos"].not_told_from if "left the end token alone" in one.words)
+    assert asked.settled(Evidence.of(world("appended_eos").records()))

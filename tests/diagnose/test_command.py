@@ -176,7 +176,7 @@ def test_a_path_that_does_not_exist(capsys, tmp_path):
     "name, content, said",
     [
         ("empty.jsonl", b"", "is empty (0 bytes)"),
-        ("other.jsonl", b'{"text": "x"}\n', "row 1 has text, which are no dump's columns"),
+        ("other.jsonl", b'{"text": "x"}\n', "row 1 is no row of a dump: it has text. A row"),
         ("noise.bin", bytes(range(128, 256)), "which is no dump"),
         ("broken.jsonl", b'{"prompt_ids": [1], "comple', "row 1"),
         ("bad.parquet", b"PAR1" + bytes(100), "bad.parquet"),

@@ -429,7 +429,8 @@ def test_a_dump_of_demonstrations_alone_has_nothing_to_compare(tmp_path):
 def test_sentinels_are_kept_as_they_are(tmp_path):
     one = row(0, rollout_logp=[-9999.0, 0.0, 0.0, 1.0, -1.0, -1e30])
     (found,), warnings = read_all(lines(tmp_path / "dump.jsonl", [one]))
-    assert found.rollout_logp.tolist() == [-9999.0, 0.0, 0.0, 1.0, -1.0, -1e30] and warnings == []
+    assert found.rollout_logp.tolist() == [-9999.0, 0.0, 0.0, 1.0, -1.0, -1e30]
+    assert ["a log-prob is not above 0" in text for text in warnings] == [True]
 
 
 @pytest.mark.parametrize("name", ["dump.jsonl", "dump.jsonl.gz"])
@@ -489,7 +490,7 @@ def test_one_bad_file_of_several_is_told_and_passed_over(tmp_path):
         (
             "x.jsonl",
             b'{"a": 1, "b": 2}\n',
-            "x.jsonl, row 1 has a, b, which are no dump's columns.* expected .* prime-rl's token export",
+            "x.jsonl, row 1 is no row of a dump: it has a, b.* expected .* prime-rl's token export",
         ),
         ("x.jsonl", b'{"prompt_ids": [1], "logp": [1]}\n', "completion_ids, rollout_logp missing; present: prompt_ids"),
         ("x.jsonl.gz", gzip.compress(b"", mtime=0), "x.jsonl.gz has no usable record: it has no row"),
@@ -622,3 +623,13 @@ def test_the_folder_of_a_training_points_to_its_dump(tmp_path):
     torch.save({"base_lrs": [0.1]}, state)
     with pytest.raises(DumpError, match="run holds the checkpoints of a training, and no dump; .* dump_rollouts named"):
         list(read([tmp_path / "run"], warn=lambda said: None))
+
+
+def test_a_log_prob_above_0_is_told(tmp_path):
+    """One alone makes no cause, and may have most of the gap."""
+    rollout_logp = [*row(0)["rollout_logp"]]
+    rows = [row(at, rollout_logp=[one, *rollout_logp[1:]]) for at, one in enumerate((-1.0, 0.7, 0.004))]
+    records, warnings = read_all(lines(tmp_path / "x.jsonl", rows))
+    assert len(records) == 3
+    (above,) = (text for text in warnings if "above 0" in text)
+    assert "row 2: rollout_logp is 0.7 at 1 of 6 tokens, and a log-prob is not above 0; 1 row like this" in above

@@ -917,6 +917,11 @@ def test_an_option_that_trls_kl_still_reads_is_not_called_ignored_alone():
             "epsilon_high=3.0 (here: cap, a bound of the ratio itself, as in TRL's CISPO)",
         ),
         ("minpro", {"delta": 3.0}, "delta=3.0 ('minpro' has nothing like it); the correction 'minpro' ignores this"),
+        (
+            "gmpo",
+            {"epsilon_high": 0.4},
+            "epsilon_high=0.4 (here: eps_high, where eps_low and eps_high are in log space)",
+        ),
     ],
 )
 def test_an_ignored_option_is_named_with_the_one_that_this_method_has(loss_type, option, said):

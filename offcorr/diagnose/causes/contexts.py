@@ -12,10 +12,10 @@ from offcorr.diagnose.causes.policies import (
     FAR,
     UNSURE,
     WEIGHTS,
+    as_even_as_rounding,
     noise,
     not_drawn_so,
     of_age,
-    one_sided,
     repeatable,
 )
 from offcorr.diagnose.causes.profile import Profile
@@ -152,7 +152,7 @@ class KVCache(Cause):
             "a penalty on tokens that stood in the completion before (presence_penalty, frequency_penalty, "
             "repetition_penalty), which leaves the first one as it is, or another change of the logits",
             "read the engine's sampling options",
-            settled=lambda evidence: not one_sided(evidence),
+            settled=as_even_as_rounding,
         ),
     )
 
@@ -177,7 +177,7 @@ class KVCache(Cause):
             f"the relative difference |d| / (1 - p) is {np.exp(drop.value):.1f} times smaller at the first token of "
             "the completions than at the next seven: the first comes out of the pass over the prompt, and only those "
             "after it are decoded one by one from the cache",
-            surest=UNSURE if one_sided(evidence) else ALIKE,
+            surest=ALIKE if as_even_as_rounding(evidence) else UNSURE,
         )
 
 

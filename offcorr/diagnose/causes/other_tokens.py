@@ -6,7 +6,7 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
 from offcorr.diagnose.causes.values import FEW, ONE_SIDED
-from offcorr.diagnose.evidence import LARGEST, Evidence
+from offcorr.diagnose.evidence import LARGEST, Booleans, Evidence, surprisal_balance
 from offcorr.diagnose.record import Floats
 
 
@@ -30,6 +30,13 @@ class Retokenised(Cause):
         Alternative(
             "another prompt, template or position that one side read, beside which some tokens are next to impossible",
             "compare the prompt ids that each side read",
+            settled=lambda evidence: (
+                (found := CAUSES["retokenised"].found(evidence)) is None or found.surest > OF_ANOTHER_POLICY
+            ),
+        ),
+        Alternative(
+            "log-probs of another sequence, as where rows were put in another order",
+            "compare the log-probs of one sequence on both sides by hand",
             settled=lambda evidence: (
                 (found := CAUSES["retokenised"].found(evidence)) is None or found.surest > OF_ANOTHER_POLICY
             ),
@@ -81,16 +88,17 @@ class Retokenised(Cause):
             else ""
         )
         fit_again = len(slips) >= max(2, FIT_AGAIN * len(firsts))
-        sure = fit_again or (before_size < AGREE and _unrelated(evidence.keep(after)))
+        which = "" if slips else "that the trainer finds next to impossible, "
+        sure = (fit_again or (before_size < AGREE and _unrelated(evidence.keep(after)))) and _not_drawn(evidence, after)
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence.records))),
             2 / len(evidence.records),
             len(firsts) / 2 + len(slips),
             f"in {len(firsts)} of {len(evidence.records)} sequences the log-probs agree (mean |d| "
-            f"{before_size:.2g} nats) up to a token that the trainer finds next to impossible, at index {min(firsts)} "
-            f"to {max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}"
-            + ("" if sure else MOVED),
+            f"{before_size:.2g} nats) up to a token {which}at index {min(firsts)} to "
+            f"{max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}"
+            + ("" if sure or fit_again else MOVED),
             evidence.keep(~after),
             surest=OF_ANOTHER_POLICY if not sure else 1.0 if fit_again or len(firsts) >= SEVERAL else FEW,
         )
@@ -124,6 +132,20 @@ def _unrelated(rest: Evidence) -> bool:
     """Whether the two log-probs correlate by less than those of the same tokens under weights that moved."""
     trainer, sampler = (np.clip(side, -LARGEST, 0) for side in (rest.trainer, rest.sampler))
     return bool(min(trainer.std(), sampler.std()) > 0 and np.corrcoef(trainer, sampler)[0, 1] < RELATED)
+
+
+def _not_drawn(evidence: Evidence, which: Booleans) -> bool:
+    """Whether these tokens surprise the trainer more than its own draws do, as other ids do, and other rows' log-probs
+    do not."""
+    entropy, trainer = evidence.entropy, evidence.trainer
+    if entropy is None:
+        return False
+    which = which & np.isfinite(entropy) & (trainer > -LARGEST)
+    return bool(which.any()) and surprisal_balance(trainer[which], entropy[which]).z > SURPRISED
+
+
+SURPRISED = 3.0
+"""Standard errors by which tokens are more surprising than draws, from which on they are none."""
 
 
 def _slip(trainer: Floats, sampler: Floats) -> tuple[int, int] | None:

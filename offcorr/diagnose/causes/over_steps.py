@@ -61,6 +61,13 @@ def steps_of(evidence: Evidence) -> Floats:
     return np.array([np.nan if record.step is None else record.step for record in evidence.records])
 
 
+def last_steps(evidence: Evidence) -> Evidence:
+    """The tokens of the last third of the optimizer steps."""
+    step = steps_of(evidence)
+    steps = np.unique(step[~np.isnan(step)])
+    return evidence.keep(np.isin(step[evidence.sequence], steps[-max(1, len(steps) // 3) :]))
+
+
 def _sizes(evidence: Evidence) -> Floats:
     """[steps] mean |d| / (1 - p)."""
     step, gaps = steps_of(evidence), Profile.of(evidence).gaps

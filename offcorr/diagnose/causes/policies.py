@@ -6,7 +6,7 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import Alternative, Cause, Found
 from offcorr.diagnose.causes.other_tokens import GROSS
-from offcorr.diagnose.causes.over_steps import at_first, growth, small_growth
+from offcorr.diagnose.causes.over_steps import at_first, growth, last_steps, small_growth
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.sampling import (
     ALSO_UPDATES,
@@ -79,9 +79,25 @@ def of_age(evidence: Evidence) -> str:
 
 
 def _by_batch(evidence: Evidence) -> bool:
-    """Whether samples of one prompt share a log-prob exactly, although others of the same context do not have it."""
+    """Whether samples of one prompt share a log-prob exactly, although others of the same context do not have it; or
+    whole sequences agree with the sampler, as the first of those do that are packed in one row.
+    """
     paired = evidence.same_context.paired
-    return len(paired) > 0 and float(paired.mean()) > 0.2
+    return _some_agree(evidence) or (len(paired) > 0 and float(paired.mean()) > 0.2)
+
+
+TELLING, SEVERAL = -0.05, 3
+"""Log-prob below which a token shows whether the two sides agree, and such tokens that a sequence needs to show it."""
+
+
+def _some_agree(evidence: Evidence) -> bool:
+    """Whether both sides agree on whole sequences, two at least, of a dump in which they differ."""
+    whole = Evidence.of(evidence.records)  # a part of the sequences may have been taken out
+    telling = whole.trainer < TELLING
+    several = len(whole.records)
+    times = np.bincount(whole.sequence, telling, minlength=several)
+    off = np.bincount(whole.sequence, telling & (whole.size > max(SAME, 0.02 * evidence.gap)), minlength=several)
+    return int(((times >= SEVERAL) & (off == 0)).sum()) >= 2
 
 
 def moved_by_nothing(evidence: Evidence) -> Estimate | None:
@@ -145,9 +161,10 @@ class Dropout(Cause):
     advice = "score with model.eval(), or set every dropout of the model's configuration to 0"
     not_told_from = (
         Alternative(
-            "something that depends on the batch, such as padding without an attention mask: some samples got exactly "
-            "the same log-prob, as under dropout none do",
-            "score one sequence twice, in two batches",
+            "something that depends on the batch, such as padding without an attention mask, or sequences that are "
+            "packed in one row and see each other: some samples got exactly the same log-prob, or the sampler's, as "
+            "under dropout none do",
+            "score one sequence twice, in two batches, and once alone",
             settled=lambda evidence: not _by_batch(evidence) or noisy(evidence) is not None,
         ),
         Alternative(
@@ -413,6 +430,11 @@ class AdapterNotSynced(Cause):
         OTHER_TEMPERATURE,
         BESIDE_OTHER_WEIGHTS,
         OTHER_TRANSFORM._replace(settled=age_shows),
+        Alternative(
+            "a temperature that changes from step to step on one side",
+            "compare the sampling options and the trainer's temperature at the last steps, or give --model",
+            settled=lambda evidence: not _grows_as_a_temperature(evidence),
+        ),
         OTHER_PROMPT,
         CHANGED_WITHIN,
         FROM_THE_START,
@@ -427,7 +449,22 @@ class AdapterNotSynced(Cause):
         if found is None or grown is None:
             return found
         said = f"; it grows over the optimizer steps, from {grown[0]:.2g} to {grown[1]:.2g}, and does not level off"
-        return found._replace(sentence=found.sentence + said)
+        surest = UNSURE if _grows_as_a_temperature(evidence) else found.surest
+        return found._replace(sentence=found.sentence + said, surest=surest)
+
+
+AS_A_TEMPERATURE, BY_LOGP_ALONE = 0.9, 0.4
+"""Share of the spread of d at the last steps from which a temperature explains it, with entropy and without: one that
+changes explains .96 or more, and an adapter that was not loaded left .02 to it."""
+
+
+def _grows_as_a_temperature(evidence: Evidence) -> bool:
+    """Whether d grows over the optimizer steps, and a temperature explains it at the last third of them."""
+    if small_growth(evidence) is None:
+        return False
+    last = last_steps(evidence)
+    fit = power(last)
+    return away(fit.power) and fit.explained > (BY_LOGP_ALONE if last.with_entropy is None else AS_A_TEMPERATURE)
 
 
 def noise(evidence: Evidence) -> bool:
@@ -551,12 +588,28 @@ def _growing(evidence: Evidence) -> Found | None:
         margin=min(0.35, 0.1 * float(np.log(grown[1] / max(grown[0], 1e-9)))),
         sentence=f"{found.sentence}; but it grows over the optimizer steps, from {grown[0]:.2g} to {grown[1]:.2g}, and "
         "rounding does not",
+        surest=UNSURE if _grows_as_a_temperature(evidence) else 1.0,
     )
 
 
 def _coarse_from_the_start(evidence: Evidence) -> bool:
     """Whether d is larger than fine rounding makes it, and no update that is missing explains it."""
     return Profile.of(evidence).mean >= WEIGHTS and before_any_update(evidence)
+
+
+ONE_SIDED = 0.1
+"""The sum of d as a share of that of |d|, above which d has one direction, as no rounding gives it."""
+
+
+UNEVEN = 0.3
+"""Share of the sum of |d| / (1 - p) that its largest 5% have, above which no rounding makes it: it leaves up to .22."""
+
+
+def as_even_as_rounding(evidence: Evidence) -> bool:
+    """Whether d has no direction and is of many tokens: a penalty, a bias or a ban leaves it one-sided or of few."""
+    size, mean = np.sort(Profile.of(evidence).size), mean_by_sequence(evidence.d, evidence.sequence)
+    directed = abs(mean.value) > max(ONE_SIDED * evidence.gap, 3 * mean.error) and not evidence.selected
+    return not directed and float(size[len(size) - len(size) // 20 :].sum()) <= UNEVEN * float(size.sum())
 
 
 class PrecisionOf(Cause):
@@ -588,7 +641,7 @@ class PrecisionOf(Cause):
             "score one known sequence with the engine after a sync, or give --model",
             settled=before_any_update,
         ),
-        OTHER_TRANSFORM._replace(settled=lambda evidence: not one_sided(evidence)),
+        OTHER_TRANSFORM._replace(settled=as_even_as_rounding),
         Alternative(
             "a bias or a ban of the token id that has much of the difference (logit_bias, min_tokens, ignore_eos)",
             "read the engine's sampling options, or give --model",
@@ -608,8 +661,8 @@ class PrecisionOf(Cause):
             said = found.sentence + GROWS_WITH_WEIGHTS.format(*grown)
             return found._replace(sentence=said, surest=UNSURE) if _age_elsewhere(evidence) else None
         # A little dropout, an update that is missing or another change of the logits is as likely.
-        doubted = more_than_fine(evidence) or one_sided(evidence) or of_one_id(evidence)
-        if differs_by_itself(evidence) or doubted:
+        doubted = more_than_fine(evidence) or not as_even_as_rounding(evidence) or of_one_id(evidence)
+        if differs_by_itself(evidence) or doubted or lag_by_versions(evidence):
             return found._replace(surest=UNSURE)
         return found
 
@@ -617,15 +670,6 @@ class PrecisionOf(Cause):
 def more_than_fine(evidence: Evidence) -> bool:
     """Whether d is larger than rounding to bf16 or int8 makes it, as a rule."""
     return Profile.of(evidence).mean > MOSTLY
-
-
-ONE_SIDED = 0.5
-"""The sum of d as a share of that of |d|, above which d has one direction, as no rounding gives it."""
-
-
-def one_sided(evidence: Evidence) -> bool:
-    """Whether most of d has one direction, as under a penalty, a bias or a ban, which raise all other tokens."""
-    return not evidence.selected and abs(float(evidence.d.sum())) > ONE_SIDED * float(evidence.size.sum())
 
 
 OF_ONE_ID, MORE_OFTEN = 0.2, 10.0

@@ -58,9 +58,7 @@ def factor(evidence: Evidence) -> Factor | None:
 
     First tokens are enough, where there are enough of them: few samples share longer prefixes.
     """
-    rows, prefix = _choices(evidence, evidence.position == 0)
-    if len(rows) < CHOICES:
-        rows, prefix = _choices(evidence, evidence.prefix >= 0)
+    rows, prefix = choices(evidence)
     if len(rows) < CHOICES:
         return None
     trainer, sampler = (_centred(side[rows], prefix) for side in (evidence.trainer, evidence.sampler))
@@ -71,8 +69,20 @@ def factor(evidence: Evidence) -> Factor | None:
     return Factor(value, spread, gap, left, len(rows))
 
 
+def choices(evidence: Evidence, among: Booleans | None = None) -> tuple[Integers, Integers]:
+    """Tokens that follow one prefix with others of another id, each id once, and the number of that prefix.
+
+    They are first tokens where these are enough.
+
+    Args:
+        among: the tokens to choose from; None: all.
+    """
+    allowed = np.ones(len(evidence), bool) if among is None else among
+    firsts = _choices(evidence, allowed & (evidence.position == 0))
+    return firsts if len(firsts[0]) >= CHOICES else _choices(evidence, allowed & (evidence.prefix >= 0))
+
+
 def _choices(evidence: Evidence, which: Booleans) -> tuple[Integers, Integers]:
-    """Tokens that follow one prefix with others of another id, each id once, and the number of that prefix."""
     rows = np.flatnonzero(which & np.isfinite(evidence.trainer) & np.isfinite(evidence.sampler))
     key = evidence.prefix[rows] * (evidence.ids.max(initial=0) + 1) + evidence.ids[rows]
     rows = rows[np.unique(key, return_index=True)[1]]

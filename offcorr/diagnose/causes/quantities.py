@@ -50,7 +50,7 @@ class OtherQuantity(Cause):
     id = "other_quantity"
     stage = "values"
     robust = True
-    title = "the values of one side are another quantity than the log-probs of these tokens"
+    title = "the values of one side, or of both, are another quantity than the log-probs of these tokens"
     advice = (
         "log, in the order of the rows, ln p of each token, where p is its own probability: not p itself, -ln p, a sum "
         "or mean over tokens or a logarithm to another base, with no bound and with nothing added to p or to ln p"

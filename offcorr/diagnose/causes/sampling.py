@@ -9,7 +9,7 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth
-from offcorr.diagnose.causes.prefixes import Factor, factor, logged, multiplies
+from offcorr.diagnose.causes.prefixes import CHOICES, Factor, choices, factor, logged, multiplies
 from offcorr.diagnose.causes.versions import same_version
 from offcorr.diagnose.evidence import Estimate, Evidence
 from offcorr.diagnose.record import Floats
@@ -27,6 +27,9 @@ PADDED = Alternative(
 
 NOT_PROPORTIONAL = 0.5
 """Confidence at most that log-probs were divided, where d is not proportional to them."""
+
+AT_RANDOM = 3.0
+"""Mean surprisal of tokens beyond the entropy, in entropies, from which on they were drawn from another policy."""
 
 
 class Unnormalised(Cause):
@@ -96,10 +99,14 @@ def _proportional(evidence: Evidence) -> bool:
 
 
 def _surely_divided(evidence: Evidence) -> bool:
-    """Whether d is proportional to the log-prob, and no truncation of a flat policy leaves about that: it makes the
-    sampled tokens likelier to the sampler, and likelier than the trainer's own draws.
+    """Whether d is proportional to the log-prob, and nothing else leaves about that.
+
+    A truncation of a flat policy makes the sampled tokens likelier to the sampler, and likelier than the trainer's own
+    draws; of a sampler that draws nearly at random they are far less likely than these, whatever it divides.
     """
-    drawn = evidence.balance is not None and evidence.balance.z > -4
+    balance, entropy, drawn = evidence.balance, evidence.entropy, False
+    if balance is not None and entropy is not None:
+        drawn = balance.z > -4 and balance.value < AT_RANDOM * float(np.nanmean(entropy))
     return _proportional(evidence) and (drawn or float(evidence.d.mean()) > 0)
 
 
@@ -520,6 +527,22 @@ FEW_REWARDED, MOST_PENALISED = 0.3, 0.5
 few ids, from the second on most are penalised, and between the two it may be either."""
 
 
+ALIKE_AMONG_NEW, OF_THEMSELVES = 0.02, 0.1
+"""Mean difference of d among new tokens after one prefix, as a share of mean |d| and of theirs, up to which only what
+moves them all by one amount makes it: a penalty leaves 5e-5, and updates that rewarded repetitions .03 and .12."""
+
+
+def surely_penalised(evidence: Evidence) -> bool:
+    """Whether new tokens after one prefix have one d, as under a penalty, which moves their normaliser alone."""
+    rows, prefix = choices(evidence, ~evidence.seen)
+    if len(rows) < CHOICES:
+        return False
+    d = evidence.d[rows]
+    mean = (np.bincount(prefix, d) / np.maximum(np.bincount(prefix), 1))[prefix]
+    most = min(ALIKE_AMONG_NEW * evidence.gap, max(OF_THEMSELVES * float(np.abs(d).mean()), evidence.floor))
+    return float(np.abs(d - mean).mean()) < most
+
+
 ABLE = -0.02
 """Log-prob up to which a token moves at all, whatever its past: one that is certain hardly does."""
 
@@ -556,10 +579,10 @@ class RepetitionPenalty(Cause):
             settled=lambda evidence: _unpenalised(evidence) < UNPENALISED,
         ),
         Alternative(
-            "older weights of the sampler, where the updates since rewarded tokens of the prompt, or repetitions",
+            "older weights of the sampler, whatever the versions say, where the updates since rewarded tokens of the "
+            "prompt, or repetitions",
             "read the engine's sampling options, or give --model and, as --checkpoint, the weights that sampled",
-            fields=("rollout_version", "trainer_version"),
-            settled=lambda evidence: _unpenalised(evidence) >= UNPENALISED or same_version(evidence),
+            settled=lambda evidence: surely_penalised(evidence) and same_version(evidence),
         ),
     )
 
@@ -576,7 +599,8 @@ class RepetitionPenalty(Cause):
         typical = (np.median(of_ids) - new.mean()) / difference if len(of_ids) >= ENOUGH_IDS else 1.0
         if typical < FEW_REWARDED:  # a few tokens that updates rewarded
             return None
-        surest = 1.0 if same_version(evidence) else ALSO_UPDATES
+        surest = AS_LIKELY if not surely_penalised(evidence) else 1.0 if same_version(evidence) else ALSO_UPDATES
+        most = _unpenalised(evidence) < UNPENALISED and typical >= MOST_PENALISED
         after = np.where(evidence.seen, seen.mean(), new.mean()) * able
         left = evidence.unbalanced().explained(after)
         return Found(
@@ -589,6 +613,6 @@ class RepetitionPenalty(Cause):
             "the share that is explained is what these two means remove, and a penalty, which moves each context by "
             "another amount, makes more of d than that",
             left.with_floor(1.1 * left.gap),
-            surest=surest if _unpenalised(evidence) < UNPENALISED and typical >= MOST_PENALISED else AS_LIKELY,
+            surest=surest if most else AS_LIKELY,
             at_least=True,
         )

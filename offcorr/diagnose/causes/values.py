@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offcorr.diagnose.causes.base import CAUSES, NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.evidence import SAME, Booleans, Evidence, surprisal_balance
@@ -209,6 +210,11 @@ class Mask(Cause):
             "compare the rows of one sequence on both sides",
             settled=lambda evidence: not _far_policies(evidence),
         ),
+        Alternative(
+            "tokens that structured decoding, or a truncation, left alone: all others are likelier to the sampler, too",
+            "compare the sampler's options, and look what these tokens are",
+            settled=lambda evidence: not _forbids(evidence),
+        ),
         NEARLY_GREEDY,
     )
 
@@ -231,7 +237,7 @@ class Mask(Cause):
             f"{count} of {len(evidence)} tokens, mostly {'side by side' if in_runs else 'beside masked ones'}, have a "
             f"log-prob of exactly 0 from the sampler, and of {depth:.1f} nats on average from the trainer",
             evidence.keep(~_with_neighbours(evidence, zeros) & ~((evidence.sampler == 0) & evidence.beside_masked)),
-            surest=1.0 if _not_sampled(evidence) > 0 and not _far_policies(evidence) else 0.5,
+            surest=1.0 if _not_sampled(evidence) > 0 and not (_far_policies(evidence) or _forbids(evidence)) else 0.5,
             of_zeros=True,
         )
 
@@ -269,6 +275,12 @@ FAR = 0.5
 one that was certain to the sampler."""
 
 
+def _forbids(evidence: Evidence) -> bool:
+    """Whether the tokens without an exact 0 are likelier to the sampler, all of them, as where it forbids others."""
+    d = evidence.d[(evidence.sampler != 0) & (evidence.size > evidence.floor)]
+    return len(d) >= FEWEST and float(np.maximum(d, 0).sum()) < ONE_SIDED * float(np.maximum(-d, 0).sum())
+
+
 def _far_policies(evidence: Evidence) -> bool:
     others = evidence.size[evidence.sampler != 0]
     return len(others) > 0 and float(others.mean()) > FAR
@@ -283,7 +295,7 @@ def _cut(evidence: Evidence, ends: Booleans) -> bool:
     own = np.array([len(record.completion_ids) for record in evidence.records])
     whole = own + np.array([len(record.prompt_ids) for record in evidence.records])
     rows = evidence.sequence[ends]
-    return max(float((length[rows] == length.max()).mean()) for length in (own, whole)) >= 0.8
+    return len(rows) > 0 and max(float((length[rows] == length.max()).mean()) for length in (own, whole)) >= 0.8
 
 
 def _far_ends(evidence: Evidence) -> tuple[Booleans, float]:
@@ -340,6 +352,11 @@ class AppendedEOS(Cause):
         Alternative(
             "an end token that the model sampled, and whose log-prob somebody filled in",
             "look whether these completions were cut by the length limit, and where their last log-prob comes from",
+            settled=lambda evidence: _cut(evidence, _far_ends(evidence)[0]),
+        ),
+        Alternative(
+            "a truncation (top_p, top_k, min_p), or structured decoding, that left the end token alone",
+            "compare the sampler's options",
             settled=lambda evidence: _cut(evidence, _far_ends(evidence)[0]),
         ),
     )
@@ -666,10 +683,21 @@ def _one_later(record: Record) -> Record:
     return dataclasses.replace(record, old_logp=later(record.old_logp), logp=logp)
 
 
+NEAR_ZERO = 2.0**-8
+"""Size of a log-prob below which the differences of two logits in float32 have few digits, whatever they are stored in:
+logits around 20 are multiples of 2^-19."""
+
+
+def _values(values: Floats) -> NDArray[np.float32]:
+    """The log-probs below 0 in float32; none, unless enough of them have digits that storage could have taken."""
+    inside = values[(values < 0) & (values > -1e4)].astype(np.float32)
+    return inside if len(np.unique(inside[inside < -NEAR_ZERO])) >= 16 else inside[:0]
+
+
 def _all_bf16(values: Floats) -> bool:
     """Whether there are enough log-probs, and every one is a bfloat16 number."""
-    inside = values[(values < 0) & (values > -1e4)].astype(np.float32)
-    return len(np.unique(inside)) >= 16 and bool((inside.view(np.uint32) & 0xFFFF == 0).all())
+    inside = _values(values)
+    return len(inside) > 0 and bool((inside.view(np.uint32) & 0xFFFF == 0).all())
 
 
 FINEST = 2.0**-9
@@ -678,17 +706,17 @@ FINEST = 2.0**-9
 
 def _few_digits(values: Floats) -> int | None:
     """The number of binary digits that every log-prob has at most, up to four, as 8-bit formats do; None: more."""
-    inside = values[(values < 0) & (values > -1e4)].astype(np.float32)
+    inside = _values(values)
     for digits in (3, 4):
-        if len(np.unique(inside)) >= 16 and bool((inside.view(np.uint32) & (0xFFFFFF >> digits) == 0).all()):
+        if len(inside) and bool((inside.view(np.uint32) & (0xFFFFFF >> digits) == 0).all()):
             return digits
     return None
 
 
 def _all_fp16(values: Floats) -> bool:
     """The same of float16."""
-    inside = values[(values < 0) & (values > -1e4)].astype(np.float32)
-    return len(np.unique(inside)) >= 16 and bool((inside.astype(np.float16) == inside).all())
+    inside = _values(values)
+    return len(inside) > 0 and bool((inside.astype(np.float16) == inside).all())
 
 
 WHOLE = 4
