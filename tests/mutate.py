@@ -1879,6 +1879,13 @@ MUTATIONS = [
         "tests/diagnose/test_readers.py log_prob_above_0",
     ),
     Mutation(
+        "trl: a rejection that drops everything is the loss's bounds",
+        "offcorr/trl/step.py",
+        "* (rejected > 0) + [BY_THE_GATE] * (rejected < 1)",
+        "* False + [BY_THE_GATE]",
+        "tests/trl/test_trainer.py rejection_that_drops_everything",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

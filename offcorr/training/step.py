@@ -34,7 +34,7 @@ from offcorr.training.semantics import WORTH_IT, Semantics
 ENGINE = "offcorr/engine/"
 UNSCORED = "offcorr/loss/unscored"
 NO_ADVANTAGE = "offcorr/loss/no_advantage"
-DROPPED = "offcorr/loss/dropped"
+DROPPED, REJECTED = "offcorr/loss/dropped", "offcorr/loss/rejected"
 MASKED = "offcorr/monitor/masked"
 MONITORED = "the monitor's baselines"
 
@@ -134,6 +134,8 @@ class Step:
         self.all_dropped = False
         """The correction dropped every token with an advantage, of those whose metrics were read last, and not the
         monitor."""
+        self.rejected = 0.0
+        """Share of those tokens, with an advantage or not, that its weight and its rejection dropped."""
         self.none_trained = False
         """The batches whose metrics were read last, with ``entropy``, had no valid token."""
         self._begun = False
@@ -662,6 +664,7 @@ class Step:
         self.none_trained = "entropy" in measured.data and "entropy" not in computed
         self.none_advantaged = computed.get(NO_ADVANTAGE) == 1.0 and not computed.get(NONFINITE)
         self.all_dropped = computed.get(DROPPED) == 1.0 and not computed.get(MASKED)
+        self.rejected = computed.get(REJECTED, 0.0)
         if self.monitor is not None and train:
             self.monitor.say_masked(computed)
             self.monitor.end(self._version, self._judged(computed))

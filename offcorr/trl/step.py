@@ -80,9 +80,15 @@ DROPOUT = (
 
 ALL_DROPPED = (
     "loss {!r} dropped every token that has an advantage since the last log (offcorr/loss/dropped is 1): the gradient "
-    "of its {} is 0. Widen its bounds, take a method that damps in place of dropping (minpro, offcorr:cispo), or lower "
-    "the age of the samples where they are old"
+    "of its {} is 0. {}"
 )
+
+BY_THE_GATE = (
+    "Widen its bounds, take a method that damps in place of dropping (minpro, offcorr:cispo), or lower the age of the "
+    "samples where they are old"
+)
+
+BY_A_BOUND = "Of all tokens {:.0%} are left out by {}: widen these bounds, or mend the gap that they look at"
 
 ALL_CUT_OFF = (
     "step {}: all {} were cut off at max_completion_length={}, and mask_truncated_completions=True leaves such "
@@ -229,6 +235,18 @@ def lag_metrics(trainer: Any, inputs: dict[str, Any], batch: offcorr.Batch) -> M
     return Metrics({**lag_series(batch, lag), **origin_lag(batch, lag).data})
 
 
+def _why_all_dropped(correction: offcorr.Correction, rejected: float) -> str:
+    """What to do where a correction dropped every token.
+
+    Args:
+        rejected: share of the tokens that its weight and its rejection dropped.
+    """
+    parts = {"weight": correction.weight, "reject": correction.reject}
+    bounds = " and ".join(f"{name}={stage!r}" for name, stage in parts.items() if stage is not None)
+    said = [BY_A_BOUND.format(rejected, bounds)] * (rejected > 0) + [BY_THE_GATE] * (rejected < 1)
+    return ". ".join(said)
+
+
 def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
     """Hand the metrics of ``args.log_metrics`` to TRL, to be logged; what TRL measured itself stands.
 
@@ -256,7 +274,8 @@ def log_metrics(trainer: Any, logs: dict[str, float]) -> None:
         warn_once_in_run(trainer, _why_no_advantage(trainer))
     if step.all_dropped and mode == "train":
         updates = "update" if getattr(trainer.args, "logging_steps", 1) == 1 else "updates"
-        warn_once_in_run(trainer, ALL_DROPPED.format(trainer.correction.method, updates), "all dropped")
+        why = _why_all_dropped(trainer.correction, step.rejected)
+        warn_once_in_run(trainer, ALL_DROPPED.format(trainer.correction.method, updates, why), "all dropped")
     if step.none_trained and mode == "train" and getattr(trainer.args, "mask_truncated_completions", False):
         warn_of_cut_off(trainer, trainer.state.global_step, "completions trained on since the last log")
 

@@ -26,6 +26,7 @@ from offcorr.training.field_metrics import ALIASES
 from offcorr.training.logged import CHOICES
 from offcorr.trl import GRPOConfig, GRPOTrainer
 from offcorr.trl.config import TRL_LOSSES, choose_correction
+from offcorr.trl.step import _why_all_dropped
 from offcorr.trl.trainer import forward_arguments
 from tests.trl.recording import Recording
 
@@ -510,6 +511,23 @@ def test_a_correction_that_drops_everything_is_said_once(make_trainer, eps, said
         warnings.simplefilter("always")
         trainer.train()
     assert len([w for w in caught if "dropped every token that has an advantage" in str(w.message)]) == said
+
+
+def test_a_rejection_that_drops_everything_is_named(make_trainer):
+    """Not the bounds of the loss, which drop nothing."""
+    narrow = {"name": "geometric", "low": 1 - 1e-9, "high": 1 + 1e-9}
+    trainer = make_trainer(
+        loss_type="minpro",
+        loss_kwargs={"reject": narrow},
+        rollout_func=OffPolicy(lag=1, precision="int4"),
+        max_steps=2,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    (said,) = {str(w.message) for w in caught if "dropped every token that has an advantage" in str(w.message)}
+    assert "Of all tokens 100% are left out by reject=Geometric(" in said and said.endswith("gap that they look at")
+    assert _why_all_dropped(offcorr.get("ppo"), 0.0).startswith("Widen its bounds")
 
 
 @pytest.mark.parametrize(("loss_type", "asked"), [("minpro", "loss 'minpro'"), ("dapo", "the metrics, the monitor")])

@@ -157,7 +157,7 @@ class Dropout(Cause):
     id = "dropout"
     stage = "policies"
     of_passes = True
-    title = "the trainer's dropout is on"
+    title = "the trainer's dropout is on, or its forward pass draws in another way"
     advice = "score with model.eval(), or set every dropout of the model's configuration to 0"
     not_told_from = (
         Alternative(
@@ -345,6 +345,14 @@ BESIDE_OTHER_WEIGHTS = Alternative(
 )
 
 
+CHANGING_OPTION = Alternative(
+    "a temperature, or another option that changes the logits (a softcap, a logit_bias, a penalty), which changes from "
+    "step to step on one side",
+    "compare the sampling options and the trainer's temperature at the last steps, or give --model",
+    settled=lambda evidence: not _grows_as_an_option(evidence),
+)
+
+
 class StaleWeights(Cause):
     """Two policies that differ in the same way everywhere, by more than rounding."""
 
@@ -379,6 +387,7 @@ class StaleWeights(Cause):
             "log both old_logp and logp",
             settled=lambda evidence: versioned(evidence) or any(one.logp is not None for one in evidence.records),
         ),
+        CHANGING_OPTION,
         OTHER_PROMPT,
         CHANGED_WITHIN,
     )
@@ -430,11 +439,7 @@ class AdapterNotSynced(Cause):
         OTHER_TEMPERATURE,
         BESIDE_OTHER_WEIGHTS,
         OTHER_TRANSFORM._replace(settled=age_shows),
-        Alternative(
-            "a temperature that changes from step to step on one side",
-            "compare the sampling options and the trainer's temperature at the last steps, or give --model",
-            settled=lambda evidence: not _grows_as_a_temperature(evidence),
-        ),
+        CHANGING_OPTION,
         OTHER_PROMPT,
         CHANGED_WITHIN,
         FROM_THE_START,
@@ -449,19 +454,22 @@ class AdapterNotSynced(Cause):
         if found is None or grown is None:
             return found
         said = f"; it grows over the optimizer steps, from {grown[0]:.2g} to {grown[1]:.2g}, and does not level off"
-        surest = UNSURE if _grows_as_a_temperature(evidence) else found.surest
-        return found._replace(sentence=found.sentence + said, surest=surest)
+        return found._replace(sentence=found.sentence + said)
 
 
-AS_A_TEMPERATURE, BY_LOGP_ALONE = 0.9, 0.4
+AS_A_TEMPERATURE, BY_LOGP_ALONE = 0.5, 0.4
 """Share of the spread of d at the last steps from which a temperature explains it, with entropy and without: one that
-changes explains .96 or more, and an adapter that was not loaded left .02 to it."""
+changes explains .96 or more, a softcap .6 or more, and an adapter that was not loaded left .02 to it."""
 
 
-def _grows_as_a_temperature(evidence: Evidence) -> bool:
-    """Whether d grows over the optimizer steps, and a temperature explains it at the last third of them."""
+def _grows_as_an_option(evidence: Evidence) -> bool:
+    """Whether d grows over the optimizer steps, and a temperature explains it at the last third of them; or it is as
+    small as rounding makes it, and as of a penalty or a bias.
+    """
     if small_growth(evidence) is None:
         return False
+    if _as_rounding(evidence) and not as_even_as_rounding(evidence):
+        return True
     last = last_steps(evidence)
     fit = power(last)
     return away(fit.power) and fit.explained > (BY_LOGP_ALONE if last.with_entropy is None else AS_A_TEMPERATURE)
@@ -545,7 +553,9 @@ def _other_weights(evidence: Evidence) -> Found | None:
 
 def _of_the_age(evidence: Evidence) -> bool:
     """Whether d is of older weights, by the versions or its growth, and no temperature explains it."""
-    return OTHER_TEMPERATURE.settled(evidence) and lag_in_d(evidence) and not _moves_little(evidence)
+    if _moves_little(evidence) or _grows_as_an_option(evidence):
+        return False
+    return OTHER_TEMPERATURE.settled(evidence) and lag_in_d(evidence)
 
 
 LITTLE = 0.2
@@ -588,7 +598,7 @@ def _growing(evidence: Evidence) -> Found | None:
         margin=min(0.35, 0.1 * float(np.log(grown[1] / max(grown[0], 1e-9)))),
         sentence=f"{found.sentence}; but it grows over the optimizer steps, from {grown[0]:.2g} to {grown[1]:.2g}, and "
         "rounding does not",
-        surest=UNSURE if _grows_as_a_temperature(evidence) else 1.0,
+        surest=UNSURE if _grows_as_an_option(evidence) else 1.0,
     )
 
 
