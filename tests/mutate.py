@@ -798,13 +798,6 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py::test_older_weights_by_their_size_alone_are_no_surer_than_another_prompt",
     ),
     Mutation(
-        "diagnose: an update that is known to be small makes a large d",
-        "offcorr/diagnose/causes/policies.py",
-        " and not _moves_little(evidence)",
-        "",
-        "tests/diagnose/test_causes.py::test_older_weights_by_their_size_alone_are_no_surer_than_another_prompt",
-    ),
-    Mutation(
         "diagnose: updates are sure where old_logp is a copy",
         "offcorr/diagnose/causes/updates.py",
         "if same_version(evidence) or _may_be_no_update(evidence):",
@@ -1146,8 +1139,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: clean is certain without a model",
         "offcorr/diagnose/diagnosis.py",
-        "DRAWS_UNKNOWN = 0.9",
-        "DRAWS_UNKNOWN = 1.0",
+        "DRAWS_UNKNOWN, UNEXPLAINED = 0.9, 0.5",
+        "DRAWS_UNKNOWN, UNEXPLAINED = 1.0, 0.5",
         "tests/diagnose/test_causes.py::test_clean_is_not_certain_without_a_model",
     ),
     Mutation(
@@ -1884,6 +1877,41 @@ MUTATIONS = [
         "* (rejected > 0) + [BY_THE_GATE] * (rejected < 1)",
         "* False + [BY_THE_GATE]",
         "tests/trl/test_trainer.py rejection_that_drops_everything",
+    ),
+    Mutation(
+        "diagnose: chosen completions surely tell whose temperature it is",
+        "offcorr/diagnose/causes/sampling.py",
+        "> CHOSEN * float(ratios.std())",
+        "> 0",
+        "tests/diagnose/test_causes.py chosen_completions",
+    ),
+    Mutation(
+        "diagnose: a factor on seen tokens is a sure temperature",
+        "offcorr/diagnose/causes/prefixes.py",
+        "return multiplies(evidence) and int(",
+        "return multiplies(evidence) or int(",
+        "tests/diagnose/test_causes.py tokens_that_were_all_seen",
+    ),
+    Mutation(
+        "diagnose: a fit takes infinite values",
+        "offcorr/diagnose/causes/sampling.py",
+        "if not (finite := np.isfinite(evidence.d)).all():  # placeholders",
+        "if not (finite := np.isfinite(evidence.d)).any():  # placeholders",
+        "tests/diagnose/test_causes.py infinite_log_prob_beside",
+    ),
+    Mutation(
+        "diagnose: clean is sure whatever the balance says",
+        "offcorr/diagnose/diagnosis.py",
+        "UNEXPLAINED if unexplained_surprise(evidence, []) else DRAWS_UNKNOWN",
+        "DRAWS_UNKNOWN",
+        "tests/diagnose/test_causes.py clean_is_unsure",
+    ),
+    Mutation(
+        "diagnose: a lag over a warm-up is a sure update",
+        "offcorr/diagnose/causes/policies.py",
+        "if not versioned(evidence) and growth(evidence) is not None:",
+        "if False:",
+        "tests/diagnose/test_causes.py grows_with_every_step",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3163,13 +3191,6 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py sharper_from_step",
     ),
     Mutation(
-        "diagnose: a temperature is sure of a part of d",
-        "offcorr/diagnose/causes/sampling.py",
-        "surest = ALSO_TRANSFORMS if fit.explained > AS_GOOD_AS_ALL else NOT_ALL",
-        "surest = ALSO_TRANSFORMS",
-        "tests/diagnose/test_causes.py no_sure_temperature_where_no_samples",
-    ),
-    Mutation(
         "diagnose: growth excludes a temperature that explains every step",
         "offcorr/diagnose/causes/sampling.py",
         "if fit.explained <= NEARLY_ALL and growth",
@@ -3179,8 +3200,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a temperature is certain without a model",
         "offcorr/diagnose/causes/sampling.py",
-        "surest = ALSO_TRANSFORMS if",
-        "surest = 1.0 if",
+        "surest=BY_ITS_FIT,",
+        "surest=1.0,",
         "tests/diagnose/test_causes.py fiftieth",
     ),
     Mutation(
@@ -3413,13 +3434,6 @@ MUTATIONS = [
         "return self.left > NO_FACTOR * self.gap",
         "return False",
         "tests/diagnose/test_causes.py no_temperature_of_tokens",
-    ),
-    Mutation(
-        "diagnose: a temperature is sure of whose it is",
-        "offcorr/diagnose/causes/sampling.py",
-        "<= DRAWN:\n        surest = UNKNOWN_DRAWS",
-        "<= DRAWN:\n        pass",
-        "tests/diagnose/test_causes.py whose_temperature",
     ),
     Mutation(
         "diagnose: zeros of a truncation are placeholders for sure",

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -414,8 +416,15 @@ def test_constant_length_warns_without_one():
         offcorr.get("ppo", aggregate="seq-mean-token-sum-norm")(Batch(**GOOD))
 
 
+def test_a_name_of_the_library_is_taken_before_it_is_asked_for_one():
+    code = (
+        "import offcorr\n@offcorr.register('ppo')\ndef mine() -> offcorr.Correction:\n    return offcorr.Correction()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and "ValueError: a method named 'ppo' exists already" in ended.stderr
+
+
 def test_a_name_is_taken_once():
-    offcorr.available()  # the names of the library are known once it has been asked for one
     with pytest.raises(ValueError, match="a method named 'ppo' exists already"):
 
         @offcorr.register("ppo")

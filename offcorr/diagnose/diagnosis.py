@@ -17,7 +17,7 @@ from offcorr.diagnose.causes.sampling import loses_mass
 from offcorr.diagnose.causes.truncation import TRUNCATIONS
 from offcorr.diagnose.causes.versions import lag_by_versions, same_version, shown_to_be_older
 from offcorr.diagnose.evidence import SAME, Evidence
-from offcorr.diagnose.questions import open_questions
+from offcorr.diagnose.questions import open_questions, unexplained_surprise
 from offcorr.diagnose.record import Record
 from offcorr.diagnose.steps import differing_sequences, differing_steps
 
@@ -167,7 +167,7 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     if findings:
         return with_verdict(Report("", 0.0, findings, cannot, numbers, evidence))
     verdict, sure = without_cause(left)
-    sure = min(sure, DRAWS_UNKNOWN)
+    sure = min(sure, UNEXPLAINED if unexplained_surprise(evidence, []) else DRAWS_UNKNOWN)
     if evidence.copied:
         sure, cannot = min(sure, ONE_COLUMN_SURE), [ONE_COLUMN, *cannot]
     return Report(verdict, sure, (), cannot, numbers, evidence)
@@ -285,9 +285,10 @@ def _of_logp(evidence: Evidence) -> Evidence | None:
     )
 
 
-DRAWS_UNKNOWN = 0.9
+DRAWS_UNKNOWN, UNEXPLAINED = 0.9, 0.5
 """The most that "clean" is sure: how the tokens were drawn is in no log-prob, and a model that scores them again finds
-no transform that is too slight for so many tokens."""
+no transform that is too slight for so many tokens; the same where they surprise the trainer by more, or less, than its
+own draws do."""
 
 
 def with_verdict(report: Report) -> Report:

@@ -455,7 +455,8 @@ def _head(record: Record) -> bytes:
 
 
 def _weights(record: Record) -> str:
-    version = record.step if record.rollout_version is None else np.asarray(record.rollout_version).flat[0]
+    versions = np.asarray([] if record.rollout_version is None else record.rollout_version)
+    version = versions.flat[0] if versions.size else record.step
     return f"{version} of {record.where.rpartition('/')[0]}"
 
 

@@ -22,7 +22,7 @@ from offcorr.diagnose.causes.values import FEWEST, zeros_of_truncation
 from offcorr.diagnose.causes.versions import VERSIONS, newer
 from offcorr.diagnose.evidence import Evidence
 
-OFF = 5.0
+OFF, OFF_ALONE = 5.0, 3.0
 """Standard errors by which the surprisal balance, or the mean ratio, has to be off."""
 
 SMALLEST_ABOVE = 1e-6
@@ -78,7 +78,7 @@ trainer_version, or give --model'
             "another temperature, or from fewer tokens (top_p, top_k), than both sides' log-probs say. To find out, "
             "give --model"
         )
-    if not draws_known and (off := _unexplained(evidence, named)):
+    if not draws_known and (off := unexplained_surprise(evidence, named)):
         said.append(
             f"why the tokens are {off} surprising than draws from the trainer's distributions would be. To find out, "
             "give --model, or read the engine's sampling options (temperature, top_p, top_k, min_p, penalties), and "
@@ -86,8 +86,8 @@ trainer_version, or give --model'
         )
     if not draws_known and not named and evidence.gap <= evidence.floor:
         said.append(
-            "whether the tokens were drawn under a penalty, or a slight temperature or truncation, that neither side's "
-            "log-probs carry. To find out, give --model"
+            "whether the tokens were drawn under a penalty, or a temperature or truncation that shows in too few of "
+            "them, that neither side's log-probs carry. To find out, give --model"
         )
     if named and not any(CAUSES[id].stage == "sampling" for id in named) and zeros_of_truncation(evidence):
         zeros = int((evidence.sampler == 0).sum())
@@ -194,10 +194,14 @@ def _few_that_differ(evidence: Evidence) -> int:
     return few if 0 < few <= FEW * (few + others) and others >= OTHERS else 0
 
 
-def _unexplained(evidence: Evidence, named: Sequence[str]) -> str:
+def unexplained_surprise(evidence: Evidence, named: Sequence[str]) -> str:
     """ "less" or "more" where the surprisal balance is off, and no cause was found that moves it; else ""."""
     balance = evidence.balance
-    if balance is None or abs(balance.z) < OFF or any(CAUSES[id].stage in MOVE_THE_BALANCE for id in named):
+    if (
+        balance is None
+        or abs(balance.z) < (OFF if named else OFF_ALONE)
+        or any(CAUSES[id].stage in MOVE_THE_BALANCE for id in named)
+    ):
         return ""
     return "less" if balance.value < 0 else "more"
 

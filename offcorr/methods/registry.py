@@ -207,6 +207,8 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
                 f"example of {name!r} gives {sorted(method.example)}, expected a value for each option without a "
                 f"default: {method.required}"
             )
+        if not str(getattr(build, "__module__", "")).startswith(f"{__package__}."):
+            _load_own()  # whose names may not be known yet
         for word in (name, *method.aliases):
             _check_name(word)
             known = _METHODS.get(word)
@@ -530,11 +532,16 @@ def _source(build: Any) -> str:
 
 
 @functools.cache
-def _discover() -> None:
-    """Imports every file of ``offcorr.methods`` and every entry point of the group ``offcorr.methods``."""
+def _load_own() -> None:
+    """Imports every file of ``offcorr.methods``."""
     import offcorr.methods
 
     for module in pkgutil.iter_modules(offcorr.methods.__path__):
         importlib.import_module(f"offcorr.methods.{module.name}")
+
+
+def _discover() -> None:
+    """Imports every file of ``offcorr.methods`` and every entry point of the group ``offcorr.methods``."""
+    _load_own()
     for entry in importlib.metadata.entry_points(group="offcorr.methods"):
         entry.load()

@@ -236,7 +236,7 @@ def lag_metrics(trainer: Any, inputs: dict[str, Any], batch: offcorr.Batch) -> M
 
 
 def _why_all_dropped(correction: offcorr.Correction, rejected: float) -> str:
-    """What to do where a correction dropped every token.
+    """The advice where a correction dropped every token.
 
     Args:
         rejected: share of the tokens that its weight and its rejection dropped.

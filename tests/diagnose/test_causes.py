@@ -302,7 +302,7 @@ def test_a_temperature_is_read_of_the_sequences_with_entropy(versions):
     ]
     some = [one if at < 8 else dataclasses.replace(one, entropy=None) for at, one in enumerate(records)]
     report = diagnose(some)
-    assert [one.cause for one in report.causes] == ["temperature"] and report.confidence == 0.8
+    assert [one.cause for one in report.causes] == ["temperature"] and report.confidence == 0.5
     alone = [
         dataclasses.replace(one, entropy=None, logp=one.old_logp - 0.01, prompt_ids=np.r_[one.prompt_ids, at])
         for at, one in enumerate(records)
@@ -1229,7 +1229,7 @@ def test_a_fault_of_some_sequences_is_not_of_an_age_that_all_have(entropy, age):
     records = faulty[: len(faulty) // 4] + right
     report = diagnose([dataclasses.replace(one, rollout_version=3, trainer_version=3 + age) for one in records])
     assert "stale_weights" not in {one.cause for one in report.causes}
-    assert (report.verdict, report.confidence) == ("temperature", 0.8) or not entropy
+    assert (report.verdict, report.confidence) == ("temperature", 0.5) or not entropy
     # Where the sequences that differ are the older ones, it may be.
     versions = [3 + age * (at < len(faulty) // 4) for at in range(len(records))]
     older = [
@@ -1356,14 +1356,14 @@ def test_rows_of_which_half_stand_in_another_order_are_asked_about():
     assert not named or any("rows in another order" in one for one in report.cannot_tell), (named, report.cannot_tell)
 
 
-@pytest.mark.parametrize(("bound", "sure"), [(None, 0.8), (6.0, 0.5)])
-def test_a_softcap_is_no_sure_temperature_where_no_samples_share_a_prompt(bound, sure):
-    """It leaves less of the spread of d to a temperature than a temperature does."""
+@pytest.mark.parametrize("bound", [None, 6.0])
+def test_a_temperature_is_unsure_where_no_samples_share_a_prompt(bound):
+    """A softcap leaves nearly all of the spread of d to one, and so do updates of a policy that hardly chooses."""
     made = world()
     made.sampler = lambda logits, world: logits / 1.3 if bound is None else bound * np.tanh(logits / bound)
     records = [dataclasses.replace(one, prompt_ids=np.r_[one.prompt_ids, at]) for at, one in enumerate(made.records())]
     (named,) = (one for one in diagnose(records).causes if one.cause == "temperature")
-    assert named.confidence == sure
+    assert named.confidence == 0.5
 
 
 LOGGED_WRONGLY = {
@@ -1497,7 +1497,7 @@ def test_different_tokens_after_one_prompt_show_a_temperature_without_entropy(se
 @pytest.mark.parametrize("also", [{}, {"top_k": 5}])
 def test_beside_a_temperature_that_is_shown_the_rest_is_asked_about_or_named(also):
     """Rounded weights move tokens after one prompt apart, and a truncation moves all of them alike."""
-    report = diagnose(tempered(0, 0.9, False, noise=0.0 if also else 0.01, **also))
+    report = diagnose(tempered(0, 0.9 if also else 0.7, False, noise=0.0 if also else 0.03, **also))
     by_id = {one.cause: one for one in report.causes}
     found = by_id["temperature"]
     assert found.confidence > 0.9
@@ -1621,6 +1621,7 @@ def test_a_difference_that_grows_with_every_step_is_an_update_that_never_arrives
     found = diagnose(made.records()).causes[0]
     assert found.cause == verdict
     assert ("does not level off" in found.evidence) == (verdict == "adapter_not_synced")
+    assert found.confidence == 0.5 or age  # without versions it may be a lag, over a warm-up of the learning rate
 
 
 def test_a_dump_is_sampled_in_whole_groups(monkeypatch):
@@ -2759,3 +2760,50 @@ def test_a_penalty_moves_all_new_tokens_after_one_prefix_alike():
 def test_an_end_token_that_a_truncation_left_alone_is_asked_about():
     (asked,) = (one for one in CAUSES["appended_eos"].not_told_from if "left the end token alone" in one.words)
     assert asked.settled(Evidence.of(world("appended_eos").records()))
+
+
+def test_chosen_completions_may_be_of_the_other_temperature():
+    """A temperature near the trainer's moves their likelihood by less than choosing half of them does."""
+    near, far = (diagnose(tempered(0, temperature, False)) for temperature in (0.9, 0.6))
+    assert near.verdict == far.verdict == "temperature"
+    assert near.confidence == 0.5 < far.confidence
+    asked = [
+        any("chosen by their rewards or their likelihood" in said for said in one.cannot_tell) for one in (near, far)
+    ]
+    assert asked == [True, False]
+
+
+def test_a_factor_on_tokens_that_were_all_seen_may_be_a_penalty():
+    """``repetition_penalty`` divides the positive logits of tokens that stood in the context before."""
+    seen = [
+        dataclasses.replace(one, prompt_ids=np.r_[np.arange(50), one.prompt_ids]) for one in tempered(0, 0.6, False)
+    ]
+    report = diagnose(seen)
+    assert (report.verdict, report.confidence) == ("temperature", 0.5)
+    assert any("a penalty on repeated tokens" in one for one in report.cannot_tell)
+    assert not any("a penalty on repeated" in one for one in diagnose(tempered(0, 0.6, False)).cannot_tell)
+
+
+@pytest.mark.parametrize("column", ["rollout_logp", "old_logp"])
+def test_an_infinite_log_prob_beside_a_temperature_ends_no_diagnosis(column):
+    records = world("temperature").records()
+    values = getattr(records[3], column).copy()
+    values[5] = -np.inf
+    records[3] = dataclasses.replace(records[3], **{column: values})
+    assert "temperature" in {one.cause for one in diagnose(records).causes}
+
+
+def test_clean_is_unsure_where_the_tokens_surprise_less_than_draws():
+    made = world("clean", sequences=64)
+    made.edits = [lambda columns, world: columns.__setitem__("entropy", columns["entropy"] + 0.1)]
+    report = diagnose(made.records())
+    assert 3 < abs(report.numbers["surprisal_balance"] / report.numbers["surprisal_balance_se"]) < 5
+    assert (report.verdict, report.confidence) == ("clean", 0.5)
+    assert any("less surprising than draws" in one for one in report.cannot_tell)
+
+
+def test_an_empty_completion_ends_no_diagnosis():
+    """Its versions by the token are none."""
+    records = world("precision").records()
+    empty = {"prompt_ids": [1, 2], "completion_ids": [], "rollout_logp": [], "old_logp": [], "rollout_version": []}
+    assert diagnose([Record.of(empty), *records]).verdict == "precision"

@@ -553,18 +553,11 @@ def _other_weights(evidence: Evidence) -> Found | None:
 
 def _of_the_age(evidence: Evidence) -> bool:
     """Whether d is of older weights, by the versions or its growth, and no temperature explains it."""
-    if _moves_little(evidence) or _grows_as_an_option(evidence):
+    if _grows_as_an_option(evidence):
+        return False
+    if not versioned(evidence) and growth(evidence) is not None:  # a lag over a warm-up grows, too
         return False
     return OTHER_TEMPERATURE.settled(evidence) and lag_in_d(evidence)
-
-
-LITTLE = 0.2
-"""Mean |logp - old_logp| over mean |d|, below which an update moves the policy by little of d."""
-
-
-def _moves_little(evidence: Evidence) -> bool:
-    """Whether logged updates moved the trainer's log-probs, and by too little to make d."""
-    return 10 * SAME < evidence.moved < LITTLE * evidence.gap and not age_shows(evidence)
 
 
 def _as_rounding(evidence: Evidence) -> Found | None:
@@ -598,7 +591,7 @@ def _growing(evidence: Evidence) -> Found | None:
         margin=min(0.35, 0.1 * float(np.log(grown[1] / max(grown[0], 1e-9)))),
         sentence=f"{found.sentence}; but it grows over the optimizer steps, from {grown[0]:.2g} to {grown[1]:.2g}, and "
         "rounding does not",
-        surest=UNSURE if _grows_as_an_option(evidence) else 1.0,
+        surest=UNSURE if _grows_as_an_option(evidence) or not versioned(evidence) else 1.0,
     )
 
 
@@ -639,7 +632,12 @@ class PrecisionOf(Cause):
             "keys and values that are cached in a lower precision, or of a prompt that was read with older weights",
             "give --model, or compare with a run whose cache has the model's precision (vLLM: kv_cache_dtype='auto')",
         ),
-        Alternative("weights that are a little older", "give --model", fields=VERSIONS, settled=same_version),
+        Alternative(
+            "weights that are a little older",
+            "give --model",
+            fields=VERSIONS,
+            settled=same_version,
+        ),
         Alternative(
             "weights that the engine was not given, such as an adapter or another checkpoint",
             "give --model",

@@ -101,6 +101,16 @@ def logged(evidence: Evidence) -> Evidence:
     return evidence if evidence.as_logged and not evidence.selected else Evidence.of(evidence.records)
 
 
+NEW = 8
+"""Of these tokens those that did not stand in the context before, at least, since a penalty on those that did is a
+factor on their logits, too."""
+
+
+def multiplies_new_tokens(evidence: Evidence) -> bool:
+    """``multiplies``, of tokens of which enough did not stand in the context before."""
+    return multiplies(evidence) and int((~evidence.seen[choices(evidence)[0]]).sum()) >= NEW
+
+
 def multiplies(evidence: Evidence, left: float = ONE_FACTOR) -> bool:
     """Whether one factor is all that lies between the log-probs of different tokens after one prefix."""
     among = factor(evidence)

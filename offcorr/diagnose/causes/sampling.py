@@ -9,7 +9,7 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth
-from offcorr.diagnose.causes.prefixes import CHOICES, Factor, choices, factor, logged, multiplies
+from offcorr.diagnose.causes.prefixes import CHOICES, Factor, choices, factor, logged, multiplies, multiplies_new_tokens
 from offcorr.diagnose.causes.versions import same_version
 from offcorr.diagnose.evidence import Estimate, Evidence
 from offcorr.diagnose.record import Floats
@@ -112,6 +112,7 @@ def _surely_divided(evidence: Evidence) -> bool:
 
 def _near_a_multiple(evidence: Evidence) -> tuple[bool, bool]:
     """Whether d is near a multiple of the log-prob, and whether it varies, as in all flat contexts it does not."""
+    evidence = evidence.keep(np.isfinite(evidence.d))
     d, t = evidence.d, evidence.trainer
     unlikely = t < -0.5
     off = (d - float((d * t).sum() / np.square(t).sum()) * t)[unlikely]
@@ -124,6 +125,8 @@ def _of_context(evidence: Evidence) -> bool:
     near, varies = _near_a_multiple(evidence)
     if near:
         return varies
+    if not np.isfinite(evidence.d).all():
+        return False
     d = evidence.d
     balance = evidence.balance
     h = evidence.entropy
@@ -154,6 +157,11 @@ def power(evidence: Evidence) -> Power:
 
     Without entropy f is a constant: then the power is nearer to 1 than the truth.
     """
+    if not (finite := np.isfinite(evidence.d)).all():  # placeholders, which no fit can use
+        fit = power(evidence.keep(finite))
+        fitted = np.zeros(len(evidence))
+        fitted[finite] = fit.fitted
+        return dataclasses.replace(fit, fitted=fitted)
     t, d, h = evidence.trainer, evidence.d, evidence.entropy
     h = h if evidence.with_entropy is evidence else None
     context = [np.ones_like(t), *([] if h is None else [h, h * h, np.sqrt(np.maximum(h, 0))])]
@@ -213,7 +221,7 @@ OTHER_TRANSFORM = Alternative(
     "another change of the logits that one side makes, such as a truncation (top_p, top_k), a softcap, a clamp, a "
     "scale, a logit_bias or a penalty on repeated tokens",
     "compare how each side computes its logits, or give --model",
-    settled=multiplies,
+    settled=multiplies_new_tokens,
 )
 
 
@@ -264,9 +272,10 @@ class Temperature(Cause):
         OTHER_TRANSFORM,
         SCALE,
         Alternative(
-            "log-probs without the temperature that the engine samples at (raw_logprobs)",
-            "compare the temperatures of both sides",
-            settled=lambda evidence: abs(float(evidence.d.sum())) > DRAWN,
+            "log-probs without the temperature that the engine samples at (raw_logprobs), where the completions are "
+            "few, or were chosen by their rewards or their likelihood",
+            "compare the temperatures of both sides, or dump every sequence that was sampled",
+            settled=lambda evidence: _tells_whose(evidence),
         ),
         Alternative(
             "the same beside a truncation (top_p, top_k, min_p), a part of which the fit of a temperature takes: the "
@@ -294,9 +303,10 @@ class RawLogprobs(Cause):
         OTHER_TRANSFORM,
         SCALE,
         Alternative(
-            "a temperature that the trainer does not apply",
-            "compare the temperatures of both sides",
-            settled=lambda evidence: abs(float(evidence.d.sum())) > DRAWN,
+            "a temperature that the trainer does not apply, where the completions are few, or were chosen by their "
+            "rewards or their likelihood",
+            "compare the temperatures of both sides, or dump every sequence that was sampled",
+            settled=lambda evidence: _tells_whose(evidence),
         ),
     )
 
@@ -308,11 +318,16 @@ NEARLY_ALL = 0.985
 """Share of the spread of d from which a temperature is no look of something else: updates that sharpened a small
 policy have left up to .98 of it to a temperature, and a temperature .988 or more."""
 
-ALSO_TRANSFORMS = 0.8
-"""Confidence in a temperature at most without a model: a softcap or a clamp of the logits leaves nearly the same."""
+DRAWN, CHOSEN = 4.0, 0.8
+"""Log-likelihood ratio (nats) from which the tokens say whose temperature they were drawn at, and its mean over the
+sequences in standard deviations: the better half of the sequences by any measure is at most .8 from the mean of all."""
 
-DRAWN = 4.0
-"""Log-likelihood ratio (nats) from which the tokens say whose temperature they were drawn at."""
+
+def _tells_whose(evidence: Evidence) -> bool:
+    """Whether the tokens say whose temperature they were drawn at, however sequences were chosen."""
+    ratios = np.bincount(evidence.sequence, evidence.d)[np.unique(evidence.sequence)]
+    return abs(float(ratios.sum())) > DRAWN and abs(float(ratios.mean())) > CHOSEN * float(ratios.std())
+
 
 UNKNOWN_DRAWS = 0.5
 """Confidence at most in one of the two causes, where the tokens do not say it."""
@@ -324,17 +339,14 @@ the spread of d that a temperature explains there at least: int4 has left .54 of
 ALSO_UPDATES = 0.65
 """Confidence at most in what updates of the weights can leave, too, and in updates where dropout can."""
 
-AS_GOOD_AS_ALL, NOT_ALL = 0.997, 0.5
-"""Share of the spread of d above which it is hardly of a softcap, which has left .992 of it to a temperature, and the
-confidence in a temperature at most below: updates that sharpened the policy leave less, too."""
+BY_ITS_FIT = 0.5
+"""Confidence in a temperature at most where no different tokens after one prefix show it: a softcap has left .992 of
+the spread of d to one, and updates of a policy that has few likely tokens all of it."""
 
 
 LEAST_GAP = 0.3
 """Difference between different tokens after one prefix, as a share of what the fitted power makes of them, below which
 there is no temperature: the fit comes nearer to 1 than the truth."""
-
-MUCH_IS_LEFT = 0.5
-"""The same where different tokens after one prefix say that it leaves much of their difference."""
 
 MULTIPLIED, BESIDE_TRUNCATION, ONE_FACTOR_SURE = 3.0, 0.01, 0.95
 """Margin where they say that it leaves next to nothing; beside a truncation, so that this is taken away first; and the
@@ -381,12 +393,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         return None
     if among is not None and among.gap < LEAST_GAP * abs(fit.power.value - 1) * among.spread:
         return None  # after one prefix both sides tell tokens apart alike
-    surest = ALSO_TRANSFORMS if fit.explained > AS_GOOD_AS_ALL else NOT_ALL
-    if abs(float(evidence.d.sum())) <= DRAWN:
-        surest = UNKNOWN_DRAWS
     more = ""
-    if among is not None:
-        surest = min(surest, MUCH_IS_LEFT)
     if among is not None and among.far:
         more = (
             f"; it is not all, as {among.left:.2g} of {among.gap:.2g} nats between the log-probs of different tokens "
@@ -401,7 +408,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         f"the sampler's log-probs are the trainer's at about {carried:.2f} times its temperature, which explains "
         f"{fit.explained:.0%} of the spread of d{more}; {_whose(sampled_by_trainer)}",
         _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit),
-        surest=surest,
+        surest=BY_ITS_FIT,
         at_most=True,
     )
 
@@ -423,7 +430,7 @@ def _multiplied(evidence: Evidence, among: Factor, fit: Power, sampled_by_traine
         f"{_said(among)}; {_whose(sampled_by_trainer)}",
         rest,
         share=_share_beside_truncation(evidence, rest.gap) if _kept(evidence) < 1 else None,
-        surest=UNKNOWN_DRAWS if abs(float(evidence.d.sum())) <= DRAWN else ONE_FACTOR_SURE,
+        surest=ONE_FACTOR_SURE if _tells_whose(evidence) and multiplies_new_tokens(evidence) else UNKNOWN_DRAWS,
         at_most=True,
     )
 
@@ -481,7 +488,7 @@ def _beside_truncation(evidence: Evidence) -> Found | None:
         MULTIPLIED,
         f"{_said(among)}; a truncation makes no such difference, but hides how much of d the temperature makes",
         evidence.explained(evidence.d),
-        surest=ONE_FACTOR_SURE,
+        surest=ONE_FACTOR_SURE if multiplies_new_tokens(logged(evidence)) else UNKNOWN_DRAWS,
     )
 
 
