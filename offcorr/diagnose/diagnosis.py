@@ -24,6 +24,10 @@ from offcorr.diagnose.steps import differing_sequences, differing_steps
 SAMPLED_TOKENS = 2_000_000
 """Tokens that the tests read, at most, of a random sample of the sequences."""
 
+LITTLE, OF_THE_REST = 0.05, 0.5
+"""Share of mean |d| below which a policy that differs may be what a test did not take away of the causes before it, and
+its confidence at most then."""
+
 LEFT_OVER = 0.65
 """Confidence at most in two policies that differ, beside sequences that were encoded again: some may not be found; and
 in placeholders of 0 beside a truncation."""
@@ -351,6 +355,12 @@ def _explain(evidence: Evidence, of_steps: str = "", of_updates: bool = True) ->
                 one = dataclasses.replace(one, at_most=False, at_least=True)
             if stage == "policies" and any(other.cause == "retokenised" for other in findings):
                 one = dataclasses.replace(one, confidence=min(one.confidence, LEFT_OVER))
+            if (
+                stage == "policies"
+                and one.share < LITTLE
+                and sum(other.share for other in findings if other.of_d) > 1 - 2 * LITTLE
+            ):
+                one = dataclasses.replace(one, confidence=min(one.confidence, OF_THE_REST))
             if stage == "policies" and fitted and one.cause in OF_OTHERS and not lag_by_versions(left):
                 surest = BESIDE_A_FIT if fitted > 0.5 else LEFT_OVER
                 said = one.evidence + OF_OTHER_CHANGES

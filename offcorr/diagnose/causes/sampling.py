@@ -318,9 +318,10 @@ NEARLY_ALL = 0.985
 """Share of the spread of d from which a temperature is no look of something else: updates that sharpened a small
 policy have left up to .98 of it to a temperature, and a temperature .988 or more."""
 
-DRAWN, CHOSEN = 4.0, 0.8
+DRAWN, CHOSEN = 4.0, 1.3
 """Log-likelihood ratio (nats) from which the tokens say whose temperature they were drawn at, and its mean over the
-sequences in standard deviations: the better half of the sequences by any measure is at most .8 from the mean of all."""
+sequences in standard deviations: the better half of a normal distribution is 1.3 of its own deviations from the mean of
+all."""
 
 
 def _tells_whose(evidence: Evidence) -> bool:

@@ -189,9 +189,10 @@ class Mask(Cause):
     id = "mask"
     stage = "values"
     robust = True
-    title = "the mask covers tokens that the model did not sample"
+    title = "the mask covers tokens that the model did not sample, or had no choice of"
     advice = (
-        "set mask to 0 for tool, prompt and pad tokens, and check that it is not shifted by one against completion_ids"
+        "set mask to 0 for tool, prompt and pad tokens, and for those that structured decoding forced, and check that "
+        "it is not shifted by one against completion_ids"
     )
     not_told_from = (
         Alternative(
