@@ -1914,6 +1914,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py grows_with_every_step",
     ),
     Mutation(
+        "diagnose: a forced token's zero is a sure placeholder",
+        "offcorr/diagnose/causes/values.py",
+        "and (not whole.any() or _truncated(evidence.d[~odd]))",
+        "and _truncated(evidence.d[~odd])",
+        "tests/diagnose/test_causes.py single_zeros_may_be",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

@@ -897,7 +897,7 @@ def test_zeros_among_differences_of_one_sign_may_be_of_a_truncation():
     report = diagnose(records)
     (one,) = [one for one in report.causes if one.cause == "sentinel"]
     assert one.confidence == 0.5
-    assert any("a truncation (top_p, top_k, min_p) left alone" in said for said in report.cannot_tell)
+    assert any("a truncation (top_p, top_k, min_p) or structured decoding left" in said for said in report.cannot_tell)
     alone = CAUSES["sentinel"].found(Evidence.of(records))
     assert alone is not None and alone.surest == 0.5
 
@@ -2808,3 +2808,15 @@ def test_an_empty_completion_ends_no_diagnosis():
     records = world("precision").records()
     empty = {"prompt_ids": [1, 2], "completion_ids": [], "rollout_logp": [], "old_logp": [], "rollout_version": []}
     assert diagnose([Record.of(empty), *records]).verdict == "precision"
+
+
+def test_single_zeros_may_be_of_tokens_that_were_forced():
+    """Structured decoding leaves one token in some places, and changes nothing elsewhere."""
+
+    def forced(columns, world):
+        columns["rollout_logp"][:, [5, 17]] = 0.0
+        columns["old_logp"][:, [5, 17]] -= 3.0
+
+    report = diagnose(World(edits=[forced]).records())
+    assert (report.verdict, report.confidence) == ("sentinel", 0.5)
+    assert any("structured decoding left alone" in one for one in report.cannot_tell)

@@ -66,9 +66,13 @@ class Sentinel(Cause):
             settled=lambda evidence: not _many(*_repeats(evidence)),
         ),
         Alternative(
-            "tokens that a truncation (top_p, top_k, min_p) left alone, though the trainer finds them unlikely",
+            "tokens that a truncation (top_p, top_k, min_p) or structured decoding left alone, though the trainer finds "
+            "them unlikely",
             "compare the sampler's options, and look what these tokens are",
-            settled=lambda evidence: not _truncated(evidence.d[evidence.sampler != 0]),
+            settled=lambda evidence: (
+                not (evidence.sampler == 0).any()
+                or (bool(_whole_of_zeros(evidence).any()) and not _truncated(evidence.d[evidence.sampler != 0]))
+            ),
         ),
         NEARLY_GREEDY,
     )
@@ -105,7 +109,8 @@ class Sentinel(Cause):
             return None
         values, times = np.unique(evidence.sampler[odd], return_counts=True)  # taken away at likely tokens, too
         share = float(odd.mean())
-        doubtful = not impossible and value == 0 and _truncated(evidence.d[~odd])
+        # 0 is the log-prob of a token that was left alone, as hardly in every place of a sequence.
+        doubtful = not impossible and value == 0 and (not whole.any() or _truncated(evidence.d[~odd]))
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence))),
