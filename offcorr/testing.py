@@ -243,16 +243,19 @@ def masked_tokens_have_no_effect(loss_fn: Correction) -> None:
 
 def padding_has_no_effect(loss_fn: Correction) -> None:
     """A wider padded batch gives the same: no span counts masked positions."""
-    batch = one_sided(_per_token_advantages(example(seed=4)))
-    out, width = loss_fn(batch), batch.mask.shape[1]
-    for left, right in ((0, 5), (3, 0)):
-        columns = ("logp", "old_logp", "rollout_logp", "entropy", "advantages", "mask")
-        pad = torch.nn.functional.pad
-        wider: dict[str, Any] = {name: pad(getattr(batch, name), (left, right)) for name in columns}
-        wide = loss_fn(dataclasses.replace(batch, **wider))
-        what = f"{left} masked positions before and {right} after each row"
-        check_close(wide.loss, out.loss, f"loss with {what}")
-        check_close(wide.coefficient[:, left : left + width], out.coefficient, f"coefficient with {what}")
+    # Where a mean over the padded width is compared with a bound, a row has to be near the bound: hence several spreads
+    # of the log-ratios, and a padding that makes such a mean six times smaller.
+    columns = ("logp", "old_logp", "rollout_logp", "entropy", "advantages", "mask")
+    for spread, sequences in ((0.3, 7), (0.3, 30), (1.0, 30), (4.0, 30)):
+        batch = one_sided(_per_token_advantages(example(seed=4, sequences=sequences, spread=spread)))
+        out, width = loss_fn(batch), batch.mask.shape[1]
+        for left, right in ((0, 5), (3, 0), (0, 60)):
+            pad = torch.nn.functional.pad
+            wider: dict[str, Any] = {name: pad(getattr(batch, name), (left, right)) for name in columns}
+            wide = loss_fn(dataclasses.replace(batch, **wider))
+            what = f"{left} masked positions before and {right} after each row"
+            check_close(wide.loss, out.loss, f"loss with {what}")
+            check_close(wide.coefficient[:, left : left + width], out.coefficient, f"coefficient with {what}")
 
 
 def packed_equals_padded(loss_fn: Correction) -> None:

@@ -65,7 +65,7 @@ MUTATIONS = [
     Mutation(
         "the check of the padding never widens",
         "offcorr/testing.py",
-        "for left, right in ((0, 5), (3, 0)):",
+        "for left, right in ((0, 5), (3, 0), (0, 60)):",
         "for left, right in ((0, 0),):",
         f"{CONTRACT}::test_a_span_that_depends_on_the_width_of_the_padding_is_found",
     ),
@@ -1921,6 +1921,20 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py single_zeros_may_be",
     ),
     Mutation(
+        "diagnose: rows without a step are surely dropout's",
+        "offcorr/diagnose/causes/policies.py",
+        " or not _dated(evidence) else 1.0",
+        " else 1.0",
+        "tests/diagnose/test_causes.py several_steps_that_do_not_say_so",
+    ),
+    Mutation(
+        "diagnose: a transform that leaves a tenth is sure",
+        "offcorr/diagnose/informed.py",
+        "if _may_be_another(best):",
+        "if False:",
+        "tests/diagnose/test_rescore.py leaves_more_than_a_tenth",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",
@@ -3725,8 +3739,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a d that fades is dropout for sure",
         "offcorr/diagnose/causes/policies.py",
-        "if _by_batch(evidence) or _fades(evidence) else",
-        "if _by_batch(evidence) else",
+        "if _by_batch(evidence) or _fades(evidence) or",
+        "if _by_batch(evidence) or",
         "tests/diagnose/test_causes.py differs_from_itself_at_first",
     ),
     Mutation(

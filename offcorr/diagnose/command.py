@@ -82,7 +82,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="CAUSE",
         choices=("any", *CAUSES, *OTHER_VERDICTS),
         default=[],
-        help=f"exit with {FAILED} if one of these is found; any: everything but clean",
+        help=f"exit with {FAILED} if one of these is found; any: everything but clean; to be written after PATH",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the file of --html if it exists")
     parser.set_defaults(run=run)

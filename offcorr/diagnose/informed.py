@@ -71,6 +71,15 @@ SEVERAL, FEW = 3, 0.25
 REFUTED = 0.5
 """The most that a cause from the logs is sure where its own hypotheses were tried and do not explain the gap."""
 
+MOST_OF_IT = 0.9
+"""Share of the gap that a temperature, a truncation or a penalty explains, below which another one may have made it."""
+
+OF_ANOTHER = (
+    "whether the cause is {} or another change of the logits, which may fit better: a softcap, a clamp, a logit_bias, "
+    "one of those that were tried at another value, or two of them. To find out, compare how each side computes its "
+    "logits"
+)
+
 AT_WHICH = "; at which temperature the tokens were drawn, the one that was logged or another, these tokens do not tell"
 
 OF_THE_DUMP = 0.6
@@ -172,6 +181,8 @@ def informed(report: Report, rescored: Rescored) -> Report:
     cannot_tell = [_not_yet_done(one, rescored) for one in cannot_tell]
     if silent is not None and not SELECTED.settled(report.evidence):
         cannot_tell.append(f"whether the cause is {silent.cause} or {SELECTED.words}. To find out, {SELECTED.how}")
+    if gap is not None and rescored.hypotheses and _may_be_another(rescored.hypotheses[0]):
+        cannot_tell.append(OF_ANOTHER.format(gap.cause))
     if any(_trainer_is_off(one, rescored) for one in found) and "dropout" not in {one.cause for one in others}:
         cannot_tell.append(WHAT_THE_TRAINER_DID.format(off=rescored.trainer))
     if gap is None and rescored.gap > EXACTLY * rescored.logged and "dropout" in {one.cause for one in others}:
@@ -329,10 +340,17 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
         f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
     )
     said += NO_LAG * (id == "stale_weights" and same_version(report.evidence))
+    if _may_be_another(best):
+        sure = min(sure, REFUTED)
     if undecided:
         said += AT_WHICH
         sure = min(sure, REFUTED)
     return _finding(id, sure, best.share, EXPLAINS, best.share, said)
+
+
+def _may_be_another(best: Hypothesis) -> bool:
+    """Whether the best is a change of the logits that leaves more than another one may leave."""
+    return best.cause in TRANSFORMS and EXPLAINS < best.share < MOST_OF_IT
 
 
 def _sure(best: Hypothesis, tried: Sequence[Hypothesis]) -> float:

@@ -912,9 +912,14 @@ def test_few_tokens_do_not_say_whose_temperature_it_is():
     assert report.confidence == 0.95 and not any("temperatures of both" in one for one in report.cannot_tell)
 
 
+def of_one_step(records):
+    """The records, which say that they are of one optimizer step."""
+    return [dataclasses.replace(one, step=1) for one in records]
+
+
 def test_log_probs_that_depend_on_the_batch_are_no_sure_dropout():
     """Two samples in one batch get exactly the same where they begin alike, which under dropout no two do."""
-    records, pairs = world("dropout", seed=1).records(), []
+    records, pairs = of_one_step(world("dropout", seed=1).records()), []
     for row, one in enumerate(records):
         first = records[row - row % 2]
         alike = np.cumprod(one.completion_ids == first.completion_ids).astype(bool)
@@ -966,14 +971,15 @@ def test_a_trainer_that_differs_from_itself_at_first_may_have_read_other_prompts
         return np.minimum(one.rollout_logp + times * (one.old_logp - one.rollout_logp), -1e-6)
 
     for by in (5.0, 1.0):
-        records = [dataclasses.replace(one, old_logp=fading(one, by)) for one in world("dropout").records()]
+        of_one = of_one_step(world("dropout").records())
+        records = [dataclasses.replace(one, old_logp=fading(one, by)) for one in of_one]
         report = diagnose(records)
         assert report.verdict == "dropout" and (report.confidence == 0.5 if by > 1 else report.confidence > 0.8)
         assert any("another prompt that the trainer read with each sample" in one for one in report.cannot_tell)
 
 
 def test_a_second_cause_beside_dropout_is_asked_about():
-    report = diagnose(world("dropout").records())
+    report = diagnose(of_one_step(world("dropout").records()))
     assert report.causes[0].at_most and report.causes[0].confidence > 0.8
     assert any("the noise of dropout hides a second cause" in one for one in report.cannot_tell)
     assert not any("hides" in one for one in questions.open_questions(report.evidence, ["dropout"], draws_known=True))
@@ -1488,7 +1494,9 @@ def test_what_the_fit_of_a_temperature_leaves_is_no_sure_second_cause(seed, temp
 def test_different_tokens_after_one_prompt_show_a_temperature_without_entropy(seed, temperature, versions):
     report = diagnose(tempered(seed, temperature, versions))
     (found,) = report.causes
-    sure = 0.5 if temperature == 0.8 or (temperature, seed) == (1.4, 0) else 0.95  # which the tokens say of 1.4 with luck
+    sure = (
+        0.5 if temperature == 0.8 or (temperature, seed) == (1.4, 0) else 0.95
+    )  # which the tokens say of 1.4 with luck
     assert (found.cause, found.confidence) == ("temperature", sure) and found.share > 0.99
     assert f"as at {temperature:.2f} times its temperature" in found.evidence
     asked = " ".join(report.cannot_tell)
@@ -2703,7 +2711,7 @@ def test_whole_sequences_that_agree_are_no_dropout():
     report = diagnose(made.records())
     assert (report.verdict, report.confidence) == ("dropout", 0.5)
     assert any("packed in one row" in one for one in report.cannot_tell)
-    assert diagnose(world("dropout", sequences=64).records()).confidence > 0.8
+    assert diagnose(of_one_step(world("dropout", sequences=64).records())).confidence > 0.8
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -2820,3 +2828,25 @@ def test_single_zeros_may_be_of_tokens_that_were_forced():
     report = diagnose(World(edits=[forced]).records())
     assert (report.verdict, report.confidence) == ("sentinel", 0.5)
     assert any("structured decoding left alone" in one for one in report.cannot_tell)
+
+
+def test_rows_of_several_steps_that_do_not_say_so_are_no_sure_dropout():
+    """The trainer's weights move between them, as its log-probs do under dropout."""
+    records = world("dropout").records()
+    asked = "rows of several optimizer steps"
+    report = diagnose(records)
+    assert (report.verdict, report.confidence) == ("dropout", 0.5)
+    assert any(asked in one for one in report.cannot_tell)
+    report = diagnose(of_one_step(records))
+    assert report.confidence > 0.8 and not any(asked in one for one in report.cannot_tell)
+
+
+def test_what_leaves_the_traces_of_another_prompt_is_asked_about():
+    """A temperature of each request, or another base of the rotary positions."""
+    report = diagnose(world("chat_template").records())
+    assert report.verdict == "chat_template"
+    for cause in ("chat_template", "truncated_prompt", "stale_prefix_cache"):
+        asked = " ".join(questions.open_questions(report.evidence, [cause]))
+        assert "rope_theta" in asked and "a softcap, a clamp" in asked
+    unsure = Evidence.of(world("temperature").records())
+    assert any("differs between requests" in one for one in questions.open_questions(unsure, ["chat_template"]))

@@ -42,6 +42,12 @@ NOT_SYNCED = Alternative(
     settled=lambda evidence: not same_version(evidence) or before_any_update(evidence),
 )
 
+OTHER_PASS = Alternative(
+    "positions that one side counts or scales in its own way (rope_theta, padding), or another forward pass of the "
+    "same weights, such as another attention kernel",
+    "compare the configurations of both models",
+)
+
 OLD_CACHE = Alternative(
     "a prompt that was read with older weights (stale_prefix_cache)", "give --model and an earlier --checkpoint"
 )
@@ -74,6 +80,10 @@ class Position(Cause):
             "ids of the completions that were changed after sampling",
             "compare them with the ids that the engine returned",
             settled=lambda evidence: _by_padding(evidence),
+        ),
+        *(
+            one._replace(settled=lambda evidence: _by_padding(evidence))
+            for one in (OTHER_TRANSFORM, OLDER_WEIGHTS, COARSE_PRECISION)
         ),
     )
 
@@ -199,6 +209,14 @@ class ChatTemplate(Cause):
                 or COARSE_PRECISION.settled(evidence)
             )
         ),
+        OTHER_TRANSFORM,
+        OTHER_PASS,
+        Alternative(
+            "a temperature, or another option, that differs between requests",
+            "compare the sampling options of the requests, or give --model",
+            settled=lambda evidence: _of_the_text_before(evidence) is not None,
+            cause="temperature",
+        ),
         Alternative(
             "sampler's log-probs of other tokens or of another model, such as a draft model, or rows in another order",
             "score one sequence by hand on both sides",
@@ -296,6 +314,8 @@ class TruncatedPrompt(Cause):
         OLDER_WEIGHTS,
         CHANGED_WITHIN,
         NOT_SYNCED,
+        COARSE_PRECISION,
+        OTHER_PASS,
         OTHER_TRANSFORM,
     )
 
@@ -340,6 +360,8 @@ class StalePrefixCache(Cause):
         Alternative("a shorter or other prompt on one side", "give --model and an earlier --checkpoint"),
         NOT_SYNCED,
         CHANGED_WITHIN,
+        COARSE_PRECISION,
+        OTHER_PASS,
         OTHER_TRANSFORM,
     )
 

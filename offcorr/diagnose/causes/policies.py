@@ -86,6 +86,13 @@ def _by_batch(evidence: Evidence) -> bool:
     return _some_agree(evidence) or (len(paired) > 0 and float(paired.mean()) > 0.2)
 
 
+def _dated(evidence: Evidence) -> bool:
+    """Whether every sequence says of which optimizer step it is, or of which weights, so that those of others are not
+    compared with it."""
+    fields = ("step", "trainer_version", "rollout_version")
+    return all(any(getattr(record, name) is not None for name in fields) for record in evidence.records)
+
+
 TELLING, SEVERAL = -0.05, 3
 """Log-prob below which a token shows whether the two sides agree, and such tokens that a sequence needs to show it."""
 
@@ -178,6 +185,11 @@ class Dropout(Cause):
             "score one sequence twice with every dropout set to 0",
         ),
         Alternative(
+            "rows of several optimizer steps, between which the trainer's weights moved and the sampler's did not",
+            "log step, or rollout_version and trainer_version",
+            settled=lambda evidence: noisy(evidence) is not None or _dated(evidence),
+        ),
+        Alternative(
             "an old_logp that is computed in another way than logp, such as in another precision, or with other "
             "padding",
             "compute both for one sequence, with dropout off",
@@ -211,7 +223,7 @@ class Dropout(Cause):
             f"alike, and its log-probs are off their mean by {spread:.2g} (1 - p) nats, where p is the token's "
             f"probability ({len(trainer)} tokens); the sampler's are by {other:.2g}, and without dropout the trainer's "
             "would agree, too",
-            surest=0.5 if _by_batch(evidence) or _fades(evidence) else 1.0,
+            surest=0.5 if _by_batch(evidence) or _fades(evidence) or not _dated(evidence) else 1.0,
         )
 
     def _of_updates(self, evidence: Evidence) -> Found | None:
@@ -234,8 +246,9 @@ class Dropout(Cause):
 
 
 OTHER_PROMPT = Alternative(
-    "another prompt, template or position that one side read",
-    "give --model, or compare the prompt ids that each side read",
+    "another prompt, template or position (rope_theta, padding) that one side read, or another forward pass of the "
+    "same weights",
+    "give --model, or compare the prompt ids that each side read, and the configurations of both models",
     settled=age_shows,
 )
 

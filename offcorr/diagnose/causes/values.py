@@ -66,8 +66,8 @@ class Sentinel(Cause):
             settled=lambda evidence: not _many(*_repeats(evidence)),
         ),
         Alternative(
-            "tokens that a truncation (top_p, top_k, min_p) or structured decoding left alone, though the trainer finds "
-            "them unlikely",
+            "tokens that a truncation (top_p, top_k, min_p) or structured decoding left alone, though the trainer "
+            "finds them unlikely",
             "compare the sampler's options, and look what these tokens are",
             settled=lambda evidence: (
                 not (evidence.sampler == 0).any()
