@@ -784,23 +784,21 @@ class Within(NamedTuple):
     most: float
 
 
-@dataclass(frozen=True)
-class MeanWithin(rejections.Rejection):
-    """Keep a row whose mean over the padded width is within the bound."""
-
-    most: float = 0.3
-    span = "test_mine"
-    rule = staticmethod(lambda value, p: (ops.zeros_like(value) + 1, ops.abs(value) <= p.most))
-
-    @property
-    def params(self):
-        return Within(self.most)
-
-
 @pytest.mark.usefixtures("_unregistered")
 @pytest.mark.parametrize("most", [0.1, 0.3, 1.0, 2.0])
 def test_a_bound_of_a_mean_over_the_padded_width_is_found_whatever_it_is(most):
     """A row has to be near the bound for the padding to move it across."""
     of_span("test_mine", lambda x, rows: x.mean(1, keepdim=True).expand_as(x))
+
+    @dataclass(frozen=True)
+    class MeanWithin(rejections.Rejection):
+        most: float
+        span = "test_mine"
+        rule = staticmethod(lambda value, p: (ops.zeros_like(value) + 1, ops.abs(value) <= p.most))
+
+        @property
+        def params(self):
+            return Within(self.most)
+
     with pytest.raises(AssertionError, match="padding_has_no_effect"):
         testing.check(offcorr.Correction(gate=gates.Unclipped(), reject=MeanWithin(most)))
