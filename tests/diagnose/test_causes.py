@@ -2318,7 +2318,7 @@ def test_a_silent_temperature_is_no_surer_than_its_alternatives(hotter):
     report = diagnose(made.records())
     assert report.verdict == "temperature_silent" and report.confidence < 0.66
     said = " ".join(report.cannot_tell)
-    assert ("other weights that sampled than scored" in said) == hotter
+    assert ("a penalty on repeated tokens" in said) == hotter and "other weights that sampled than scored" in said
     assert ("a truncation (top_p, top_k, min_p)" in said) != hotter
 
 

@@ -115,8 +115,8 @@ class LogitBias(Cause):
             "give --model and, as --checkpoint, the weights that sampled",
         ),
         Alternative(
-            "a temperature, truncation or ban: where an id has about the same probability in many contexts, what "
-            "depends on the probability depends on the id, too",
+            "a temperature, softcap, clamp, truncation, ban or penalty: where an id has about the same probability in "
+            "many contexts, what depends on the probability depends on the id, too",
             "read the engine's sampling options, or give --model",
             settled=lambda evidence: (
                 not _alike_in_all_contexts(evidence)

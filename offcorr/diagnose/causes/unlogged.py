@@ -59,6 +59,11 @@ def _surprise(evidence: Evidence) -> float:
     return 0.0 if evidence.balance is None else evidence.balance.value
 
 
+OTHER_SAMPLER = Alternative(
+    "other weights that sampled than scored, or another prompt that they read, where rollout_logp is of the trainer's",
+    "see where rollout_logp is computed, and when the sampler gets new weights",
+)
+
 BANNED = Alternative("a ban or a bias of some tokens (logit_bias, bad_words, min_tokens)", OPTIONS)
 
 
@@ -78,10 +83,11 @@ class TemperatureSilent(Cause):
         OTHER_ENTROPY,
         Alternative("a truncation (top_p, top_k, min_p)", OPTIONS, settled=lambda evidence: _surprise(evidence) > 0),
         Alternative(
-            "a penalty on repeated tokens, or other weights that sampled than scored",
-            f"{OPTIONS}, and when it gets new weights",
+            "a penalty on repeated tokens",
+            OPTIONS,
             settled=lambda evidence: _surprise(evidence) < 0,
         ),
+        OTHER_SAMPLER,
         BANNED,
         Alternative(
             "tokens that the model did not sample, such as a tool's text or a trace, within the mask",
@@ -112,7 +118,14 @@ class TopPSilent(Cause):
     stage = "unlogged"
     title = "the sampler truncates (top_p), and both sides log log-probs of the untruncated distribution"
     advice = f"sample with top_p=1.0, top_k=0, min_p=0.0 and the trainer's temperature, and {PROCESSED}"
-    not_told_from = (SELECTED, LEFT_OUT, OTHER_ENTROPY, Alternative("a low temperature", OPTIONS), BANNED)
+    not_told_from = (
+        SELECTED,
+        LEFT_OUT,
+        OTHER_ENTROPY,
+        Alternative("a low temperature", OPTIONS),
+        OTHER_SAMPLER,
+        BANNED,
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         where, of_steps, rest = surprising_steps(evidence)
@@ -146,6 +159,9 @@ class PenaltySilent(Cause):
             "a ban of repetitions (no_repeat_ngram_size)",
             "read the engine's sampling options",
         ),
+        SELECTED,
+        OTHER_ENTROPY,
+        Alternative("a high temperature, or a ban or a bias of likely tokens", OPTIONS),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
