@@ -6,13 +6,11 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.policies import (
-    ALIKE,
     CHANGED_WITHIN,
     COARSE_PRECISION,
     FAR,
     UNSURE,
     WEIGHTS,
-    as_even_as_rounding,
     noise,
     not_drawn_so,
     of_age,
@@ -81,6 +79,11 @@ class Position(Cause):
             "compare them with the ids that the engine returned",
             settled=lambda evidence: _by_padding(evidence),
         ),
+        Alternative(
+            "another prompt or template that one side read, as where it adds a system prompt to those that have none",
+            "compare the prompt ids that each side read",
+            settled=lambda evidence: not _by_padding(evidence),
+        ),
         *(
             one._replace(settled=lambda evidence: _by_padding(evidence))
             for one in (OTHER_TRANSFORM, OLDER_WEIGHTS, COARSE_PRECISION)
@@ -115,6 +118,7 @@ def _padding(profile: Profile) -> Found | None:
         0.8,
         2.0,
         f"the log-probs agree in {share:.0%} of the sequences, those {said}, which have the least padding",
+        surest=UNSURE,  # a prompt that some have to themselves tells sequences apart by their prompts, too
     )
 
 
@@ -162,7 +166,6 @@ class KVCache(Cause):
             "a penalty on tokens that stood in the completion before (presence_penalty, frequency_penalty, "
             "repetition_penalty), which leaves the first one as it is, or another change of the logits",
             "read the engine's sampling options",
-            settled=as_even_as_rounding,
         ),
     )
 
@@ -187,7 +190,7 @@ class KVCache(Cause):
             f"the relative difference |d| / (1 - p) is {np.exp(drop.value):.1f} times smaller at the first token of "
             "the completions than at the next seven: the first comes out of the pass over the prompt, and only those "
             "after it are decoded one by one from the cache",
-            surest=ALIKE if as_even_as_rounding(evidence) else UNSURE,
+            surest=UNSURE,  # a penalty leaves the first token as it is, too
         )
 
 
@@ -332,6 +335,7 @@ class TruncatedPrompt(Cause):
                 2.0,
                 f"the log-probs agree in {share:.0%} of the sequences, those with shorter prompts than the "
                 f"others ({_pairs(1 - longer)})",
+                surest=UNSURE,  # old weights in full blocks of a prefix cache leave the same
             )
         decay = _decay(profile)
         if decay.value < 0.4 or decay.z < 4 or profile.mean < WEIGHTS or evidence.by_token_id.value > 0.5:
@@ -378,6 +382,7 @@ class StalePrefixCache(Cause):
                 1.5,
                 f"the log-probs agree in {share:.0%} of the sequences, those with shorter prompts than the "
                 f"others ({_pairs(1 - longer)}), which may be too short to fill a block of the prefix cache",
+                surest=UNSURE,  # a prompt that was cut leaves the short ones, too
             )
         decay = _decay(profile)
         if decay.value < FADES or decay.z < 3.5:

@@ -147,17 +147,6 @@ def updated(evidence: Evidence) -> bool:
     return any((age(record) or 0) > 0 for record in evidence.records)
 
 
-FADES = 2.0
-"""Ratio of |d| / (1.01 - p) in the first four tokens to that from the ninth on, above which prompts may differ."""
-
-
-def _fades(evidence: Evidence) -> bool:
-    """Whether d fades along the completion, as after another prompt, while dropout makes as much everywhere."""
-    size = evidence.size / (1.01 - np.exp(np.minimum(evidence.trainer, 0.0)))
-    first, late = evidence.position < 4, evidence.position >= 8
-    return bool(late.any() and first.any() and size[first].mean() > FADES * size[late].mean())
-
-
 class Dropout(Cause):
     """The trainer scores one token after one context differently each time."""
 
@@ -223,7 +212,7 @@ class Dropout(Cause):
             f"alike, and its log-probs are off their mean by {spread:.2g} (1 - p) nats, where p is the token's "
             f"probability ({len(trainer)} tokens); the sampler's are by {other:.2g}, and without dropout the trainer's "
             "would agree, too",
-            surest=0.5 if _by_batch(evidence) or _fades(evidence) or not _dated(evidence) else 1.0,
+            surest=0.5 if _by_batch(evidence) or noisy(evidence) is None else 1.0,
         )
 
     def _of_updates(self, evidence: Evidence) -> Found | None:
@@ -281,7 +270,7 @@ class MoERouting(Cause):
         ),
         OTHER_IDS,
         OTHER_TRANSFORM,
-        OTHER_PROMPT._replace(settled=lambda evidence: not _fades(evidence)),
+        OTHER_PROMPT,
         COARSE_PRECISION._replace(settled=lambda evidence: False),
         Alternative(
             "log-probs of a few tokens that somebody filled in, such as those of end tokens",

@@ -107,7 +107,22 @@ def _surely_divided(evidence: Evidence) -> bool:
     balance, entropy, drawn = evidence.balance, evidence.entropy, False
     if balance is not None and entropy is not None:
         drawn = balance.z > -4 and balance.value < AT_RANDOM * float(np.nanmean(entropy))
-    return _proportional(evidence) and (drawn or float(evidence.d.mean()) > 0)
+    return _proportional(evidence) and _one_multiple(evidence) and (drawn or float(evidence.d.mean()) > 0)
+
+
+FACTORS, LEAST_FACTOR = 0.05, 0.15
+"""Standard deviation of the factors of the sequences up to which it is one, and the least that a temperature is."""
+
+
+def _one_multiple(evidence: Evidence) -> bool:
+    """Whether one factor, as of a temperature, lies between the log-probs of all sequences, whatever their lengths."""
+    several = len(evidence.records)
+    finite = np.isfinite(evidence.d)
+    rows, t, s = evidence.sequence[finite], evidence.trainer[finite], evidence.sampler[finite]
+    squares = np.bincount(rows, t * t, several)
+    factors = (np.bincount(rows, t * s, several) / np.maximum(squares, 1e-12))[squares > 0]
+    middle = float(np.median(factors))
+    return LEAST_FACTOR < middle < 1 / LEAST_FACTOR and float(factors.std()) < FACTORS * middle
 
 
 def _near_a_multiple(evidence: Evidence) -> tuple[bool, bool]:

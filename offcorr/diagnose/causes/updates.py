@@ -6,7 +6,6 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
 from offcorr.diagnose.causes.policies import REPEATED, noisy, repeats_itself_now, updated
-from offcorr.diagnose.causes.sampling import ALSO_UPDATES
 from offcorr.diagnose.causes.versions import VERSIONS, same_version
 from offcorr.diagnose.evidence import SAME, Evidence
 
@@ -38,12 +37,6 @@ def _fault_of_logp(evidence: Evidence) -> str:
                 "logp in that of the trainer's"
             )
     return ""
-
-
-def _surest_of_updates(evidence: Evidence) -> float:
-    if same_version(evidence) or _may_be_no_update(evidence):
-        return 0.5  # the versions say that there were none, or nothing says that there were
-    return 1.0 if updated(evidence) or repeats_itself_now(evidence) else ALSO_UPDATES
 
 
 class PolicyUpdates(Cause):
@@ -79,10 +72,11 @@ class PolicyUpdates(Cause):
             settled=lambda evidence: not _may_be_no_update(evidence),
         ),
         Alternative(
-            "a fault of logp itself, such as another quantity, values of other tokens, rounding or a temperature of "
-            "the forward pass that computes it",
+            "a fault of logp itself, such as another prompt, another quantity, values of other tokens, rounding or a "
+            "temperature of the forward pass that computes it",
             "score one sequence by hand as the trainer does",
-            settled=lambda evidence: not _fault_of_logp(evidence),
+            fields=VERSIONS,
+            settled=lambda evidence: updated(evidence) and not _fault_of_logp(evidence),
         ),
     )
 
@@ -103,6 +97,6 @@ class PolicyUpdates(Cause):
             f"(old_logp) by {moved:.2g} nats on average{fault}",
             evidence,
             share,
-            surest=0.5 if fault else _surest_of_updates(evidence),
+            surest=1.0 if updated(evidence) and not fault else 0.5,
             of_d=False,
         )
