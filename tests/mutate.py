@@ -1704,13 +1704,6 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py a_little_below_1",
     ),
     Mutation(
-        "diagnose: a fade is expert routing alone",
-        "offcorr/diagnose/causes/policies.py",
-        "        OTHER_PROMPT._replace(settled=lambda evidence: not _fades(evidence)),\n",
-        "",
-        "tests/diagnose/test_causes.py no_sure_expert_routing",
-    ),
-    Mutation(
         "first batch: few tokens hide a far lower temperature",
         "offcorr/training/semantics.py",
         "elif reported < MAYBE_COLDER:",
