@@ -1921,6 +1921,27 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py several_steps_that_do_not_say_so",
     ),
     Mutation(
+        "diagnose: fixed steps are no rounding",
+        "offcorr/diagnose/causes/values.py",
+        "if not _all_bf16(values) and (step := _fixed_step(values)) is not None:",
+        "if False:",
+        "tests/diagnose/test_causes.py in_fixed_steps",
+    ),
+    Mutation(
+        "diagnose: few values are no rounding",
+        "offcorr/diagnose/causes/values.py",
+        "if not constant and (spacing := _few_values(values, others)) is not None:",
+        "if False:",
+        "tests/diagnose/test_causes.py in_fixed_steps",
+    ),
+    Mutation(
+        "monitor: a truncation whose gap grows is an update",
+        "offcorr/training/named_cause.py",
+        "if named.cause in TRUNCATIONS:",
+        "if False:",
+        "tests/training/test_monitor_causes.py truncation_whose_gap_grows",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

@@ -209,7 +209,8 @@ def _unloadable(flag: str, name: str, error: Exception) -> ValueError:
             f"it is an adapter, whose base model (adapter_config.json) is {base}. Save the base model in a folder, set "
             f"base_model_name_or_path to it, and give {flag} again ({reason})"
         )
-    return ValueError(f"{flag} {name} cannot be loaded: {reason}")
+    missing = "" if Path(name).exists() else f"there is no folder {name} here, and of the hub's: "
+    return ValueError(f"{flag} {name} cannot be loaded: {missing}{reason}")
 
 
 def _say_where(flag: str, name: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from offcorr.diagnose import CAUSES, Record, Report
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.sampling import ALSO_UPDATES
+from offcorr.diagnose.causes.truncation import TRUNCATIONS
 from offcorr.diagnose.causes.versions import gap_without_age, older, versioned
 from offcorr.diagnose.diagnosis import FITTED, OF_OTHER_CHANGES
 from offcorr.training.alarms import ADVICE
@@ -95,8 +96,8 @@ ROUNDING_GROWS = "d is as small as rounding makes it, but it grows from step to 
 
 SETTING_GROWS = (
     "the log-probs alone would be taken for {cause!r}, as updates of the trainer's policy can look; k3 is {times:.2g} "
-    "times that when it left its range, after steps in which the two sides agreed, and a setting of the sampler would "
-    "make one gap from its first step on"
+    "times that when it left its range, after steps in which the two sides agreed, and a setting of the sampler mostly "
+    "makes one gap from its first step on"
 )
 
 PROMPT_GROWS = (
@@ -105,7 +106,8 @@ PROMPT_GROWS = (
 )
 
 ALSO_A_CHANGE = (
-    "what changed in the course of the run, such as the prompt, the temperature or the precision of the sampler, "
+    "what changed in the course of the run, such as the prompt, the temperature, a truncation (top_p, top_k) or the "
+    "precision of the sampler, "
     "leaves the same where training makes its gap grow"
 )
 
@@ -415,6 +417,8 @@ def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCa
 def _grows_as_no_setting(named: NamedCause, series: Series) -> bool:
     """Whether what looks like a setting of the sampler keeps growing, after steps in which the two sides agreed."""
     setting = named.cause in SHARPENED or (named.cause in CAUSES and CAUSES[named.cause].stage == "sampling")
+    if named.cause in TRUNCATIONS:  # which moves d below 0 and the mean ratio below 1, as no update does
+        return False
     if not setting or named.confidence > ALSO_UPDATES:
         return False
     return series.name != "surprise" and series.agreed and series.moved and series.risen >= RISING

@@ -392,7 +392,7 @@ def test_log_probs_that_the_tokens_were_not_drawn_with_are_of_no_other_weights()
     made.logged = lambda drawn, plain: simulated.log_softmax(noise(1.5, shared=True)(plain, made))
     report = diagnose(made.records())
     assert report.verdict == "chat_template" and report.confidence == 0.5
-    assert "the tokens were not drawn with the sampler's log-probs" in report.causes[0].evidence
+    assert "the sampler's log-probs are not those that the tokens were drawn with" in report.causes[0].evidence
     assert any("rows in another order" in one for one in report.cannot_tell)
     assert not any("int4" in one or "weights that are older" in one for one in report.cannot_tell)
 
@@ -2889,3 +2889,16 @@ def test_prompts_that_tell_which_sequences_agree_are_no_sure_cause(longer):
         )
     report = diagnose(records)
     assert report.confidence == 0.5, (report.verdict, report.confidence)
+
+
+@pytest.mark.parametrize("side", ["rollout_logp", "old_logp"])
+@pytest.mark.parametrize("step", [0.05, 0.07, 1 / 64, 1 / 1024])
+def test_log_probs_in_fixed_steps_were_rounded_when_they_were_stored(side, step):
+    """As 8 bits on a linear scale are."""
+    made = world("clean", sequences=64)
+    made.edits = [lambda columns, world: columns.update({side: step * np.round(columns[side] / step)})]
+    report = diagnose(made.records())
+    assert [one.cause for one in report.causes] == ["stored_rounded"] and report.confidence > 0.9
+    assert not any(
+        "stored_rounded" in {one.cause for one in diagnose(world(cause).records()).causes} for cause in IDS[:4]
+    )

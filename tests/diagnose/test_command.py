@@ -400,3 +400,14 @@ def test_a_model_names_the_cause(capsys, tmp_path):
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["verdict"] == "top_k" and found["rescored"]["sequences"] == 12
     assert found["rescored"]["hypotheses"][0]["words"] == "top_k 4"
+
+
+def test_a_model_that_neither_a_folder_nor_the_hub_has_says_so():
+    """What transformers says of it speaks of the network alone."""
+    from offcorr.diagnose.command import _unloadable
+
+    said = str(_unloadable("--model", "checkpoint-30", OSError("We couldn't connect")))
+    assert said == (
+        "--model checkpoint-30 cannot be loaded: there is no folder checkpoint-30 here, and of the hub's: We couldn't "
+        "connect"
+    )

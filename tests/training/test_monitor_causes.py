@@ -131,7 +131,17 @@ def test_what_looks_like_a_temperature_and_keeps_growing_is_updates_that_do_not_
     assert ("the log-probs alone would be taken for 'temperature'" in str(alarm)) == (cause == "adapter_not_synced")
 
 
-@pytest.mark.parametrize("setting", ["repetition_penalty", "raw_logprobs", "logit_bias", "top_p"])
+@pytest.mark.parametrize("setting", ["top_p", "top_k", "logit_mask"])
+def test_a_truncation_whose_gap_grows_is_no_update(setting):
+    """It moves all tokens to one side, and the mean ratio below 1, as no weights do."""
+
+    def name_cause(records):
+        return SimpleNamespace(verdict=setting, confidence=0.5, causes=[])
+
+    assert run(quiet(name_cause=name_cause), [0.0] * 25 + [0.02, 0.06, 0.12])[0].cause == setting
+
+
+@pytest.mark.parametrize("setting", ["repetition_penalty", "raw_logprobs", "logit_bias"])
 def test_what_looks_like_a_setting_and_keeps_growing_is_updates_that_do_not_arrive(setting):
     def name_cause(records):
         return SimpleNamespace(verdict=setting, confidence=0.6, causes=[])

@@ -221,6 +221,12 @@ class ChatTemplate(Cause):
             cause="temperature",
         ),
         Alternative(
+            "another quantity in place of the trainer's log-probs, such as log-probs that were divided by the length "
+            "of the sequence, or by another number",
+            "compute the trainer's log-prob of one token by hand",
+            settled=lambda evidence: not not_drawn_so(evidence),
+        ),
+        Alternative(
             "sampler's log-probs of other tokens or of another model, such as a draft model, or rows in another order",
             "score one sequence by hand on both sides",
             settled=lambda evidence: not not_drawn_so(evidence),
@@ -242,7 +248,8 @@ class ChatTemplate(Cause):
                 1.0,
                 0.3,
                 f"the mean ratio e^d is {ratio.value:.3g} +- {ratio.error:.2g}, where it is 1 for any two policies: "
-                "the tokens were not drawn with the sampler's log-probs, as where another prompt was scored with them",
+                "the sampler's log-probs are not those that the tokens were drawn with, as where another prompt was "
+                "scored with them, or the trainer's values are no log-probs of these tokens",
                 surest=0.5,
             )
         other = noise(evidence) and profile.mean > FAR and not older(evidence)

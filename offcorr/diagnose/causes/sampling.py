@@ -412,8 +412,8 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
     more = ""
     if among is not None and among.far:
         more = (
-            f"; it is not all, as {among.left:.2g} of {among.gap:.2g} nats between the log-probs of different tokens "
-            "after one prefix are left by any temperature"
+            f"; it is not all, as {min(among.left, among.gap):.2g} of {among.gap:.2g} nats between the log-probs of "
+            "different tokens after one prefix are left by any temperature"
         )
     carried = 1 / fit.power.value
     return Found(

@@ -467,14 +467,24 @@ class StoredRounded(Cause):
     advice = "keep log-probs in float32 from the log-softmax to the loss, and write them with all digits"
 
     def found(self, evidence: Evidence) -> Found | None:
-        for side, values in (("sampler", evidence.sampler), ("trainer", evidence.trainer)):
+        constant = _constant(evidence) is not None
+        sides = (("sampler", evidence.sampler), ("trainer", evidence.trainer))
+        for (side, values), (_, others) in (sides, sides[::-1]):
+            if (digits := _few_digits(values)) is not None:
+                said = f"have {digits} binary digits at most, as in an 8-bit format, and bfloat16 has 8"
+                return _rounded(evidence, side, values, np.maximum(_binary_half(values, digits), FINEST / 2), said)
+            if not constant and (spacing := _few_values(values, others)) is not None:
+                said = (
+                    f"take {len(np.unique(values)):,} different values, as of 8 bits or fixed steps, and the others' "
+                )
+                said += f"{len(np.unique(others)):,}"
+                return _rounded(evidence, side, values, spacing / 2, said)
             if (decimals := _decimals(values)) is not None:
                 said = f"have {decimals} decimal{'s' * (decimals > 1)} at most" if decimals else "are whole numbers"
                 half = 0.5 * 0.1**decimals if decimals else 1.0  # an array of integers cuts off what follows the point
                 return _rounded(evidence, side, values, np.full(len(values), half), said)
-            if (digits := _few_digits(values)) is not None:
-                said = f"have {digits} binary digits at most, as in an 8-bit format, and bfloat16 has 8"
-                return _rounded(evidence, side, values, np.maximum(_binary_half(values, digits), FINEST / 2), said)
+            if not _all_bf16(values) and (step := _fixed_step(values)) is not None:
+                return _rounded(evidence, side, values, np.full(len(values), step / 2), f"are multiples of {step:g}")
             if _all_fp16(values) and not _all_bf16(values):
                 said = "are numbers that float16 can hold, and of float32 numbers only one in 8,192 is"
                 return _rounded(evidence, side, values, _binary_half(values, bits=11), said)
@@ -717,6 +727,39 @@ def _few_digits(values: Floats) -> int | None:
         if len(inside) and bool((inside.view(np.uint32) & (0xFFFFFF >> digits) == 0).all()):
             return digits
     return None
+
+
+FINEST_STEP, OF_FP16 = 12, 10
+"""Binary places of the finest fixed step that is looked for, and those from which float16 leaves it above .5."""
+
+
+def _fixed_step(values: Floats) -> float | None:
+    """The power of 2 that all log-probs are multiples of; None: there is none."""
+    inside = _values(values)
+    for places in range((OF_FP16 if _all_fp16(values) else FINEST_STEP + 1) if len(inside) else 0):
+        scaled = inside * 2.0**places
+        if bool((scaled == np.round(scaled)).all()):
+            return float(0.5**places)
+    return None
+
+
+FEW_VALUES, MORE_VALUES, ENOUGH_VALUES = 0.125, 4, 512
+"""Different values of one side, as a share of the log-probs, up to which they are steps, where the other side has so
+many times more; and log-probs that it takes to say so."""
+
+
+def _few_values(values: Floats, others: Floats) -> Floats | None:
+    """The distance of each log-prob from the next smaller value, where the values are few; None: they are not."""
+    steps, at = np.unique(values, return_inverse=True)
+    if len(values) < ENOUGH_VALUES or len(_values(values)) == 0 or len(steps) > FEW_VALUES * len(values):
+        return None
+    if len(np.unique(others)) < MORE_VALUES * len(steps):
+        return None
+    apart = np.diff(steps)
+    decimals = _decimals(values)
+    if decimals and np.median(apart) < 1.5 * 0.1**decimals:  # which says more
+        return None
+    return np.asarray(np.maximum(np.append(apart, apart[-1]), np.append(apart[0], apart))[at])
 
 
 def _all_fp16(values: Floats) -> bool:
