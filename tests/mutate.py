@@ -1292,7 +1292,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: whole numbers are a ban",
-        "offcorr/diagnose/causes/values.py",
+        "offcorr/diagnose/causes/grids.py",
         "for decimals in (0, 1, 2, 3):",
         "for decimals in (1, 2, 3):",
         "tests/diagnose/test_causes.py array_of_integers",
@@ -1313,16 +1313,16 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: values with few decimals are a lower precision",
-        "offcorr/diagnose/causes/values.py",
+        "offcorr/diagnose/causes/grids.py",
         "for decimals in (0, 1, 2, 3):",
         "for decimals in (1, 2):",
         "tests/diagnose/test_causes.py rounded_as_they_were_stored",
     ),
     Mutation(
         "diagnose: float16 values are a lower precision",
-        "offcorr/diagnose/causes/values.py",
-        "if _all_fp16(values) and not _all_bf16(values):",
-        "if False and not _all_bf16(values):",
+        "offcorr/diagnose/causes/stored.py",
+        "if all_fp16(values) and not all_bf16(values):",
+        "if False and not all_bf16(values):",
         "tests/diagnose/test_causes.py rounded_as_they_were_stored",
     ),
     Mutation(
@@ -1670,9 +1670,9 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: log-probs in 8 bits are called bfloat16",
-        "offcorr/diagnose/causes/values.py",
-        "if _all_bf16(values) and _few_digits(values) is None:",
-        "if _all_bf16(values):",
+        "offcorr/diagnose/causes/stored.py",
+        "if all_bf16(values) and few_digits(values) is None:",
+        "if all_bf16(values):",
         "tests/diagnose/test_causes.py::test_log_probs_in_8_bits_are_not_called_bfloat16",
     ),
     Mutation(
@@ -1796,7 +1796,7 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: log-probs near 0 show what they were stored in",
-        "offcorr/diagnose/causes/values.py",
+        "offcorr/diagnose/causes/grids.py",
         "inside[inside < -NEAR_ZERO]",
         "inside",
         "tests/diagnose/test_causes.py certain_of_its_tokens",
@@ -1922,15 +1922,15 @@ MUTATIONS = [
     ),
     Mutation(
         "diagnose: fixed steps are no rounding",
-        "offcorr/diagnose/causes/values.py",
-        "if not _all_bf16(values) and (step := _fixed_step(values)) is not None:",
+        "offcorr/diagnose/causes/stored.py",
+        "if not all_bf16(values) and (step := fixed_step(values)) is not None:",
         "if False:",
         "tests/diagnose/test_causes.py in_fixed_steps",
     ),
     Mutation(
         "diagnose: few values are no rounding",
-        "offcorr/diagnose/causes/values.py",
-        "if not constant and (spacing := _few_values(values, others)) is not None:",
+        "offcorr/diagnose/causes/stored.py",
+        "if not one_number and (spacing := few_values(values, others)) is not None:",
         "if False:",
         "tests/diagnose/test_causes.py in_fixed_steps",
     ),
@@ -3158,7 +3158,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: values on the grid of bfloat16 are placeholders",
         "offcorr/diagnose/causes/values.py",
-        "if not evidence.as_logged or _on_a_grid(sampler) or evidence.unrelated:",
+        "if not evidence.as_logged or on_a_grid(sampler) or evidence.unrelated:",
         "if False:",
         "tests/diagnose/test_causes.py return_by_chance",
     ),

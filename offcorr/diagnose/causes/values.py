@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offcorr.diagnose.causes.base import CAUSES, NEARLY_GREEDY, Alternative, Cause, Found
+from offcorr.diagnose.causes.grids import on_a_grid
 from offcorr.diagnose.evidence import SAME, Booleans, Evidence, surprisal_balance
 from offcorr.diagnose.record import Floats, Integers, Record
 
@@ -78,9 +78,9 @@ class Sentinel(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        constant = _constant(evidence)
-        if constant is not None or _mostly_above(evidence):
-            return constant
+        one_number = constant(evidence)
+        if one_number is not None or _mostly_above(evidence):
+            return one_number
         if (filled := _zeros_of_the_trainer(evidence)).any():
             return Found(
                 float(filled.mean()),
@@ -228,7 +228,7 @@ class Mask(Cause):
         zeros = _zeros(evidence)
         zeros &= ~(evidence.last & (_neighbours(evidence, evidence.sampler == 0) == 0))
         count = int(zeros.sum())
-        if count < FEWEST or _constant(evidence):
+        if count < FEWEST or constant(evidence):
             return None
         in_runs = _in_runs(evidence, zeros)
         if not in_runs and not _at_edges(evidence, zeros):
@@ -440,76 +440,6 @@ class Shift(Cause):
         return Found(ratio, error, 0.6, (0.6 - ratio) * 10, said, after, surest=1.0 if ratio < SHIFTED else 0.5)
 
 
-class StoredBF16(Cause):
-    """Every log-prob of one side can be written in bfloat16."""
-
-    id = "stored_bf16"
-    stage = "values"
-    robust = True
-    title = "log-probs were stored in bfloat16"
-    advice = "keep log-probs in float32 from the log-softmax to the loss: bfloat16 has 3 digits"
-
-    def found(self, evidence: Evidence) -> Found | None:
-        for side, values in (("sampler", evidence.sampler), ("trainer", evidence.trainer)):
-            if _all_bf16(values) and _few_digits(values) is None:
-                said = "are numbers that bfloat16 can hold, and of float32 numbers only one in 65,536 is"
-                return _rounded(evidence, side, values, _binary_half(values, bits=8), said)
-        return None
-
-
-class StoredRounded(Cause):
-    """Every log-prob of one side is a float16 or an 8-bit number, or has few decimals."""
-
-    id = "stored_rounded"
-    stage = "values"
-    robust = True
-    title = "log-probs were rounded when they were stored, to float16, to 8 bits or to a few decimals"
-    advice = "keep log-probs in float32 from the log-softmax to the loss, and write them with all digits"
-
-    def found(self, evidence: Evidence) -> Found | None:
-        constant = _constant(evidence) is not None
-        sides = (("sampler", evidence.sampler), ("trainer", evidence.trainer))
-        for (side, values), (_, others) in (sides, sides[::-1]):
-            if (digits := _few_digits(values)) is not None:
-                said = f"have {digits} binary digits at most, as in an 8-bit format, and bfloat16 has 8"
-                return _rounded(evidence, side, values, np.maximum(_binary_half(values, digits), FINEST / 2), said)
-            if not constant and (spacing := _few_values(values, others)) is not None:
-                said = (
-                    f"take {len(np.unique(values)):,} different values, as of 8 bits or fixed steps, and the others' "
-                )
-                said += f"{len(np.unique(others)):,}"
-                return _rounded(evidence, side, values, spacing / 2, said)
-            if (decimals := _decimals(values)) is not None:
-                said = f"have {decimals} decimal{'s' * (decimals > 1)} at most" if decimals else "are whole numbers"
-                half = 0.5 * 0.1**decimals if decimals else 1.0  # an array of integers cuts off what follows the point
-                return _rounded(evidence, side, values, np.full(len(values), half), said)
-            if not _all_bf16(values) and (step := _fixed_step(values)) is not None:
-                return _rounded(evidence, side, values, np.full(len(values), step / 2), f"are multiples of {step:g}")
-            if _all_fp16(values) and not _all_bf16(values):
-                said = "are numbers that float16 can hold, and of float32 numbers only one in 8,192 is"
-                return _rounded(evidence, side, values, _binary_half(values, bits=11), said)
-        return None
-
-
-def _rounded(evidence: Evidence, side: str, values: Floats, half: Floats, said: str) -> Found:
-    """The finding that one side's values stand on a grid, and what is left of d where each may be off by ``half``."""
-    count = int((values < 0).sum())
-    left = np.sign(evidence.d) * np.maximum(evidence.size - 1.001 * half, 0)
-    return Found(
-        1.0,
-        0.0,
-        1.0,
-        count / 64,
-        f"all {count} log-probs of the {side} {said}",
-        evidence.explained(evidence.d - left),
-    )
-
-
-def _binary_half(values: Floats, bits: int) -> Floats:
-    """[N] half the distance of neighbouring numbers with so many significant bits."""
-    return np.asarray(2.0 ** np.floor(np.log2(np.maximum(np.abs(values), 1e-30))) / 2**bits)
-
-
 def _zeros(evidence: Evidence) -> Booleans:
     """Exact zeros of the sampler where the trainer's log-prob is far below."""
     return (evidence.sampler == 0) & (evidence.trainer < UNLIKELY)
@@ -569,7 +499,7 @@ UNCERTAIN = -0.05
 """The trainer's log-prob (nats) below which a token was not certain."""
 
 
-def _constant(evidence: Evidence) -> Found | None:
+def constant(evidence: Evidence) -> Found | None:
     """The sampler's value is the same at every token of nearly every sequence, where the trainer's is not."""
     rows = [evidence.of_sequence(at) for at in range(len(evidence.records))]
     rows = [row for row in rows if (evidence.trainer[row] < UNCERTAIN).sum() >= 4]
@@ -639,7 +569,7 @@ def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
     repeated = (times >= max(FEWEST, 0.002 * len(sampler))) & (far > 0.7) & (spread > 0.3) & (ends < 0.9)
     repeated &= (tokens > 1) & several  # a value of one sequence may be its mean
     # Few numbers are left to bf16 values, which return by chance; and of other tokens any value is far off.
-    if not evidence.as_logged or _on_a_grid(sampler) or evidence.unrelated:
+    if not evidence.as_logged or on_a_grid(sampler) or evidence.unrelated:
         repeated[:] = False
     repeated &= values < -1e-6
     odd |= repeated[inverse]
@@ -697,94 +627,3 @@ def _one_later(record: Record) -> Record:
 
     logp = record.logp if record.logp is None else later(record.logp)
     return dataclasses.replace(record, old_logp=later(record.old_logp), logp=logp)
-
-
-NEAR_ZERO = 2.0**-8
-"""Size of a log-prob below which the differences of two logits in float32 have few digits, whatever they are stored in:
-logits around 20 are multiples of 2^-19."""
-
-
-def _values(values: Floats) -> NDArray[np.float32]:
-    """The log-probs below 0 in float32; none, unless enough of them have digits that storage could have taken."""
-    inside = values[(values < 0) & (values > -1e4)].astype(np.float32)
-    return inside if len(np.unique(inside[inside < -NEAR_ZERO])) >= 16 else inside[:0]
-
-
-def _all_bf16(values: Floats) -> bool:
-    """Whether there are enough log-probs, and every one is a bfloat16 number."""
-    inside = _values(values)
-    return len(inside) > 0 and bool((inside.view(np.uint32) & 0xFFFF == 0).all())
-
-
-FINEST = 2.0**-9
-"""The least difference of two numbers in float8 (e4m3)."""
-
-
-def _few_digits(values: Floats) -> int | None:
-    """The number of binary digits that every log-prob has at most, up to four, as 8-bit formats do; None: more."""
-    inside = _values(values)
-    for digits in (3, 4):
-        if len(inside) and bool((inside.view(np.uint32) & (0xFFFFFF >> digits) == 0).all()):
-            return digits
-    return None
-
-
-FINEST_STEP, OF_FP16 = 12, 10
-"""Binary places of the finest fixed step that is looked for, and those from which float16 leaves it above .5."""
-
-
-def _fixed_step(values: Floats) -> float | None:
-    """The power of 2 that all log-probs are multiples of; None: there is none."""
-    inside = _values(values)
-    for places in range((OF_FP16 if _all_fp16(values) else FINEST_STEP + 1) if len(inside) else 0):
-        scaled = inside * 2.0**places
-        if bool((scaled == np.round(scaled)).all()):
-            return float(0.5**places)
-    return None
-
-
-FEW_VALUES, MORE_VALUES, ENOUGH_VALUES = 0.125, 4, 512
-"""Different values of one side, as a share of the log-probs, up to which they are steps, where the other side has so
-many times more; and log-probs that it takes to say so."""
-
-
-def _few_values(values: Floats, others: Floats) -> Floats | None:
-    """The distance of each log-prob from the next smaller value, where the values are few; None: they are not."""
-    steps, at = np.unique(values, return_inverse=True)
-    if len(values) < ENOUGH_VALUES or len(_values(values)) == 0 or len(steps) > FEW_VALUES * len(values):
-        return None
-    if len(np.unique(others)) < MORE_VALUES * len(steps):
-        return None
-    apart = np.diff(steps)
-    decimals = _decimals(values)
-    if decimals and np.median(apart) < 1.5 * 0.1**decimals:  # which says more
-        return None
-    return np.asarray(np.maximum(np.append(apart, apart[-1]), np.append(apart[0], apart))[at])
-
-
-def _all_fp16(values: Floats) -> bool:
-    """The same of float16."""
-    inside = _values(values)
-    return len(inside) > 0 and bool((inside.astype(np.float16) == inside).all())
-
-
-WHOLE = 4
-"""Different whole numbers, at least, among log-probs that have no decimals."""
-
-
-def _decimals(values: Floats) -> int | None:
-    """The number of decimals, up to three, that every log-prob has at most; None: they have more."""
-    inside = values[(values < 0) & (values > -1e4)]
-    for decimals in (0, 1, 2, 3):
-        scaled = inside * 10.0**decimals
-        places = np.round(scaled)
-        if len(np.unique(places[places < 0])) >= (16 if decimals else WHOLE) and bool(
-            (np.abs(scaled - places) < 0.002).all()
-        ):
-            return decimals
-    return None
-
-
-def _on_a_grid(values: Floats) -> bool:
-    """Whether the log-probs were rounded so far that many are equal by chance."""
-    return _all_bf16(values) or _all_fp16(values) or _decimals(values) is not None

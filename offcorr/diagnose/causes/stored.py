@@ -1,0 +1,81 @@
+"""Causes in how log-probs were stored: fewer digits than float32 has."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from offcorr.diagnose.causes.base import Cause, Found
+from offcorr.diagnose.causes.grids import FINEST, all_bf16, all_fp16, decimals_of, few_digits, few_values, fixed_step
+from offcorr.diagnose.causes.values import constant
+from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.record import Floats
+
+
+class StoredBF16(Cause):
+    """Every log-prob of one side can be written in bfloat16."""
+
+    id = "stored_bf16"
+    stage = "values"
+    robust = True
+    title = "log-probs were stored in bfloat16"
+    advice = "keep log-probs in float32 from the log-softmax to the loss: bfloat16 has 3 digits"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        for side, values in (("sampler", evidence.sampler), ("trainer", evidence.trainer)):
+            if all_bf16(values) and few_digits(values) is None:
+                said = "are numbers that bfloat16 can hold, and of float32 numbers only one in 65,536 is"
+                return _rounded(evidence, side, values, _binary_half(values, bits=8), said)
+        return None
+
+
+class StoredRounded(Cause):
+    """Every log-prob of one side is a float16 or an 8-bit number, or has few decimals."""
+
+    id = "stored_rounded"
+    stage = "values"
+    robust = True
+    title = "log-probs were rounded when they were stored, to float16, to 8 bits or to a few decimals"
+    advice = "keep log-probs in float32 from the log-softmax to the loss, and write them with all digits"
+
+    def found(self, evidence: Evidence) -> Found | None:
+        one_number = constant(evidence) is not None
+        sides = (("sampler", evidence.sampler), ("trainer", evidence.trainer))
+        for (side, values), (_, others) in (sides, sides[::-1]):
+            if (digits := few_digits(values)) is not None:
+                said = f"have {digits} binary digits at most, as in an 8-bit format, and bfloat16 has 8"
+                return _rounded(evidence, side, values, np.maximum(_binary_half(values, digits), FINEST / 2), said)
+            if not one_number and (spacing := few_values(values, others)) is not None:
+                said = (
+                    f"take {len(np.unique(values)):,} different values, as of 8 bits or fixed steps, and the others' "
+                )
+                said += f"{len(np.unique(others)):,}"
+                return _rounded(evidence, side, values, spacing / 2, said)
+            if (decimals := decimals_of(values)) is not None:
+                said = f"have {decimals} decimal{'s' * (decimals > 1)} at most" if decimals else "are whole numbers"
+                half = 0.5 * 0.1**decimals if decimals else 1.0  # an array of integers cuts off what follows the point
+                return _rounded(evidence, side, values, np.full(len(values), half), said)
+            if not all_bf16(values) and (step := fixed_step(values)) is not None:
+                return _rounded(evidence, side, values, np.full(len(values), step / 2), f"are multiples of {step:g}")
+            if all_fp16(values) and not all_bf16(values):
+                said = "are numbers that float16 can hold, and of float32 numbers only one in 8,192 is"
+                return _rounded(evidence, side, values, _binary_half(values, bits=11), said)
+        return None
+
+
+def _rounded(evidence: Evidence, side: str, values: Floats, half: Floats, said: str) -> Found:
+    """The finding that one side's values stand on a grid, and what is left of d where each may be off by ``half``."""
+    count = int((values < 0).sum())
+    left = np.sign(evidence.d) * np.maximum(evidence.size - 1.001 * half, 0)
+    return Found(
+        1.0,
+        0.0,
+        1.0,
+        count / 64,
+        f"all {count} log-probs of the {side} {said}",
+        evidence.explained(evidence.d - left),
+    )
+
+
+def _binary_half(values: Floats, bits: int) -> Floats:
+    """[N] half the distance of neighbouring numbers with so many significant bits."""
+    return np.asarray(2.0 ** np.floor(np.log2(np.maximum(np.abs(values), 1e-30))) / 2**bits)
