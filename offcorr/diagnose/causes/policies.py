@@ -46,7 +46,7 @@ FAR = 0.15
 """Mean |d| / (1 - p) above which noise is no rounding."""
 
 ALIKE = 0.8
-"""Confidence at most in a cause that others leave the traces of: an old cache, another prompt, a change within."""
+"""Confidence at most in weights that changed within the sequences as the logged versions did: others leave the same."""
 
 UNSURE = 0.5
 """Confidence at most in other weights where a coarse precision, another prompt or a temperature may look like them."""
@@ -634,12 +634,7 @@ class PrecisionOf(Cause):
             "keys and values that are cached in a lower precision, or of a prompt that was read with older weights",
             "give --model, or compare with a run whose cache has the model's precision (vLLM: kv_cache_dtype='auto')",
         ),
-        Alternative(
-            "weights that are a little older",
-            "give --model",
-            fields=VERSIONS,
-            settled=same_version,
-        ),
+        Alternative("weights that are a little older", "give --model", fields=VERSIONS, settled=same_version),
         Alternative(
             "weights that the engine was not given, such as an adapter or another checkpoint",
             "give --model",

@@ -29,7 +29,7 @@ class StoredBF16(Cause):
 
 
 class StoredRounded(Cause):
-    """Every log-prob of one side is a float16 or an 8-bit number, or has few decimals."""
+    """Every log-prob of one side is a float16 or an 8-bit number, has few decimals, or is a multiple of one step."""
 
     id = "stored_rounded"
     stage = "values"
@@ -45,10 +45,10 @@ class StoredRounded(Cause):
                 said = f"have {digits} binary digits at most, as in an 8-bit format, and bfloat16 has 8"
                 return _rounded(evidence, side, values, np.maximum(_binary_half(values, digits), FINEST / 2), said)
             if not one_number and (spacing := few_values(values, others)) is not None:
+                steps, different = len(np.unique(values)), len(np.unique(others))
                 said = (
-                    f"take {len(np.unique(values)):,} different values, as of 8 bits or fixed steps, and the others' "
+                    f"take {steps:,} different values, as in 8 bits or fixed steps, and the other side's {different:,}"
                 )
-                said += f"{len(np.unique(others)):,}"
                 return _rounded(evidence, side, values, spacing / 2, said)
             if (decimals := decimals_of(values)) is not None:
                 said = f"have {decimals} decimal{'s' * (decimals > 1)} at most" if decimals else "are whole numbers"
