@@ -144,7 +144,7 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
             if part[0].ageless:
                 evidence = dataclasses.replace(evidence, ageless=True)
                 findings, left = _explain(evidence)
-            findings, left = _of_part(findings, left, *part)
+            findings, left = _of_part(findings, left, evidence, *part)
             questions = [] if findings else [SOME_DIFFER.format(part[1])]
         if (current := _of_logp(evidence)) is not None:
             found = _explain(current)
@@ -224,12 +224,20 @@ MORE = 0.1
 has them."""
 
 
-def _of_part(findings: list[Finding], left: Evidence, part: Evidence, said: str) -> tuple[list[Finding], Evidence]:
+BY_SIZE = ("moe_routing", "precision", "stale_weights")
+"""Causes that the sizes of d decide, of which sequences that agree change the mean and the median; others may be read of
+the very fact that some agree."""
+
+
+def _of_part(
+    findings: list[Finding], left: Evidence, evidence: Evidence, part: Evidence, said: str
+) -> tuple[list[Finding], Evidence]:
     """The causes of all sequences; or those of a part that alone differs, where it shows a fault of the values or of
-    the sampling, which beside sequences without it looks like another policy.
+    the sampling, which beside sequences without it looks like another policy, or where all show nothing but another
+    policy.
 
     Args:
-        findings, left: as read from all sequences.
+        findings, left: as read from all sequences, which are the evidence.
         part, said: what ``differing_sequences`` gives.
     """
     of_part, left_of_part = _explain(part, said, of_updates=False)
@@ -241,6 +249,10 @@ def _of_part(findings: list[Finding], left: Evidence, part: Evidence, said: str)
             return of_part + [one for one in findings if not one.of_d], left_of_part
     if of_part and not findings and lag_by_versions(part):
         return of_part, left_of_part
+    if of_part and findings and _stage_of_most(of_part) == "policies" and findings[0].cause in BY_SIZE:
+        room = float(part.size.sum() / max(evidence.size.sum(), 1e-12))
+        of_part = [dataclasses.replace(one, share=room * one.share) for one in of_part]
+        return of_part + [one for one in findings if not one.of_d], left_of_part
     of_policies = [CAUSES[one.cause].stage == "policies" for one in findings]
     said_of = [one.evidence + said * of for one, of in zip(findings, of_policies, strict=True)]
     return [dataclasses.replace(one, evidence=words) for one, words in zip(findings, said_of, strict=True)], left
@@ -295,15 +307,26 @@ no transform that is too slight for so many tokens; the same where they surprise
 own draws do."""
 
 
+UNSURE = 0.5
+"""Confidence up to which a cause is hardly told from another."""
+
+NONE_OF_THEM = (
+    "whether it is a fault without a name here, such as a mistake in how one side computes, rescales, stores or orders "
+    "its log-probs. To find out, compute the log-probs of one short sequence by hand, and compare them with both sides'"
+)
+
+
 def with_verdict(report: Report) -> Report:
     """The report with the verdict of its causes: the first; "unknown" where that is the trainer's updates, and d, which
-    is larger, has no cause.
+    is larger, has no cause.  Where one of them is hardly told from others, it asks whether it is none of them.
     """
-    first, evidence = report.causes[0], report.evidence
+    first, evidence, cannot = report.causes[0], report.evidence, report.cannot_tell
     verdict, sure = first.cause, first.confidence
     if CAUSES[verdict].stage == "updates" and report.d_unexplained and evidence.gap > evidence.moved:
         verdict, sure = without_cause(evidence)
-    return dataclasses.replace(report, verdict=verdict, confidence=sure)
+    if any(one.confidence <= UNSURE for one in report.causes):
+        cannot = [*cannot, NONE_OF_THEM]
+    return dataclasses.replace(report, verdict=verdict, confidence=sure, cannot_tell=cannot)
 
 
 def without_cause(left: Evidence) -> tuple[str, float]:

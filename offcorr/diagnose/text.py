@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from offcorr.diagnose.causes import CAUSES, Finding
-from offcorr.diagnose.diagnosis import Report
+from offcorr.diagnose.diagnosis import UNSURE, Report
 from offcorr.diagnose.questions import wanted
 
 
@@ -57,10 +57,6 @@ GLOSSARY = (
     "log-prob - entropy). +- is one standard error. Confidence: how clearly the cause is told from others that leave "
     "similar numbers; 0.5: only just, 1: certainly."
 )
-
-
-UNSURE = 0.5
-"""Confidence up to which the headline says that the cause is hardly told from another."""
 
 
 def headline(report: Report) -> str:

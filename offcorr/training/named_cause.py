@@ -317,7 +317,7 @@ def _of_known_age(named: NamedCause, series: Series, report: Report, by_updates:
         return named
     said = (
         f"by the logged versions the sampler's weights are older than the trainer's, and k3 is {times:.2g} times that "
-        "of the first step"
+        "of the first logged step"
     )
     alone = f"(the log-probs alone would be taken for {named.cause!r})"
     if named.cause == OF_OLDER_PROMPT:

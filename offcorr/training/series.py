@@ -296,7 +296,7 @@ class Series:
             self._crossed.append(limit.excess(number))
             if self.exceeded[i] >= persistence:
                 bound = f"below {limit.low:g}" if number < limit.low else f"above {limit.high:g}"
-                found[limit.metric] = f"{limit.said} {number:.3g}, {bound} in {self.exceeded[i]} steps in a row"
+                found[limit.metric] = f"{limit.said} {number:.3g}, {bound} in {self.exceeded[i]} logged steps in a row"
                 severity = limit.severity if severity != "critical" else severity
         self.size = math.exp(values["above"]) if self.name != "surprise" else None
         self._count(self.size, metrics, step)
@@ -440,11 +440,12 @@ class Series:
 
     def _said(self, chart: Cusum, value: float, metrics: Mapping[str, float]) -> str:
         """The chart's verdict in words."""
-        chart_said = f"{chart.above} steps in a row; CUSUM {chart.score:.1f}, an alarm from {chart.threshold:g} on"
+        alarm = f"an alarm from {chart.threshold:g} on"
+        chart_said = f"{chart.above} logged steps in a row; CUSUM {chart.score:.1f}, {alarm}"
         if self.name == "surprise":
-            usual = "that of the first steps"
+            usual = "that of the first logged steps"
             if not any(chart.values):
-                usual = f"0; the first steps are off by {self._warm_up_mean:.3g}, so that they are no baseline"
+                usual = f"0; the first logged steps are off by {self._warm_up_mean:.3g}, so that they are no baseline"
             return (
                 f"mean of -logp - entropy {metrics[SURPRISE]:.3g} +- {_error(metrics):.2g} nats, "
                 f"{abs(value - chart.mean):.1f} standard errors from {usual} ({chart_said})"
@@ -453,7 +454,7 @@ class Series:
         if chart.mean < math.log(1.001 * SMALLEST_K3):  # less counts as this
             times = f"more than {times}"
         return (
-            f"the KL divergence of the two (k3) is {math.exp(value):.2g} nats, {times} that of the first steps "
+            f"the KL divergence of the two (k3) is {math.exp(value):.2g} nats, {times} that of the first logged steps "
             f"({chart_said})"
         )
 
@@ -462,7 +463,7 @@ class Series:
         if not chart.usual:  # under alarm from the first step on
             return ""
         lag, usual = conditions[0], chart.usual[0]
-        return f"; the reported lag is {lag:.3g}, {usual:.3g} in the first steps" if lag > RISES * usual else ""
+        return f"; the reported lag is {lag:.3g}, {usual:.3g} in the first logged steps" if lag > RISES * usual else ""
 
     def state_dict(self) -> dict[str, Any]:
         """Its state for a checkpoint, as plain numbers."""

@@ -133,7 +133,7 @@ def test_one_alarm_for_one_fault_and_another_for_the_next():
     monitor = quiet(warmup=10)
     gaps = [0.003] * 20 + [0.03] * 20 + [0.003] * 10 + [0.03] * 5
     assert alarms_of(monitor, gaps) == [(23, "engine", "warning"), (53, "engine", "warning")]
-    assert "times that of the first steps (3 steps in a row; CUSUM" in monitor.alarms[0].evidence[0]
+    assert "times that of the first logged steps (3 logged steps in a row; CUSUM" in monitor.alarms[0].evidence[0]
 
 
 def test_one_noisy_step_is_no_event():
@@ -206,7 +206,7 @@ def test_the_reported_lag_is_part_of_the_evidence():
         metrics = {"offcorr/staleness/k3": 1e-4 * (1 + 10 * late), "offcorr/staleness/lag": 2.0 + late}
         monitor.end(step, metrics)
     (alarm,) = monitor.alarms
-    assert "the reported lag is" in alarm.evidence[0] and ", 2 in the first steps" in alarm.evidence[0]
+    assert "the reported lag is" in alarm.evidence[0] and ", 2 in the first logged steps" in alarm.evidence[0]
 
 
 def lags_of(monitor, lags, **metrics):
@@ -693,7 +693,7 @@ def test_a_gap_after_none_is_more_than_so_many_times_as_large(before, more):
     for step in range(12):
         monitor.end(step, {"offcorr/engine/k3": before if step < 8 else 1e-3})
     (alarm,) = monitor.alarms
-    assert ("more than 1e+04 times that of the first steps" in str(alarm)) == more
+    assert ("more than 1e+04 times that of the first logged steps" in str(alarm)) == more
 
 
 def test_a_gap_below_rounding_counts_as_none():

@@ -52,17 +52,19 @@ def fixed_step(values: Floats) -> float | None:
 
 
 FEW_VALUES, MORE_VALUES, ENOUGH_VALUES = 0.125, 4, 512
-"""Different values of one side, as a share of the log-probs, up to which they are steps, where the other side has so
-many times more; and log-probs that it takes to say so."""
+"""Different values of one side, as a share of its log-probs below 0, up to which they are steps, where the other side
+has so many times more at the same tokens; and log-probs that it takes to say so."""
 
 
 def few_values(values: Floats, others: Floats) -> Floats | None:
     """The distance of each log-prob from the next smaller value, where the values are few; None: they are not."""
+    below = values < 0  # 0 stands at any token that is certain, or that a truncation left alone
+    different = len(np.unique(values[below]))
+    if below.sum() < ENOUGH_VALUES or len(_values(values)) == 0 or different > FEW_VALUES * below.sum():
+        return None
+    if len(np.unique(others[below])) < MORE_VALUES * different:
+        return None
     steps, at = np.unique(values, return_inverse=True)
-    if len(values) < ENOUGH_VALUES or len(_values(values)) == 0 or len(steps) > FEW_VALUES * len(values):
-        return None
-    if len(np.unique(others)) < MORE_VALUES * len(steps):
-        return None
     apart = np.diff(steps)
     decimals = decimals_of(values)
     if decimals and np.median(apart) < 1.5 * 0.1**decimals:  # which says more
@@ -75,6 +77,22 @@ def all_fp16(values: Floats) -> bool:
     inside = _values(values)
     return len(inside) > 0 and bool((inside.astype(np.float16) == inside).all())
 
+
+def probabilities_of(values: Floats) -> int | None:
+    """The number of binary digits, of float16 or bfloat16, that the probability of every log-prob has; None: more."""
+    inside = _values(values)
+    likely = np.exp(inside.astype(np.float64))[(inside > -8) & (inside < -0.01)]
+    if len(np.unique(likely)) < MANY_PROBABILITIES:
+        return None
+    for digits in (8, 11):
+        scaled = likely * 2.0 ** (digits - 1 - np.floor(np.log2(likely)))
+        if bool((np.abs(scaled - np.round(scaled)) < 2e-3).all()):
+            return digits
+    return None
+
+
+MANY_PROBABILITIES = 32
+"""Different probabilities that it takes to say so, not too near to 0 and 1."""
 
 WHOLE = 4
 """Different whole numbers, at least, among log-probs that have no decimals."""

@@ -32,7 +32,8 @@ def growth(evidence: Evidence) -> tuple[float, float] | None:
     Weights of a constant lag leave about the same d at every step, once the lag is reached.
     """
     sizes = _sizes(evidence)
-    if len(sizes) < LEAST_STEPS:
+    grown = _from_the_first(sizes)
+    if len(sizes) < LEAST_STEPS or (len(grown) < min(LEAST_STEPS, len(sizes) - 1) and not _rises(grown)):
         return None
     early, middle, late = (float(third.mean()) for third in np.array_split(sizes, 3))
     if early > 0.7 * middle or middle > 0.9 * late or _trend(sizes) < STEADY or _jumps(sizes):
@@ -49,11 +50,22 @@ def small_growth(evidence: Evidence) -> tuple[float, float] | None:
     sizes = _sizes(evidence)
     if len(sizes) >= LEAST_STEPS:
         return growth(evidence)
-    sizes = sizes[np.cumsum(sizes > 0.02 * sizes.max(initial=0)) > 0]
+    sizes = _from_the_first(sizes)
+    return (float(sizes[0]), float(sizes[-1])) if _rises(sizes) else None
+
+
+def _from_the_first(sizes: Floats) -> Floats:
+    """Without the steps that agree, at the beginning."""
+    return sizes[np.cumsum(sizes > 0.02 * sizes.max(initial=0)) > 0]
+
+
+def _rises(sizes: Floats) -> bool:
+    """Whether each of three steps or more is further off than the one before, by no jump, and the last twice as far as
+    the first."""
     rises = np.diff(sizes)
-    if len(sizes) < 3 or rises.min() <= 0 or sizes[-1] < DOUBLED * sizes[0] or rises.max() > AT_ONCE * rises.sum():
-        return None
-    return float(sizes[0]), float(sizes[-1])
+    return len(sizes) >= 3 and bool(
+        rises.min() > 0 and sizes[-1] >= DOUBLED * sizes[0] and rises.max() <= AT_ONCE * rises.sum()
+    )
 
 
 def steps_of(evidence: Evidence) -> Floats:

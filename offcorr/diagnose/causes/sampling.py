@@ -11,7 +11,7 @@ from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Foun
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.prefixes import CHOICES, Factor, choices, factor, logged, multiplies, multiplies_new_tokens
 from offcorr.diagnose.causes.versions import same_version
-from offcorr.diagnose.evidence import Estimate, Evidence
+from offcorr.diagnose.evidence import LARGEST, Estimate, Evidence, mean
 from offcorr.diagnose.record import Floats
 
 SIGNIFICANT = 5.0
@@ -71,6 +71,8 @@ class Unnormalised(Cause):
             return None
         uncertain = evidence.trainer < -0.5
         if not uncertain.any() or (evidence.size[uncertain] > evidence.floor).mean() < 0.9:  # it changes all of them
+            return None
+        if (np.sign(d[uncertain]) == np.sign(above - below)).mean() < 0.9:  # and in one direction
             return None
         unless = "" if _surely_divided(evidence) or d.mean() > 0 else ", unless the sampler leaves out tokens"
         return Found(
@@ -341,8 +343,16 @@ all."""
 
 def _tells_whose(evidence: Evidence) -> bool:
     """Whether the tokens say whose temperature they were drawn at, however sequences were chosen."""
-    ratios = np.bincount(evidence.sequence, evidence.d)[np.unique(evidence.sequence)]
-    return abs(float(ratios.sum())) > DRAWN and abs(float(ratios.mean())) > CHOSEN * float(ratios.std())
+    inside = (evidence.trainer != 0) & (evidence.sampler != 0)  # a 0 may stand for no log-prob
+    d, sequence = evidence.d[inside], evidence.sequence[inside]
+    ratios = np.bincount(sequence, d)[np.unique(sequence)] if len(d) else np.zeros(1)
+    whose = float(np.sign(ratios.sum()))
+    decided = abs(float(ratios.sum())) > DRAWN and abs(float(ratios.mean())) > CHOSEN * float(ratios.std())
+    # On the draws of one side the other's probability divided by its own is 1 on average, if both sum to 1; on those
+    # of a sampler that leaves tokens out, less.
+    other = mean(np.exp(np.clip(-whose * d, -LARGEST, LARGEST)))
+    off = (other.value - 1) / max(other.error, 1e-12)
+    return decided and off < SIGNIFICANT and (off > -SIGNIFICANT or whose < 0)
 
 
 UNKNOWN_DRAWS = 0.5

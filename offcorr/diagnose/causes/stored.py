@@ -5,8 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from offcorr.diagnose.causes.base import Cause, Found
-from offcorr.diagnose.causes.grids import FINEST, all_bf16, all_fp16, decimals_of, few_digits, few_values, fixed_step
-from offcorr.diagnose.causes.values import constant
+from offcorr.diagnose.causes.grids import (
+    FINEST,
+    all_bf16,
+    all_fp16,
+    decimals_of,
+    few_digits,
+    few_values,
+    fixed_step,
+    probabilities_of,
+)
+from offcorr.diagnose.causes.values import constant, one_for_each
 from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.record import Floats
 
@@ -29,12 +38,15 @@ class StoredBF16(Cause):
 
 
 class StoredRounded(Cause):
-    """Every log-prob of one side is a float16 or an 8-bit number, has few decimals, or is a multiple of one step."""
+    """Every log-prob of one side is a float16 or an 8-bit number, or the logarithm of a 16-bit one, has few decimals, or
+    is a multiple of one step."""
 
     id = "stored_rounded"
     stage = "values"
     robust = True
-    title = "log-probs were rounded when they were stored, to float16, to 8 bits or to a few decimals"
+    title = (
+        "log-probs, or their probabilities, were rounded when they were stored, to float16, 8 bits or a few decimals"
+    )
     advice = "keep log-probs in float32 from the log-softmax to the loss, and write them with all digits"
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -44,10 +56,15 @@ class StoredRounded(Cause):
             if (digits := few_digits(values)) is not None:
                 said = f"have {digits} binary digits at most, as in an 8-bit format, and bfloat16 has 8"
                 return _rounded(evidence, side, values, np.maximum(_binary_half(values, digits), FINEST / 2), said)
-            if not one_number and (spacing := few_values(values, others)) is not None:
-                steps, different = len(np.unique(values)), len(np.unique(others))
+            if (
+                not one_number
+                and not one_for_each(evidence, values)
+                and (spacing := few_values(values, others)) is not None
+            ):
+                steps, different = (len(np.unique(side[values < 0])) for side in (values, others))
                 said = (
-                    f"take {steps:,} different values, as in 8 bits or fixed steps, and the other side's {different:,}"
+                    f"take {steps:,} different values, as in 8 bits or fixed steps, and the other side's {different:,} "
+                    "at the same tokens"
                 )
                 return _rounded(evidence, side, values, spacing / 2, said)
             if (decimals := decimals_of(values)) is not None:
@@ -59,6 +76,9 @@ class StoredRounded(Cause):
             if all_fp16(values) and not all_bf16(values):
                 said = "are numbers that float16 can hold, and of float32 numbers only one in 8,192 is"
                 return _rounded(evidence, side, values, _binary_half(values, bits=11), said)
+            if (digits := probabilities_of(values)) is not None:
+                said = f"are the logarithms of probabilities in {'bfloat16' if digits == 8 else 'float16'}"
+                return _rounded(evidence, side, values, np.full(len(values), 2.0**-digits), said)
         return None
 
 

@@ -61,6 +61,12 @@ class Sentinel(Cause):
             settled=lambda evidence: not _nearly_zero(evidence),
         ),
         Alternative(
+            "another quantity of the sampler, or log-probs that it rescaled or added something to: values above 0 are "
+            "no log-probs, and these are no placeholder, of which one or two stand often",
+            "compute the log-prob of one such token by hand",
+            settled=lambda evidence: not _differ_above(evidence.sampler[_placeholders(evidence)[0]]),
+        ),
+        Alternative(
             "logits that one side clamps, where tokens with a clamped logit have one log-prob in each context",
             "compare how each side computes its logits, or give --model",
             settled=lambda evidence: not _many(*_repeats(evidence)),
@@ -104,6 +110,8 @@ class Sentinel(Cause):
             odd, alone, value = odd | placed, alone & ~placed, 0.0 if odd.sum() <= placed.sum() else value
         if alone.any() and not _in_runs(evidence, alone) and not _at_edges(evidence, alone):
             odd, value = (odd | alone, value if odd.sum() > alone.sum() else 0.0)
+        if (ends := _one_value_of_ends(evidence)).any():
+            odd, value = odd | ends, value if odd.sum() > ends.sum() else float(evidence.sampler[ends][0])
         impossible = int((~np.isfinite(evidence.sampler[odd]) | (evidence.sampler[odd] <= IMPOSSIBLE)).sum())
         if not impossible and odd.sum() < FEWEST:
             return None
@@ -119,7 +127,7 @@ class Sentinel(Cause):
             f"{odd.sum()} of {len(evidence)} tokens have a value from the sampler that cannot be their log-prob, most "
             f"often {value:g}",
             evidence.without_values(~(odd | np.isin(evidence.sampler, values[times >= FEWEST]))),
-            surest=0.5 if doubtful or _many(times, values) else 1.0,
+            surest=0.5 if doubtful or _many(times, values) or _differ_above(evidence.sampler[odd]) else 1.0,
             of_zeros=value == 0,
         )
 
@@ -128,8 +136,17 @@ MANY = 4
 """Different values that stand often, from which on they are hardly placeholders, of which there are one or two."""
 
 
+WRITTEN = 8
+"""Tokens that have one round number, from which on it is made up."""
+
 LEAST_WRITTEN = -8.0
 """Log-prob (nats) above which a placeholder is a round number; below, it may be the logarithm of a small one."""
+
+
+def _differ_above(values: Floats) -> bool:
+    """Whether most of the values are finite and above 0, and hardly one is as another: these are no placeholders."""
+    above = values[(values > ROUNDED) & np.isfinite(values)]
+    return len(above) > 0.5 * len(values) and len(np.unique(above)) > max(2, 0.5 * len(above))
 
 
 def _many(times: Integers, values: Floats) -> bool:
@@ -338,6 +355,28 @@ VARIES, EXACT_BEFORE = 0.01, 0.05
 mean |d| of the tokens before, as a share of theirs, up to which these agree."""
 
 
+def _one_value_of_ends(evidence: Evidence) -> Booleans:
+    """The last tokens, of several ids, that have one value below 0 from the sampler and several from the trainer, where
+    the tokens before them are nearer to each other by far.  Of one id they are appended end tokens.
+    """
+    none = np.zeros(len(evidence), bool)
+    ends = evidence.last & np.isfinite(evidence.sampler) & (evidence.sampler < -1e-6)
+    if not ends.any() or not evidence.as_logged or on_a_grid(evidence.sampler):
+        return none
+    values, times = np.unique(evidence.sampler[ends], return_counts=True)
+    filled = ends & (evidence.sampler == values[times.argmax()])
+    _, ids = np.unique(evidence.ids[filled], return_counts=True)
+    if filled.sum() < max(FEWEST, 0.5 * len(evidence.records)) or ids.max() > 0.8 * filled.sum():
+        return none
+    inside = evidence.size[~evidence.last]
+    near = len(inside) > 0 and float(inside.mean()) < BEFORE * float(evidence.size[filled].mean())
+    return filled if near and np.ptp(evidence.trainer[filled]) > VARIES else none
+
+
+BEFORE = 0.2
+"""Mean |d| of the tokens before, as a share of that of ends with one made-up value, at most."""
+
+
 def _made_up(evidence: Evidence, ends: Booleans) -> bool:
     """Whether the sampler has one value for all of them."""
     return bool(np.ptp(evidence.sampler[ends]) <= PLACEHOLDER)
@@ -522,6 +561,14 @@ def constant(evidence: Evidence) -> Found | None:
     )
 
 
+def one_for_each(evidence: Evidence, values: Floats) -> bool:
+    """Whether most sequences of several tokens have one value at all of them."""
+    starts = np.flatnonzero(np.diff(evidence.sequence, prepend=-1))
+    several = np.diff(np.append(starts, len(evidence))) > 1
+    same = np.maximum.reduceat(values, starts) == np.minimum.reduceat(values, starts)
+    return bool(several.any() and same[several].mean() > 0.5)
+
+
 def _with_neighbours(evidence: Evidence, zeros: Booleans) -> Booleans:
     """The whole runs of exact zeros that these are in."""
     exact = evidence.sampler == 0
@@ -566,7 +613,9 @@ def _placeholders(evidence: Evidence) -> tuple[Booleans, float]:
     tokens = np.bincount(np.unique(np.stack([inverse, evidence.ids]), axis=1)[0], minlength=len(values))
     # Samples of one prompt share contexts, and log-probs with them; then the trainer's repeat, too, unless its weights
     # moved while the sampler's did not.  Either way the token is the same.
-    repeated = (times >= max(FEWEST, 0.002 * len(sampler))) & (far > 0.7) & (spread > 0.3) & (ends < 0.9)
+    written = np.abs(values - values.round(1)) < 1e-6  # nearer to the trainer's, if it is an ordinary one
+    repeated = (times >= max(FEWEST, 0.002 * len(sampler))) & (spread > 0.3) & (ends < 0.9)
+    repeated &= far > np.where(written & (times >= WRITTEN), 0.3, 0.7)
     repeated &= (tokens > 1) & several  # a value of one sequence may be its mean
     # Few numbers are left to bf16 values, which return by chance; and of other tokens any value is far off.
     if not evidence.as_logged or on_a_grid(sampler) or evidence.unrelated:
