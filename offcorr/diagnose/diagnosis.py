@@ -225,8 +225,8 @@ has them."""
 
 
 BY_SIZE = ("moe_routing", "precision", "stale_weights")
-"""Causes that the sizes of d decide, of which sequences that agree change the mean and the median; others may be read of
-the very fact that some agree."""
+"""Causes that the sizes of d decide, of which sequences that agree change the mean and the median; others may be read
+of the very fact that some agree."""
 
 
 def _of_part(

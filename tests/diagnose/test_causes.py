@@ -11,6 +11,7 @@ import torch
 from offcorr.diagnose import CAUSES, Cause, Evidence, Found, Record, diagnose, questions
 from offcorr.diagnose.causes import policies, sampling, values
 from offcorr.diagnose.causes.base import confidence
+from offcorr.diagnose.causes.grids import few_values
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.evidence import mean_by_sequence
 from offcorr.diagnose.steps import differing_sequences
@@ -2902,3 +2903,129 @@ def test_log_probs_in_fixed_steps_were_rounded_when_they_were_stored(side, step)
     assert not any(
         "stored_rounded" in {one.cause for one in diagnose(world(cause).records()).causes} for cause in IDS[:4]
     )
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_probabilities_in_16_bits_were_rounded_when_they_were_stored(kind):
+    """Their logarithms are numbers of any kind."""
+
+    def rounded(columns, world):
+        p = torch.tensor(np.exp(columns["rollout_logp"])).to(getattr(torch, kind)).double().clamp(min=1e-7)
+        columns["rollout_logp"] = p.log().numpy()
+
+    made = world("clean", sequences=64)
+    made.edits = [rounded]
+    report = diagnose(made.records())
+    assert [one.cause for one in report.causes] == ["stored_rounded"] and report.confidence > 0.9
+    assert f"the logarithms of probabilities in {kind}" in report.causes[0].evidence
+
+
+def test_few_values_of_repeated_contexts_are_no_steps():
+    """A truncation leaves zeros, at tokens that differ to the trainer, and samples of one prompt share the others."""
+    rng = np.random.default_rng(0)
+    alone, shared = -rng.exponential(0.1, 1500), np.tile(-rng.exponential(1.0, 60), 10)
+    sampler, trainer = np.append(np.zeros(1500), shared), np.append(alone, shared - 0.05)
+    assert few_values(sampler, trainer) is None
+    assert few_values(sampler, np.append(alone, shared - rng.exponential(0.05, 600))) is not None
+
+
+def test_one_value_for_each_sequence_is_no_step():
+    """As of the first token's log-prob at every token."""
+
+    def first(columns, world):
+        columns["old_logp"][:] = columns["old_logp"][:, :1]
+
+    made = world("clean", sequences=64)
+    made.edits = [first]
+    assert "stored_rounded" not in {one.cause for one in diagnose(made.records()).causes}
+
+
+def last_is(value, rounding=0.0):
+    """The made-up value at the last token of each completion, with lower precision besides."""
+    made = World(sequences=48, sampler=noise(rounding))
+    return [dataclasses.replace(one, rollout_logp=np.append(one.rollout_logp[:-1], value)) for one in made.records()]
+
+
+@pytest.mark.parametrize("rounding", [0.0, 0.003])
+@pytest.mark.parametrize("value", [-10.0, -5.0, -1.0, -0.5])
+def test_one_value_at_every_last_token_is_a_placeholder(value, rounding):
+    report = diagnose(last_is(value, rounding))
+    assert report.verdict == "sentinel" and report.confidence > 0.9
+    assert f"most often {value:g}" in report.causes[0].evidence
+
+
+def test_last_tokens_of_one_value_each_are_no_placeholders():
+    made = World(sequences=48, sampler=noise(0.003)).records()
+    rng = np.random.default_rng(0)
+    moved = [
+        dataclasses.replace(one, rollout_logp=np.append(one.rollout_logp[:-1], -rng.exponential(2.0))) for one in made
+    ]
+    assert "sentinel" not in {one.cause for one in diagnose(moved).causes}
+
+
+def test_a_round_number_that_is_often_near_is_a_placeholder():
+    """An ordinary log-prob, of which the trainer's are mostly no more than half a nat away."""
+
+    def filled(columns, world):
+        some = np.random.default_rng(1).random(columns["rollout_logp"].shape) < 0.3
+        columns["rollout_logp"][some & (np.abs(columns["old_logp"] + 2) < 0.8)] = -2.0
+
+    made = world("clean", sequences=64)
+    made.edits = [filled]
+    report = diagnose(made.records())
+    assert report.verdict == "sentinel" and report.confidence > 0.9
+
+
+def test_values_above_0_that_differ_are_no_sure_placeholders():
+    def noisy(columns, world):
+        columns["rollout_logp"] += 0.5 * np.random.default_rng(0).standard_normal(columns["rollout_logp"].shape)
+
+    made = world("clean", sequences=64)
+    made.edits = [noisy]
+    report = diagnose(made.records())
+    (found,) = (one for one in report.causes if one.cause == "sentinel")
+    assert found.confidence == 0.5
+    assert any("values above 0 are no log-probs" in one for one in report.cannot_tell)
+
+
+@pytest.mark.parametrize("added", [0.0, 0.1])
+def test_probabilities_that_do_not_sum_to_1_say_not_whose_temperature_it_is(added):
+    """What is added to the trainer's log-probs makes the tokens likelier to it."""
+    made = World(sequences=128, sampler=lambda logits, world: logits / (0.8 if added else 0.6))
+    made.edits = [lambda columns, world: columns.update(old_logp=columns["old_logp"] + added)]
+    sure = [one.confidence for one in diagnose(made.records()).causes if one.cause in ("temperature", "raw_logprobs")]
+    assert sure == [0.95] if not added else max(sure) <= 0.5
+
+
+@pytest.mark.parametrize("share", [0.125, 0.25])
+def test_older_weights_of_some_sequences_are_no_expert_routing(share):
+    """As of one engine of several, while the others round: the numbers are those of its sequences."""
+    old = World(sequences=64, sampler=noise(0.5, shared=True)).records()
+    new = World(sequences=64, sampler=noise(0.003)).records()
+    part = round(64 * share)
+    report = diagnose(old[:part] + new[part:])
+    (found,) = report.causes
+    alone = diagnose(old[:part]).causes[0]
+    assert found.cause == "stale_weights" and f"this is of {part} of the 64 sequences" in found.evidence
+    assert found.statistic == alone.statistic and found.share < 1
+
+
+def test_a_cause_that_is_hardly_told_from_others_may_have_no_name():
+    """The question is asked of what is .5 sure, and of nothing that is surer."""
+    asked = "whether it is a fault without a name here"
+    unsure, sure = diagnose(world("chat_template").records()), diagnose(world("shift").records())
+    assert unsure.confidence <= 0.5 and asked in unsure.cannot_tell[-1]
+    assert sure.confidence > 0.9 and not any(asked in one for one in sure.cannot_tell)
+
+
+@pytest.mark.parametrize("side", [1, -1])
+def test_a_few_tokens_of_one_sign_are_no_division(side):
+    """The others differ, too, by rounding in both directions."""
+    made = World(sequences=64, sampler=noise(0.003))
+
+    def moved(columns, world):
+        far = np.random.default_rng(0).random(columns["rollout_logp"].shape) < 0.05
+        columns["rollout_logp"] -= side * np.where(far, 3.0 + np.random.default_rng(1).random(far.shape), 0.0)
+
+    made.edits = [moved]
+    assert "unnormalised" not in {one.cause for one in diagnose(made.records()).causes}

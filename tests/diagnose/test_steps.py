@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from offcorr.diagnose import Evidence, diagnose
+from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.steps import differing_steps
 from tests.diagnose import simulated
 from tests.diagnose.simulated import World, noise
@@ -50,6 +51,15 @@ def test_a_temperature_in_some_of_the_steps(good, before, bad, after):
 def test_a_change_at_one_step_is_no_growth(sampler):
     causes = {finding.cause for finding in diagnose(steps_of(*[exact] * 8, *[sampler] * 8)).causes}
     assert causes == ({"top_k"} if sampler is simulated.top_k else {"stale_weights"})
+
+
+@pytest.mark.parametrize("after", [(0.3, 0.31, 0.305), (0.3, 0.302), (0.3,)])
+def test_a_few_steps_that_differ_are_no_growth(after):
+    """Steps that agree come before them, as in the sequences that an alarm of the monitor is of."""
+    samplers = [*[noise(1e-6 * (step + 1)) for step in range(6)], *[noise(size, shared=True) for size in after]]
+    assert growth(Evidence.of(steps_of(*samplers))) is None
+    rising = [*samplers[:6], *[noise(size, shared=True) for size in (0.1, 0.2, 0.3)]]
+    assert growth(Evidence.of(steps_of(*rising))) is not None
 
 
 @pytest.mark.parametrize("silent", [0, 8])

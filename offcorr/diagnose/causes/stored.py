@@ -38,8 +38,8 @@ class StoredBF16(Cause):
 
 
 class StoredRounded(Cause):
-    """Every log-prob of one side is a float16 or an 8-bit number, or the logarithm of a 16-bit one, has few decimals, or
-    is a multiple of one step."""
+    """Every log-prob of one side is a float16 or an 8-bit number, the logarithm of a 16-bit one, or a multiple of one
+    step, or has few decimals."""
 
     id = "stored_rounded"
     stage = "values"
