@@ -1930,8 +1930,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: few values are no rounding",
         "offcorr/diagnose/causes/stored.py",
-        "if not one_number and (spacing := few_values(values, others)) is not None:",
-        "if False:",
+        "and (spacing := few_values(values, others)) is not None",
+        "and (spacing := few_values(values, others)) is not None and False",
         "tests/diagnose/test_causes.py in_fixed_steps",
     ),
     Mutation(
@@ -2017,6 +2017,20 @@ MUTATIONS = [
         "if len(sizes) < LEAST_STEPS or (len(grown) < min(LEAST_STEPS, len(sizes) - 1) and not _rises(grown)):",
         "if len(sizes) < LEAST_STEPS:",
         "tests/diagnose/test_steps.py few_steps_that",
+    ),
+    Mutation(
+        "diagnose: a top_p that leaves unlikely tokens alone is sure",
+        "offcorr/diagnose/causes/truncation.py",
+        "return told and alone and one and _everywhere(evidence, found)",
+        "return told and alone and one",
+        "tests/diagnose/test_causes.py number_at_a_few_tokens",
+    ),
+    Mutation(
+        "diagnose: one row that fits all others is another order",
+        "offcorr/diagnose/causes/quantities.py",
+        "each = used > EACH_ROW * rows",
+        "each = True",
+        "tests/diagnose/test_causes.py rows_that_are_alike",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3151,7 +3165,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: a small d that jumps counts as growth",
         "offcorr/diagnose/causes/over_steps.py",
-        "or rises.max() > AT_ONCE * rises.sum()",
+        " and rises.max() <= AT_ONCE * rises.sum()",
         "",
         "tests/diagnose/test_steps.py jumps_or_stays",
     ),

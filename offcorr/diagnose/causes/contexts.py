@@ -16,7 +16,7 @@ from offcorr.diagnose.causes.policies import (
     of_age,
     repeatable,
 )
-from offcorr.diagnose.causes.profile import Profile
+from offcorr.diagnose.causes.profile import LEAST_MEAN, Profile
 from offcorr.diagnose.causes.sampling import OTHER_TRANSFORM
 from offcorr.diagnose.causes.versions import before_any_update, no_lag_in_d, older, same_version
 from offcorr.diagnose.evidence import Estimate, Evidence
@@ -380,6 +380,8 @@ class StalePrefixCache(Cause):
         if evidence.gap < evidence.floor:
             return None
         profile = Profile.of(evidence)
+        if profile.mean < LEAST_MEAN:
+            return None
         share, longer = profile.whole
         if longer < 0.2 and profile.mean < FAR:
             return Found(

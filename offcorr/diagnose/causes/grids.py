@@ -111,6 +111,19 @@ def decimals_of(values: Floats) -> int | None:
     return None
 
 
+def significant_of(values: Floats) -> int | None:
+    """The number of significant decimal digits, two to four, that every log-prob has at most; None: they have more."""
+    inside = _values(values).astype(np.float64)
+    if not len(inside):
+        return None
+    size = np.floor(np.log10(-inside) + 1e-6)
+    for digits in (2, 3, 4):
+        scaled = inside * 10.0 ** (digits - 1 - size)
+        if bool((np.abs(scaled - np.round(scaled)) < 1e-7 * 10.0**digits).all()):
+            return digits
+    return None
+
+
 def on_a_grid(values: Floats) -> bool:
     """Whether the log-probs were rounded so far that many are equal by chance."""
     return all_bf16(values) or all_fp16(values) or decimals_of(values) is not None

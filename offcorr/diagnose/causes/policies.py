@@ -355,6 +355,13 @@ CHANGING_OPTION = Alternative(
 )
 
 
+GROWING_PRECISION = Alternative(
+    "a lower precision whose effect grows",
+    "give --model and, as --checkpoint, the base model and earlier checkpoints",
+    settled=lambda evidence: small_growth(evidence) is None or not _as_rounding(evidence),
+)
+
+
 class StaleWeights(Cause):
     """Two policies that differ in the same way everywhere, by more than rounding."""
 
@@ -380,6 +387,7 @@ class StaleWeights(Cause):
             "score one known sequence with the engine after a sync, or give --model, with the adapter apart",
             settled=lambda evidence: not older(evidence) or age_shows(evidence),
         ),
+        GROWING_PRECISION,
         COARSE_PRECISION,
         OTHER_TEMPERATURE,
         BESIDE_OTHER_WEIGHTS,
@@ -432,11 +440,7 @@ class AdapterNotSynced(Cause):
             settled=lambda evidence: not _has_rollout_version(evidence),
         ),
         Alternative("older weights (no rollout_version is logged)", EARLIER, VERSIONS, settled=_has_rollout_version),
-        Alternative(
-            "a lower precision whose effect grows",
-            EARLIER,
-            settled=lambda evidence: not _as_rounding(evidence),
-        ),
+        GROWING_PRECISION,
         COARSE_PRECISION,
         OTHER_TEMPERATURE,
         BESIDE_OTHER_WEIGHTS,
@@ -593,7 +597,7 @@ def _growing(evidence: Evidence) -> Found | None:
         margin=min(0.35, 0.1 * float(np.log(grown[1] / max(grown[0], 1e-9)))),
         sentence=f"{found.sentence}; but it grows over the optimizer steps, from {grown[0]:.2g} to {grown[1]:.2g}, and "
         "rounding does not",
-        surest=UNSURE if _grows_as_an_option(evidence) or not versioned(evidence) else 1.0,
+        surest=UNSURE,
     )
 
 

@@ -17,6 +17,9 @@ EARLY = 8
 CERTAIN = 0.01
 """1 - p of a token below which no cause leaves enough of d to be seen."""
 
+LEAST_MEAN = 1e-5
+"""Mean |d| / (1 - p) below which its course over the positions is that of float32's rounding."""
+
 FITTED = 100_000
 """Tokens that a fade is fitted to, at most."""
 
@@ -31,7 +34,7 @@ class Profile:
         prompt: [sequences] lengths of the prompts.
         ids: [N] of each token.
         prompts: [sequences] equal for equal prompts.
-        weights: [sequences] equal where the same weights sampled, as far as is logged.
+        weights: [sequences] equal where the same weights sampled, and the same scored, as far as is logged.
         gaps: [sequences] mean size; NaN without a token.
     """
 
@@ -55,7 +58,7 @@ class Profile:
             evidence.ids[chosen],
             np.array([len(record.prompt_ids) for record in evidence.records]),
             np.array([zlib.crc32(record.prompt_ids.tobytes()) for record in evidence.records]),
-            evidence.weights,
+            _weights(evidence),
         )
 
     def __len__(self) -> int:
@@ -121,9 +124,9 @@ class Profile:
     def whole(self) -> tuple[float, float]:
         """Share of the sequences that agree as a whole, and how often their prompts are longer than the others'.
 
-        The second is the probability that the longer prompt of one of each kind, sampled with the same weights, is that
-        of the one that agrees; NaN where fewer than a tenth of the sequences are of one kind, the others agree at their
-        beginning, or no weights sampled both kinds: then the weights decide, and not the prompts.
+        The second is the probability that the longer prompt of one of each kind, of the same weights, is that of the
+        one that agrees; NaN where fewer than a tenth of the sequences are of one kind, the others agree at their
+        beginning, or no weights are of both kinds: then the weights decide, and not the prompts.
         """
         known = np.flatnonzero(~np.isnan(self.gaps))
         quiet = self.gaps[known] < 0.02 * self.mean
@@ -280,3 +283,11 @@ class Split:
     rise: Floats
     place: Integers
     sharpness: Floats
+
+
+def _weights(evidence: Evidence) -> Integers:
+    """[sequences] equal where the version of the sampler's weights, and that of the trainer's, or the step, are."""
+    of = [one.step if one.trainer_version is None else np.mean(one.trainer_version) for one in evidence.records]
+    scored = np.array([-1.0 if one is None else float(one) for one in of])
+    both = np.stack([evidence.weights, scored], 1)
+    return np.unique(both, axis=0, return_inverse=True)[1].ravel().astype(np.int64)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
+from offcorr.diagnose.causes.base import CAUSES, NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.versions import same_version
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.record import Floats
@@ -88,7 +88,12 @@ class OtherQuantity(Cause):
         if of_likeliest := not fitted and _of_the_likeliest(evidence):
             words = "those of the likeliest token of each place, whichever was sampled"
             fitted.append((0.0, "sampler", words, evidence.trainer))
-        if (rows := _other_rows(evidence)) is not None and (left := _distance(rows - evidence.trainer)) < FITS * own:
+        shifted = CAUSES["shift"].found(evidence) is not None  # a row's neighbours may be like another row
+        if (
+            not shifted
+            and (rows := _other_rows(evidence)) is not None
+            and (left := _distance(rows - evidence.trainer)) < FITS * own
+        ):
             fitted.append((left, "sampler", "those of other sequences, as of rows in another order", rows))
         if not fitted:
             return _of_old_logp_alone(evidence)
@@ -213,17 +218,22 @@ def _other_rows(evidence: Evidence) -> Floats | None:
     """
     starts = np.flatnonzero(np.diff(evidence.sequence, prepend=-1))
     lengths = np.diff(np.append(starts, len(evidence)))
-    undone, moved = evidence.sampler.copy(), 0
+    undone, moved, used, rows = evidence.sampler.copy(), 0, 0, 0
     for length in np.unique(lengths[lengths >= FEWEST_TOKENS]):
         first = starts[lengths == length][:MOST_ROWS]
         tokens = first[:, None] + np.arange(length)
         trainer, sampler = evidence.trainer[tokens], evidence.sampler[tokens]
         best = np.array([np.abs(row - sampler).mean(1).argmin() for row in trainer])
         moved += int((best != np.arange(len(first))).sum())
+        used, rows = used + len(np.unique(sampler[best], axis=0)), rows + len(np.unique(sampler, axis=0))
         undone[tokens] = sampler[best]
-    # Of a policy that is certain nearly everywhere any row fits any other.
-    return undone if moved > len(starts) / 2 and evidence.gap > ROWS_DIFFER else None
+    # Of a policy that is certain nearly everywhere any row fits any other; in another order, each fits one.
+    each = used > EACH_ROW * rows
+    return undone if each and moved > len(starts) / 2 and evidence.gap > ROWS_DIFFER else None
 
+
+EACH_ROW = 0.7
+"""Share of the different rows that fit some sequence best, at least, where all are there in another order."""
 
 ROWS_DIFFER = 0.1
 """Mean |d| (nats) that rows in another order make, at least."""

@@ -14,6 +14,7 @@ from offcorr.diagnose.causes.grids import (
     few_values,
     fixed_step,
     probabilities_of,
+    significant_of,
 )
 from offcorr.diagnose.causes.values import constant, one_for_each
 from offcorr.diagnose.evidence import Evidence
@@ -67,7 +68,11 @@ class StoredRounded(Cause):
                     "at the same tokens"
                 )
                 return _rounded(evidence, side, values, spacing / 2, said)
-            if (decimals := decimals_of(values)) is not None:
+            decimals, digits = decimals_of(values), significant_of(values)
+            if digits is not None and (decimals is None or _of_digits(values, digits).mean() > 0.5 * 0.1**decimals):
+                said = f"have {digits} significant decimal digits at most"
+                return _rounded(evidence, side, values, _of_digits(values, digits), said)
+            if decimals is not None:
                 said = f"have {decimals} decimal{'s' * (decimals > 1)} at most" if decimals else "are whole numbers"
                 half = 0.5 * 0.1**decimals if decimals else 1.0  # an array of integers cuts off what follows the point
                 return _rounded(evidence, side, values, np.full(len(values), half), said)
@@ -94,6 +99,11 @@ def _rounded(evidence: Evidence, side: str, values: Floats, half: Floats, said: 
         f"all {count} log-probs of the {side} {said}",
         evidence.explained(evidence.d - left),
     )
+
+
+def _of_digits(values: Floats, digits: int) -> Floats:
+    """[N] half the distance of neighbouring numbers with so many significant decimal digits."""
+    return np.asarray(0.5 * 10.0 ** (np.floor(np.log10(np.maximum(np.abs(values), 1e-30)) + 1e-6) + 1 - digits))
 
 
 def _binary_half(values: Floats, bits: int) -> Floats:

@@ -16,7 +16,7 @@ from offcorr.diagnose.causes.policies import (
     of_age,
     repeatable,
 )
-from offcorr.diagnose.causes.profile import Profile
+from offcorr.diagnose.causes.profile import LEAST_MEAN, Profile
 from offcorr.diagnose.causes.sampling import OTHER_TRANSFORM, PENALISED, at_seen_tokens
 from offcorr.diagnose.causes.versions import changes_within
 from offcorr.diagnose.evidence import Evidence
@@ -53,6 +53,8 @@ class WeightsSwapped(Cause):
         if evidence.gap < evidence.floor:
             return None
         profile = Profile.of(evidence)
+        if profile.mean < LEAST_MEAN:
+            return None
         share, first, cuts = profile.halves
         if share > 0.25 and len(cuts) >= 4 and not 0.1 < first < 0.9 and np.median(cuts) >= 4:
             margin = 1.5 + 4 * (share - 0.25)

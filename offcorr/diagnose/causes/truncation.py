@@ -226,7 +226,15 @@ def _surely_top_p(evidence: Evidence, found: Kept) -> bool:
     told = int((evidence.trainer < UNSURE).sum()) >= TELLING and not flat(evidence) and not unresolved(found)
     alone = _no_temperature(evidence) and not multiplies(logged(evidence))
     one = found.exact_nucleus and found.narrow and not (found.rounded or found.among_others or _high(found))
-    return told and alone and one
+    return told and alone and one and _everywhere(evidence, found)
+
+
+def _everywhere(evidence: Evidence, found: Kept) -> bool:
+    """Whether d is below 0 at the tokens that are less likely than what the least kept mass leaves out: a context of
+    which top_p keeps every token has none.
+    """
+    unlikely = evidence.trainer < math.log(max(1 - found.least, 1e-9))
+    return not unlikely.any() or float((evidence.d < -1e-4)[unlikely].mean()) > 0.9
 
 
 LIKELY = math.log(0.5)

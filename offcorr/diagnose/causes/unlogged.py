@@ -64,6 +64,11 @@ OTHER_SAMPLER = Alternative(
     "see where rollout_logp is computed, and when the sampler gets new weights",
 )
 
+NOT_SAMPLED = Alternative(
+    "tokens that the model did not sample, such as a tool's text, a trace or appended end tokens, within the mask",
+    "decode the tokens with the lowest log-probs (env_mask of TRL's rollout_func leaves a tool's out)",
+)
+
 BANNED = Alternative("a ban or a bias of some tokens (logit_bias, bad_words, min_tokens)", OPTIONS)
 
 
@@ -89,11 +94,7 @@ class TemperatureSilent(Cause):
         ),
         OTHER_SAMPLER,
         BANNED,
-        Alternative(
-            "tokens that the model did not sample, such as a tool's text or a trace, within the mask",
-            "decode the tokens with the lowest log-probs (env_mask of TRL's rollout_func leaves a tool's out)",
-            settled=lambda evidence: _surprise(evidence) < 0,
-        ),
+        NOT_SAMPLED._replace(settled=lambda evidence: _surprise(evidence) < 0),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -162,6 +163,7 @@ class PenaltySilent(Cause):
         SELECTED,
         OTHER_ENTROPY,
         Alternative("a high temperature, or a ban or a bias of likely tokens", OPTIONS),
+        NOT_SAMPLED,
     )
 
     def found(self, evidence: Evidence) -> Found | None:

@@ -36,7 +36,13 @@ def _fault_of_logp(evidence: Evidence) -> str:
                 f"; {cause.id} explains nearly all of it, with old_logp in the place of the sampler's log-probs and "
                 "logp in that of the trainer's"
             )
+    if any(CAUSES[id].found(now) is not None for id in OF_A_PROMPT):
+        return "; it is largest at the first tokens, as where logp is of another prompt or position"
     return ""
+
+
+OF_A_PROMPT = ("chat_template", "truncated_prompt", "position")
+"""Causes that another prompt of the forward pass of logp looks like."""
 
 
 class PolicyUpdates(Cause):
@@ -72,11 +78,10 @@ class PolicyUpdates(Cause):
             settled=lambda evidence: not _may_be_no_update(evidence),
         ),
         Alternative(
-            "a fault of logp itself, such as another prompt, another quantity, values of other tokens, rounding or a "
-            "temperature of the forward pass that computes it",
+            "a fault of logp itself, alone or beside updates, such as another prompt, another quantity, values of "
+            "other tokens, rounding or another change of the logits in the forward pass that computes it",
             "score one sequence by hand as the trainer does",
             fields=VERSIONS,
-            settled=lambda evidence: updated(evidence) and not _fault_of_logp(evidence),
         ),
     )
 

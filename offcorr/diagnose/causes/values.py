@@ -309,8 +309,8 @@ def _far_policies(evidence: Evidence) -> bool:
     return len(others) > 0 and float(others.mean()) > FAR
 
 
-PLACEHOLDER = 0.01
-"""Nats by which made-up log-probs differ, at most."""
+ROUNDING = 1e-6
+"""Nats by which one made-up log-prob differs from another, at most."""
 
 
 def _cut(evidence: Evidence, ends: Booleans) -> bool:
@@ -379,7 +379,7 @@ BEFORE = 0.2
 
 def _made_up(evidence: Evidence, ends: Booleans) -> bool:
     """Whether the sampler has one value for all of them."""
-    return bool(np.ptp(evidence.sampler[ends]) <= PLACEHOLDER)
+    return bool(np.ptp(evidence.sampler[ends]) <= ROUNDING)
 
 
 class AppendedEOS(Cause):

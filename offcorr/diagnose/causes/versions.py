@@ -80,14 +80,14 @@ def gap_without_age(evidence: Evidence) -> bool:
 
 
 def age_shows(evidence: Evidence) -> bool:
-    """Whether d itself says that it is of the age: it grows over the optimizer steps, or is larger where versions say
-    that the sampler's weights are older.
+    """Whether d itself says that it is of the age: it grows over the optimizer steps, unless the age is always one, or
+    is larger where versions say that the sampler's weights are older.
 
     Versions that are older say nothing of what else differs: one update may be a hundredth of another prompt's d.
     """
-    if growth(evidence) is not None:
-        return True
     ages = np.array([np.nan if (one := age(record)) is None else one for record in evidence.records])
+    if growth(evidence) is not None and not (np.isfinite(ages).all() and np.ptp(ages) == 0 and ages.max() > 0):
+        return True
     times = np.bincount(evidence.sequence, minlength=len(ages))
     gaps = np.bincount(evidence.sequence, evidence.size, minlength=len(ages)) / np.maximum(times, 1)
     known = np.isfinite(ages) & (times > 0)
