@@ -3124,15 +3124,22 @@ def test_end_tokens_that_were_sampled_have_no_made_up_value():
 
 
 def test_sequences_of_the_first_step_that_agree_are_of_no_padding():
-    """The sampler had their weights; whose prompts are longer is chance."""
-    new = [one for seed in (0, 1) for one in World(seed=seed, sequences=4).records()]
-    old = [
-        one for seed in range(2, 9) for one in World(seed=seed, sequences=8, sampler=noise(0.3, shared=True)).records()
+    """They have the weights that sampled the second step, too, but were scored by others; whose prompts are longer is
+    chance.
+    """
+    new = World(seed=0, sequences=16).records()
+    old = World(seed=1, sequences=16, sampler=noise(0.3, shared=True)).records()
+    new = [dataclasses.replace(one, prompt_ids=np.arange(40), trainer_version=0) for one in new]
+    old = [dataclasses.replace(one, trainer_version=1) for one in old]
+    mixed = [one for pair in zip(new, old, strict=True) for one in pair]
+    named = [
+        {one.cause for one in diagnose(mixed).causes}
+        for mixed in (
+            [dataclasses.replace(one, rollout_version=0, group_id=str(at)) for at, one in enumerate(mixed)],
+            [dataclasses.replace(one, trainer_version=None) for one in mixed],
+        )
     ]
-    new = [dataclasses.replace(one, prompt_ids=np.arange(40), step=0, trainer_version=0) for one in new]
-    old = [dataclasses.replace(one, step=1 + at // 8, trainer_version=1 + at // 8) for at, one in enumerate(old)]
-    aged = [dataclasses.replace(one, rollout_version=max(one.step - 1, 0)) for one in new + old]
-    assert "position" not in {one.cause for one in diagnose(aged).causes}
+    assert "position" not in named[0] and "position" in named[1]
 
 
 def test_noise_that_grows_beside_a_constant_age_is_no_sure_age():
@@ -3156,10 +3163,22 @@ def test_made_up_zeros_that_are_nearly_right_are_of_no_prompt_and_no_change():
     rows = []
     for at in range(64):
         own = -rng.exponential(0.5, 20)
-        own[-1] = -1e-5 if at % 12 else -0.009
-        logged = own * (1 + 1e-7 * np.where(np.arange(20) < 8, 50, 1) * rng.standard_normal(20))
+        own[-1] = -0.009 if at % 4 == 0 else -1e-5
+        logged = own + 1e-6 * np.where(np.arange(20) < 8, 1.0, 1e-3) * rng.choice([-1, 1], 20)
         logged[-1] = 0.0
         row = {"prompt_ids": [at // 8], "completion_ids": rng.integers(0, 50, 20), "old_logp": own}
         rows.append(Record.of(row | {"rollout_logp": np.minimum(logged, 0)}))
     named = {one.cause for one in diagnose(rows).causes}
     assert not named & {"stale_prefix_cache", "weights_swapped", "chat_template", "truncated_prompt"}
+
+
+def test_a_gap_of_weights_of_a_constant_age_that_grows_is_no_sure_age():
+    """A setting, or a precision, whose effect grows leaves the same."""
+    rows = []
+    for step in range(9):
+        for one in World(seed=step, sequences=8, sampler=noise(0.05 * (step + 1), shared=True)).records():
+            rows.append(dataclasses.replace(one, step=step, rollout_version=step, trainer_version=step + 4))
+    report = diagnose(rows)
+    assert (report.verdict, report.confidence) == ("stale_weights", 0.5)
+    lagging = [dataclasses.replace(one, rollout_version=0, trainer_version=one.step) for one in rows]
+    assert diagnose(lagging).confidence > 0.5

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from offcorr.diagnose.causes.base import CAUSES, NEARLY_GREEDY, Alternative, Cause, Found
+from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.versions import same_version
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.record import Floats
@@ -88,12 +88,7 @@ class OtherQuantity(Cause):
         if of_likeliest := not fitted and _of_the_likeliest(evidence):
             words = "those of the likeliest token of each place, whichever was sampled"
             fitted.append((0.0, "sampler", words, evidence.trainer))
-        shifted = CAUSES["shift"].found(evidence) is not None  # a row's neighbours may be like another row
-        if (
-            not shifted
-            and (rows := _other_rows(evidence)) is not None
-            and (left := _distance(rows - evidence.trainer)) < FITS * own
-        ):
+        if (rows := _other_rows(evidence)) is not None and (left := _distance(rows - evidence.trainer)) < FITS * own:
             fitted.append((left, "sampler", "those of other sequences, as of rows in another order", rows))
         if not fitted:
             return _of_old_logp_alone(evidence)
