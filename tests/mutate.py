@@ -2000,7 +2000,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: every cause has a name",
         "offcorr/diagnose/diagnosis.py",
-        "if any(one.confidence <= UNSURE for one in report.causes):",
+        "if any(one.confidence <= NOT_CERTAIN for one in report.causes):",
         "if False:",
         "tests/diagnose/test_causes.py may_have_no_name",
     ),
@@ -2087,6 +2087,13 @@ MUTATIONS = [
         "LEAST_MEAN = 1e-5",
         "LEAST_MEAN = 0.0",
         "tests/diagnose/test_causes.py nearly_right",
+    ),
+    Mutation(
+        "diagnose: a factor of a few tokens is a temperature",
+        "offcorr/diagnose/causes/sampling.py",
+        " and len(uncertain) > 0 and float((uncertain > DIFFERS).mean()) > 0.9",
+        "",
+        "tests/diagnose/test_causes.py factor_of_the_first_tokens",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",

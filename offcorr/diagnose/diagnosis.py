@@ -307,8 +307,8 @@ no transform that is too slight for so many tokens; the same where they surprise
 own draws do."""
 
 
-UNSURE = 0.5
-"""Confidence up to which a cause is hardly told from another."""
+UNSURE, NOT_CERTAIN = 0.5, 0.8
+"""Confidence up to which a cause is hardly told from another, and up to which it may be none that has a name."""
 
 NONE_OF_THEM = (
     "whether it is a fault without a name here, such as a mistake in how one side computes, rescales, stores or orders "
@@ -318,13 +318,13 @@ NONE_OF_THEM = (
 
 def with_verdict(report: Report) -> Report:
     """The report with the verdict of its causes: the first; "unknown" where that is the trainer's updates, and d, which
-    is larger, has no cause.  Where one of them is hardly told from others, it asks whether it is none of them.
+    is larger, has no cause.  Where one of them is not certain, it asks whether it is none of them.
     """
     first, evidence, cannot = report.causes[0], report.evidence, report.cannot_tell
     verdict, sure = first.cause, first.confidence
     if CAUSES[verdict].stage == "updates" and report.d_unexplained and evidence.gap > evidence.moved:
         verdict, sure = without_cause(evidence)
-    if any(one.confidence <= UNSURE for one in report.causes):
+    if any(one.confidence <= NOT_CERTAIN for one in report.causes):
         cannot = [*cannot, NONE_OF_THEM]
     return dataclasses.replace(report, verdict=verdict, confidence=sure, cannot_tell=cannot)
 

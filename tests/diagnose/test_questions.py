@@ -46,7 +46,7 @@ def test_only_what_is_absent_is_asked_for(logged, repeated):
 
 
 def test_versions_that_are_logged_answer_the_question():
-    cache, prompt, update = diagnose(_with_versions("precision", 0)).cannot_tell  # versions do not decide these
+    cache, prompt, update, _ = diagnose(_with_versions("precision", 0)).cannot_tell  # versions do not decide these
     assert "cached in a lower precision" in cache and "an update that did not reach the sampler" in update
     assert "another prompt" in prompt
     said = " ".join(diagnose(_with_versions("stale_weights", 5)).cannot_tell)

@@ -456,7 +456,7 @@ def _multiplied(evidence: Evidence, among: Factor, fit: Power, sampled_by_traine
         f"{_said(among)}; {_whose(sampled_by_trainer)}",
         rest,
         share=_share_beside_truncation(evidence, rest.gap) if _kept(evidence) < 1 else None,
-        surest=ONE_FACTOR_SURE if _tells_whose(evidence) and multiplies_new_tokens(evidence) else UNKNOWN_DRAWS,
+        surest=ONE_FACTOR_SURE if _tells_whose(evidence) and _changes_all(evidence) else UNKNOWN_DRAWS,
         at_most=True,
     )
 
@@ -514,8 +514,19 @@ def _beside_truncation(evidence: Evidence) -> Found | None:
         MULTIPLIED,
         f"{_said(among)}; a truncation makes no such difference, but hides how much of d the temperature makes",
         evidence.explained(evidence.d),
-        surest=ONE_FACTOR_SURE if multiplies_new_tokens(logged(evidence)) else UNKNOWN_DRAWS,
+        surest=ONE_FACTOR_SURE if _changes_all(logged(evidence)) else UNKNOWN_DRAWS,
     )
+
+
+DIFFERS = 1e-4
+"""|d| (nats) that a temperature leaves nearly everywhere where the trainer is not certain."""
+
+
+def _changes_all(evidence: Evidence) -> bool:
+    """Whether one factor multiplies the differences of tokens that are new to their contexts, and uncertain tokens
+    differ wherever they stand, as under a temperature."""
+    uncertain = evidence.size[evidence.trainer < -0.5]
+    return multiplies_new_tokens(evidence) and len(uncertain) > 0 and float((uncertain > DIFFERS).mean()) > 0.9
 
 
 def _said(among: Factor) -> str:
