@@ -26,11 +26,11 @@ ABOVE_ZERO = "{} is above 0 on valid tokens, as no log-prob is: were probabiliti
 """The warning where ``above_zero`` holds of a field."""
 
 PLACEHOLDERS = {
-    "rollout_logp": "rollout_logp is 0 on valid tokens that are unlikely by logp, or below -100 where they are not, as "
-    "no log-prob of a sampled token is: are these placeholders? Mask tokens that the model did not sample, such as a "
-    "tool's, and pass NaN where the engine reported none of one that it did: it gets no engine weight, and "
+    "rollout_logp": "rollout_logp is 0 on valid tokens that are unlikely by logp, or -100 or less where they are not, "
+    "as no log-prob of a sampled token is: are these placeholders? Mask tokens that the model did not sample, such as "
+    "a tool's, and pass NaN where the engine reported none of one that it did: it gets no engine weight, and "
     "offcorr/loss/unscored counts it",
-    "old_logp": "old_logp is 0 on valid tokens that are unlikely by logp, or below -100 where they are not, as no "
+    "old_logp": "old_logp is 0 on valid tokens that are unlikely by logp, or -100 or less where they are not, as no "
     "log-prob of a sampled token is: are these placeholders? Pass the log-probs under the weights that sampled",
 }
 """The warnings where ``placeholders`` holds."""
@@ -439,7 +439,7 @@ def placeholders(rollout_logp: Tensor, logp: Tensor) -> bool:
     """Whether more than 1 % of these [N] are no log-probs of tokens that were sampled, whatever the trainer finds."""
     zero, few = rollout_logp == 0, max(2, 0.01 * len(logp))
     unlikely = int((zero & (logp < -1)).sum())  # a truncation leaves tokens alone, with a log-prob of 0: likely ones
-    impossible = int(((rollout_logp < -100) & (logp > -20)).sum())
+    impossible = int(((rollout_logp <= -100) & (logp > -20)).sum())
     return impossible > few or unlikely > max(few, 0.2 * int(zero.sum()))
 
 

@@ -758,8 +758,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: zeros of sampled tokens called a wrong mask with certainty",
         "offcorr/diagnose/causes/values.py",
-        "1.0 if _not_sampled(evidence) > 0 and",
-        "1.0 if",
+        "sampled = _not_sampled(evidence) <= 0",
+        "sampled = False",
         "tests/diagnose/test_causes.py::test_zeros_in_place_of_log_probs_of_sampled_tokens_are_no_sure_mask",
     ),
     Mutation(
@@ -800,8 +800,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: d that grows with the age says nothing of it",
         "offcorr/diagnose/causes/versions.py",
-        "return by_age[-1] > GROWS * by_age[0]",
-        "return False and by_age[-1] > GROWS * by_age[0]",
+        "return bool(by_age[-1] > GROWS * by_age[0] and smooth",
+        "return bool(False and smooth",
         "tests/diagnose/test_causes.py::test_a_difference_that_is_larger_in_older_samples_is_of_their_age",
     ),
     Mutation(
@@ -1832,8 +1832,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: tokens that were forced are surely outside the mask",
         "offcorr/diagnose/causes/values.py",
-        "not (_far_policies(evidence) or _forbids(evidence))",
-        "not _far_policies(evidence)",
+        "surest=0.5 if sampled or _far_policies(evidence) or _forbids(evidence) else 1.0,",
+        "surest=0.5 if sampled or _far_policies(evidence) else 1.0,",
         "tests/diagnose/test_causes.py zeros_beside_a_ban",
     ),
     Mutation(
@@ -2068,13 +2068,6 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py beside_a_constant_age",
     ),
     Mutation(
-        "diagnose: growth beside a constant age shows it",
-        "offcorr/diagnose/causes/versions.py",
-        "and not (np.isfinite(ages).all() and np.ptp(ages) == 0 and ages.max() > 0):",
-        "and True:",
-        "tests/diagnose/test_causes.py weights_of_a_constant_age",
-    ),
-    Mutation(
         "diagnose: another prompt of logp is a sure update",
         "offcorr/diagnose/causes/updates.py",
         "if any(CAUSES[id].found(now) is not None for id in OF_A_PROMPT):",
@@ -2094,6 +2087,27 @@ MUTATIONS = [
         " and len(uncertain) > 0 and float((uncertain > DIFFERS).mean()) > 0.9",
         "",
         "tests/diagnose/test_causes.py factor_of_the_first_tokens",
+    ),
+    Mutation(
+        "diagnose: a jump with the age is of the age",
+        "offcorr/diagnose/causes/versions.py",
+        "smooth = float(np.diff(by_age).max()) < BY_A_JUMP * rise",
+        "smooth = True",
+        "tests/diagnose/test_causes.py jumps_with_the_age",
+    ),
+    Mutation(
+        "diagnose: zeros of unlikely tokens were not sampled",
+        "offcorr/diagnose/causes/values.py",
+        "return 1 if chosen and evidence.balance.z > 3 else -1",
+        "return 1 if chosen else -1",
+        "tests/diagnose/test_causes.py in_place_of_unlikely",
+    ),
+    Mutation(
+        "diagnose: zeros of unlikely tokens leave a silent temperature",
+        "offcorr/diagnose/causes/values.py",
+        "left.unbalanced() if sampled else left,",
+        "left,",
+        "tests/diagnose/test_causes.py in_place_of_unlikely",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3781,8 +3795,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: zeros of a truncation are surely a mask",
         "offcorr/diagnose/causes/values.py",
-        "_not_sampled(evidence) > 0 and not (_far_policies(evidence) or _forbids(evidence))",
-        "_not_sampled(evidence) > 0 and not _forbids(evidence)",
+        "surest=0.5 if sampled or _far_policies(evidence) or _forbids(evidence) else 1.0,",
+        "surest=0.5 if sampled or _forbids(evidence) else 1.0,",
         "tests/diagnose/test_causes.py far_apart",
     ),
     Mutation(

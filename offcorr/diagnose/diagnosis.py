@@ -311,8 +311,10 @@ UNSURE, NOT_CERTAIN = 0.5, 0.8
 """Confidence up to which a cause is hardly told from another, and up to which it may be none that has a name."""
 
 NONE_OF_THEM = (
-    "whether it is a fault without a name here, such as a mistake in how one side computes, rescales, stores or orders "
-    "its log-probs. To find out, compute the log-probs of one short sequence by hand, and compare them with both sides'"
+    "whether it is another cause of two policies that differ (older weights, an update that did not arrive, a coarse "
+    "precision of weights or cache, another prompt or positions, another change of the logits), or a fault without a "
+    "name here, such as a mistake in how one side computes, rescales, stores or orders its log-probs. To find out, "
+    "compute the log-probs of one short sequence by hand, and compare them with both sides'"
 )
 
 

@@ -355,6 +355,12 @@ CHANGING_OPTION = Alternative(
 )
 
 
+OWN_UPDATES = Alternative(
+    "the trainer's own updates on the batch, where the log-prob that it logged is of after them",
+    "log both old_logp and logp",
+    settled=lambda evidence: any(one.logp is not None for one in evidence.records),
+)
+
 GROWING_PRECISION = Alternative(
     "a lower precision whose effect grows",
     "give --model and, as --checkpoint, the base model and earlier checkpoints",
@@ -392,11 +398,7 @@ class StaleWeights(Cause):
         OTHER_TEMPERATURE,
         BESIDE_OTHER_WEIGHTS,
         OTHER_TRANSFORM._replace(settled=age_shows),
-        Alternative(
-            "the trainer's own updates on the batch, where the log-prob that it logged is of after them",
-            "log both old_logp and logp",
-            settled=lambda evidence: versioned(evidence) or any(one.logp is not None for one in evidence.records),
-        ),
+        OWN_UPDATES._replace(settled=lambda evidence: versioned(evidence) or OWN_UPDATES.settled(evidence)),
         CHANGING_OPTION,
         OTHER_PROMPT,
         CHANGED_WITHIN,
@@ -440,6 +442,7 @@ class AdapterNotSynced(Cause):
             settled=lambda evidence: not _has_rollout_version(evidence),
         ),
         Alternative("older weights (no rollout_version is logged)", EARLIER, VERSIONS, settled=_has_rollout_version),
+        OWN_UPDATES,
         GROWING_PRECISION,
         COARSE_PRECISION,
         OTHER_TEMPERATURE,

@@ -344,7 +344,8 @@ class TopP(Cause):
     advice = ADVICE
     not_told_from = (
         Alternative(
-            "a top_k or min_p that keeps about as much in every context, as a low min_p does in a peaked policy",
+            "a top_k or min_p that keeps about as much in every context, as a low min_p does in a peaked policy, or a "
+            "typical_p",
             "compare the sampler's options, or give --model",
         ),
         OTHER_TRUNCATION,

@@ -252,6 +252,8 @@ class Mask(Cause):
             return None
         share = count / len(evidence)
         depth = float(evidence.trainer[zeros].mean())
+        left = evidence.keep(~_with_neighbours(evidence, zeros) & ~((evidence.sampler == 0) & evidence.beside_masked))
+        sampled = _not_sampled(evidence) <= 0
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence))),
@@ -259,8 +261,8 @@ class Mask(Cause):
             count / FEWEST,
             f"{count} of {len(evidence)} tokens, mostly {'side by side' if in_runs else 'beside masked ones'}, have a "
             f"log-prob of exactly 0 from the sampler, and of {depth:.1f} nats on average from the trainer",
-            evidence.keep(~_with_neighbours(evidence, zeros) & ~((evidence.sampler == 0) & evidence.beside_masked)),
-            surest=1.0 if _not_sampled(evidence) > 0 and not (_far_policies(evidence) or _forbids(evidence)) else 0.5,
+            left.unbalanced() if sampled else left,  # zeros in place of unlikely tokens leave the likely ones
+            surest=0.5 if sampled or _far_policies(evidence) or _forbids(evidence) else 1.0,
             of_zeros=True,
         )
 
@@ -282,12 +284,14 @@ def _not_sampled(evidence: Evidence) -> int:
     """1 where the tokens with an exact 0 are more surprising than draws from the trainer's distributions, as text is
     that the model did not write; -1 where they are not; 0 where too few have an entropy to say."""
     here = _with_neighbours(evidence, _zeros(evidence))
-    if evidence.entropy is None:
+    if evidence.entropy is None or evidence.balance is None:
         return 0
     here &= np.isfinite(evidence.entropy)
     if here.sum() < TOLD:
         return 0
-    return 1 if surprisal_balance(evidence.trainer[here], evidence.entropy[here]).z > 3 else -1
+    # Zeros in place of unlikely tokens are surprising by their choice, and all tokens together are not.
+    chosen = surprisal_balance(evidence.trainer[here], evidence.entropy[here]).z > 3
+    return 1 if chosen and evidence.balance.z > 3 else -1
 
 
 TOLD = 16

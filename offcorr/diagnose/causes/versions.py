@@ -80,22 +80,27 @@ def gap_without_age(evidence: Evidence) -> bool:
 
 
 def age_shows(evidence: Evidence) -> bool:
-    """Whether d itself says that it is of the age: it grows over the optimizer steps, unless the age is always one, or
-    is larger where versions say that the sampler's weights are older.
+    """Whether d itself says that it is of the age: of samples of three ages or more it is larger by the age, and by no
+    jump between two of them.
 
-    Versions that are older say nothing of what else differs: one update may be a hundredth of another prompt's d.
+    Versions that are older say nothing of what else differs: one update may be a hundredth of another prompt's d.  Nor
+    does a d that grows over the optimizer steps while the age is one, as a setting that changes, or a precision, leaves
+    it, too; and what was mended at some version leaves a jump.
     """
     ages = np.array([np.nan if (one := age(record)) is None else one for record in evidence.records])
-    if growth(evidence) is not None and not (np.isfinite(ages).all() and np.ptp(ages) == 0 and ages.max() > 0):
-        return True
     times = np.bincount(evidence.sequence, minlength=len(ages))
     gaps = np.bincount(evidence.sequence, evidence.size, minlength=len(ages)) / np.maximum(times, 1)
     known = np.isfinite(ages) & (times > 0)
-    by_age = [float(gaps[known & (ages == one)].mean()) for one in np.unique(ages[known])]
-    if not older(evidence) or len(by_age) < 2:
+    by_age = np.array([gaps[known & (ages == one)].mean() for one in np.unique(ages[known])])
+    if not older(evidence) or len(by_age) < LEAST_AGES:
         return False
-    return by_age[-1] > GROWS * by_age[0] and float(np.corrcoef(ages[known], gaps[known])[0, 1]) > WITH_AGE
+    rise = by_age[-1] - by_age[0]
+    smooth = float(np.diff(by_age).max()) < BY_A_JUMP * rise
+    return bool(by_age[-1] > GROWS * by_age[0] and smooth and np.corrcoef(ages[known], gaps[known])[0, 1] > WITH_AGE)
 
+
+LEAST_AGES, BY_A_JUMP = 3, 0.7
+"""Ages, at least, and the share of the whole rise from which that between two of them is a jump."""
 
 GROWS, WITH_AGE = 2.0, 0.5
 """Mean |d| of the oldest sequences over that of the newest, and the correlation of a sequence's with its age, from
