@@ -2084,8 +2084,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a factor of a few tokens is a temperature",
         "offcorr/diagnose/causes/sampling.py",
-        " and len(uncertain) > 0 and float((uncertain > DIFFERS).mean()) > 0.9",
-        "",
+        "return float((uncertain > max(DIFFERS, OF_THE_MEAN * float(uncertain.mean()))).mean()) > 0.9",
+        "return True",
         "tests/diagnose/test_causes.py factor_of_the_first_tokens",
     ),
     Mutation(
@@ -2108,6 +2108,13 @@ MUTATIONS = [
         "left.unbalanced() if sampled else left,",
         "left,",
         "tests/diagnose/test_causes.py in_place_of_unlikely",
+    ),
+    Mutation(
+        "diagnose: values that do not rise are running sums",
+        "offcorr/diagnose/causes/quantities.py",
+        "if uncertain.any() and (steps[uncertain] < 0).mean() < 0.9:",
+        "if False:",
+        "tests/diagnose/test_causes.py no_running_sum",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",

@@ -3186,13 +3186,14 @@ def test_a_gap_of_weights_of_a_constant_age_that_grows_is_no_sure_age():
     assert diagnose(lagging).confidence > 0.5
 
 
-def test_a_factor_of_the_first_tokens_is_no_sure_temperature():
-    """Different tokens after one prompt show it, and the others agree."""
+@pytest.mark.parametrize("rounding", [0.0, 0.003])
+def test_a_factor_of_the_first_tokens_is_no_sure_temperature(rounding):
+    """Different tokens after one prompt show it, and the others agree, but for rounding."""
 
     def doubled(columns, world):
         columns["old_logp"][:, :3] *= 2
 
-    made = World(sequences=128)
+    made = World(sequences=128, sampler=noise(rounding))
     made.edits = [doubled]
     named = {one.cause: one.confidence for one in diagnose(made.records()).causes}
     assert all(named.get(cause, 0.0) <= 0.5 for cause in ("temperature", "raw_logprobs")), named
@@ -3226,3 +3227,15 @@ def test_zeros_in_place_of_unlikely_tokens_are_no_sure_mask_and_leave_no_silent_
     made.edits = [filled]
     report = diagnose(made.records())
     assert {one.cause for one in report.causes} == {"mask", "sentinel"} and report.confidence == 0.5
+
+
+def test_one_number_from_some_token_on_is_no_running_sum():
+    """It does not rise, either, where the policy is nearly certain of every token before."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for at in range(32):
+        own = np.where(rng.random(20) < 0.1, -rng.exponential(1.0, 20), -1e-9)
+        logged = np.append(np.full(10, -1e-9), np.full(10, -1.0))
+        row = {"prompt_ids": [at], "completion_ids": [*range(20)], "old_logp": own}
+        rows.append(Record.of(row | {"rollout_logp": logged}))
+    assert not any("sums over the tokens" in one.evidence for one in diagnose(rows).causes)

@@ -252,7 +252,7 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
         return
     for base in (2, 10):
         yield f"logarithms to base {base}", FITS_BASE, values * np.log(base)
-    yield from _sums(values, evidence)
+    yield from _sums(values, wanted, evidence)
     yield from _of_sequences(values, wanted, evidence)
     summed = np.exp(np.minimum(values, 1))  # above 1 where the number was added to nearly 1
     added = float(np.median(summed - np.exp(np.minimum(wanted, 0))))
@@ -307,11 +307,14 @@ def _of_sequences(values: Floats, wanted: Floats, evidence: Evidence) -> Iterato
         )
 
 
-def _sums(values: Floats, evidence: Evidence) -> Iterator[tuple[str, float, Floats]]:
-    """Running sums, which fall from token to token, and come from the first token of a completion on."""
+def _sums(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tuple[str, float, Floats]]:
+    """Running sums, which fall at each token that is not certain, and come from the first token of a completion on."""
     begins = np.ones(len(evidence), bool)
     begins[1:] = np.diff(evidence.sequence) != 0
     within = ~begins[1:]
     steps = np.diff(values)
+    uncertain = within & (wanted[1:] < -0.01)
+    if uncertain.any() and (steps[uncertain] < 0).mean() < 0.9:
+        return
     if within.sum() >= 16 and (steps[within] <= 1e-6).all() and (np.diff(evidence.position)[within] == 1).all():
         yield "sums over the tokens so far", FITS, np.where(begins, values, np.append(values[:1], steps))

@@ -518,15 +518,17 @@ def _beside_truncation(evidence: Evidence) -> Found | None:
     )
 
 
-DIFFERS = 1e-4
-"""|d| (nats) that a temperature leaves nearly everywhere where the trainer is not certain."""
+DIFFERS, OF_THE_MEAN = 1e-4, 0.02
+"""|d| (nats), and as a share of its mean, that a temperature leaves where the trainer is not certain, nearly always."""
 
 
 def _changes_all(evidence: Evidence) -> bool:
     """Whether one factor multiplies the differences of tokens that are new to their contexts, and uncertain tokens
     differ wherever they stand, as under a temperature."""
     uncertain = evidence.size[evidence.trainer < -0.5]
-    return multiplies_new_tokens(evidence) and len(uncertain) > 0 and float((uncertain > DIFFERS).mean()) > 0.9
+    if not len(uncertain) or not multiplies_new_tokens(evidence):
+        return False
+    return float((uncertain > max(DIFFERS, OF_THE_MEAN * float(uncertain.mean()))).mean()) > 0.9
 
 
 def _said(among: Factor) -> str:
