@@ -69,6 +69,9 @@ SEVERAL, NEARLY_ALL = 4, 0.9
 """Number of uncertain tokens from which a sequence shows that its log-probs are not those of single tokens; the share
 of such sequences that have to show it."""
 
+BY_A_TEMPERATURE = 0.97
+"""Share of the spread of d that a temperature explains at least, if it is one."""
+
 COLDEST, HOTTEST = 0.2, 5.0
 """Temperatures beyond which no sampler is expected, so that a fit that gives one is no finding."""
 
@@ -80,7 +83,8 @@ PROCESSED = "let the engine report what it samples from (vLLM: logprobs_mode='pr
 OR_DROPOUT = ", and score with the trainer's dropout off, whose noise can look like this"
 
 OR_LOGITS = (
-    ". Where both have one, look for another change of the logits that one side makes: a softcap, a scale, a logit_bias"
+    ". Where both have one, look for what else changes the logits of one side: coarse weights (int4, fp8), older "
+    "weights, another prompt or position (rope_theta), a softcap, a scale, a logit_bias"
 )
 
 MENDS: dict[Kind, str] = {
@@ -373,7 +377,8 @@ def logprob_semantics(
     plausible = COLDEST < temperature / max(power.value, 1e-6) < HOTTEST and of_engine > 0.5
     if gap > 0.001 and explained > needed and plausible and below < 20 * above:
         if abs(power.value - 1) > max(0.01, SIGNIFICANT * power.error):
-            return result(*_tempered(power, evidence, temperature, known=h is not None, same=same_weights))
+            fit = explained if explained < BY_A_TEMPERATURE else None
+            return result(*_tempered(power, evidence, temperature, fit, known=h is not None, same=same_weights))
 
     lost, doubtful = 1 - ratio.value, SIGNIFICANT * ratio.error
     raised = (d > RAISED).double().mean().item()
@@ -530,15 +535,21 @@ def _filled_in(t: Tensor, e: Tensor) -> Tensor:
 
 
 def _tempered(
-    power: Estimate, evidence: float, temperature: float, *, known: bool, same: bool
+    power: Estimate, evidence: float, temperature: float, fit: float | None, *, known: bool, same: bool
 ) -> tuple[Kind, str, Estimate | None]:
     """Kind, finding and carried temperature, from the power p in rollout_logp = p logp - f(context).
 
     evidence: sum of d, the log-likelihood ratio of the sampled tokens under the trainer's and the engine's log-probs.
+    fit: the share of the spread of d that the power explains, where another change may as well be what it fits.
     """
     carried = Estimate(temperature / power.value, temperature * power.error / power.value**2)
     if known:
         said = f"carry a temperature of about {carried.value:.2f}, the trainer's {temperature:.2f}"
+        if fit is not None:
+            said = (
+                f"differ from the trainer's, for {fit:.0%} of the spread as at a temperature of about "
+                f"{carried.value:.2f} beside the trainer's {temperature:.2f}, and for the rest otherwise"
+            )
     else:
         said = f"carry a {'lower' if power.value > 1 else 'higher'} temperature than the trainer's"
     who = "these tokens do not show which of the two it sampled at"

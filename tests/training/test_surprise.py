@@ -137,7 +137,7 @@ def test_an_alarm_of_the_warm_up_says_that_it_is_no_baseline():
     for step in range(1, 40):
         monitor.end(step, {SURPRISE: 0.0 if step < 8 else -0.46, FIELD + "surprise_error": 0.08})
     (alarm,) = monitor.alarms
-    assert "standard errors from 0; the first steps are off by -0.299" in str(alarm)
+    assert "standard errors from 0; the first logged steps are off by -0.299" in str(alarm)
     assert "the tokens do not follow the trainer's distribution" in str(alarm)
 
 

@@ -42,6 +42,12 @@ class Retokenised(Cause):
             ),
         ),
         Alternative(
+            "a context that one side did not read, such as a tool's answer, or that its attention mask leaves out: the "
+            "log-probs differ from the first token after masked ones on",
+            "compare the ids that each side read, and its attention mask",
+            settled=lambda evidence: _behind_masked(evidence) < HALF,
+        ),
+        Alternative(
             "tokens that the trainer's side forbids, as by a mask of its logits",
             "see what the trainer does with the logits of these ids",
             settled=lambda evidence: (
@@ -100,8 +106,28 @@ class Retokenised(Cause):
             f"{max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}"
             + ("" if sure or fit_again else MOVED),
             evidence.keep(~after),
-            surest=OF_ANOTHER_POLICY if not sure else 1.0 if fit_again or len(firsts) >= SEVERAL else FEW,
+            surest=OF_ANOTHER_POLICY
+            if not sure or _behind_masked(evidence) >= HALF
+            else 1.0
+            if fit_again or len(firsts) >= SEVERAL
+            else FEW,
         )
+
+
+HALF = 0.5
+"""Share of the sequences with such a token in which it follows masked ones, from which on these may be the reason."""
+
+
+def _behind_masked(evidence: Evidence) -> float:
+    """Of the sequences that are far off from some token on, the share in which masked tokens precede that one."""
+    behind = []
+    for at, record in enumerate(evidence.records):
+        tokens = evidence.of_sequence(at)
+        if record.mask is None or (first := _onset(evidence.size[tokens])) is None:
+            continue
+        place = int(evidence.position[tokens][first])
+        behind.append(place > 0 and not np.all(np.asarray(record.mask, bool)[max(0, place - FARTHEST_SLIP) : place]))
+    return float(np.mean(behind)) if behind else 0.0
 
 
 MOVED = "; a policy that has moved far since it sampled, or that read another prompt, may have given up such tokens"

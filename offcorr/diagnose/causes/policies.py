@@ -569,6 +569,11 @@ def _of_the_age(evidence: Evidence) -> bool:
     return OTHER_TEMPERATURE.settled(evidence) and lag_in_d(evidence)
 
 
+CERTAIN_TO_BOTH, OF_CERTAIN_TOKENS = float(np.log(0.99)), 0.5
+"""The trainer's log-prob from which a token is nearly certain, and the share of |d| at such tokens above which it is of
+no rounding."""
+
+
 def _as_rounding(evidence: Evidence) -> Found | None:
     """A d no larger than rounding makes it."""
     profile = Profile.of(evidence)
@@ -576,6 +581,9 @@ def _as_rounding(evidence: Evidence) -> Found | None:
     if evidence.gap < evidence.floor or profile.mean >= largest or len(profile) < 8:
         return None
     if profile.median < 0.01 * profile.mean:  # rounding leaves no sequence as it is
+        return None
+    certain = evidence.trainer > CERTAIN_TO_BOTH  # of which it leaves little
+    if evidence.size[certain].sum() > OF_CERTAIN_TOKENS * evidence.size.sum():
         return None
     size = "no more than rounding makes"
     if profile.mean > MOSTLY:

@@ -51,6 +51,12 @@ class Unnormalised(Cause):
         ),
         PADDED._replace(settled=lambda evidence: _proportional(evidence)),
         Alternative(
+            "a truncation or ban that the trainer applies, and the sampler does not: the tokens of which the trainer's "
+            "log-prob is -inf are left out here, and with them the mean ratio may be 1",
+            "see what the trainer does with its logits",
+            settled=lambda evidence: not any(np.isneginf(one.old_logp).any() for one in evidence.records),
+        ),
+        Alternative(
             "a truncation (top_k, top_p, min_p) where contexts have many tokens alike, or a ban of likely tokens "
             "(logit_bias, bad_words, structured decoding)",
             "compare the sampler's options, or give --model",

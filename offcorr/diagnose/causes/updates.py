@@ -17,8 +17,9 @@ def _may_be_no_update(evidence: Evidence) -> bool:
     return evidence.copied and not updated(evidence)
 
 
-NEXT_TO_NOTHING = 0.1
-"""Share of the mean |logp - old_logp| that a fault of logp leaves, at most; updates leave more."""
+NEXT_TO_NOTHING, HARDLY_ANYTHING = 0.1, 0.02
+"""Share of the mean |logp - old_logp| that a fault of logp leaves, at most, as updates leave more; and one of which the
+numbers alone are not sure."""
 
 
 def _fault_of_logp(evidence: Evidence) -> str:
@@ -31,7 +32,7 @@ def _fault_of_logp(evidence: Evidence) -> str:
         if cause.stage not in ("values", "sampling") or (found := cause.found(now)) is None or not found.of_d:
             continue
         left = 0.0 if found.left is None else found.left.gap * len(found.left) / (now.gap * len(now))
-        if left < NEXT_TO_NOTHING and (cause.stage == "values" or found.surest > 0.5):
+        if left < (NEXT_TO_NOTHING if cause.stage == "values" or found.surest > 0.5 else HARDLY_ANYTHING):
             return (
                 f"; {cause.id} explains nearly all of it, with old_logp in the place of the sampler's log-probs and "
                 "logp in that of the trainer's"

@@ -169,11 +169,18 @@ def _zeros_of_the_trainer(evidence: Evidence) -> Booleans:
     Zeros at the first and the last token of a completion, which shifted log-probs leave, do not decide.
     """
     zeros, inside = evidence.trainer == 0, (evidence.position > 0) & ~evidence.last
+    rounded = bool((evidence.trainer == evidence.trainer.round()).all())
+    if rounded or not zeros.any():
+        return np.zeros_like(zeros)
+    # Where the others agree, an unlikely token that the trainer is certain of is one that it did not score.
+    if (told := zeros & (evidence.sampler < -0.5)).sum() >= max(FEWEST, 0.002 * len(evidence)):
+        others = evidence.size[~zeros]
+        if len(others) and float(others.mean()) < BEFORE * float(evidence.size[told].mean()):
+            return zeros
     doubted = zeros & inside & (evidence.sampler < -0.5)
     nearly = int(((evidence.trainer < 0) & (evidence.trainer > -0.01)).sum())
     few = doubted.sum() < max(FEWEST, 0.002 * len(evidence)) or nearly > doubted.sum() / 2
-    rounded = bool((evidence.trainer == evidence.trainer.round()).all())
-    return np.zeros_like(zeros) if few or rounded or doubted.sum() < 0.25 * zeros.sum() else zeros
+    return np.zeros_like(zeros) if few or doubted.sum() < 0.25 * zeros.sum() else zeros
 
 
 def _nearly_zero(evidence: Evidence) -> bool:
