@@ -547,8 +547,8 @@ def _tempered(
         said = f"carry a temperature of about {carried.value:.2f}, the trainer's {temperature:.2f}"
         if fit is not None:
             said = (
-                f"differ from the trainer's, for {fit:.0%} of the spread as at a temperature of about "
-                f"{carried.value:.2f} beside the trainer's {temperature:.2f}, and for the rest otherwise"
+                f"differ about as at a temperature of {carried.value:.2f}, the trainer's {temperature:.2f} (it fits "
+                f"{fit:.0%} of the spread: another change of the logits may leave the same)"
             )
     else:
         said = f"carry a {'lower' if power.value > 1 else 'higher'} temperature than the trainer's"

@@ -3239,3 +3239,71 @@ def test_one_number_from_some_token_on_is_no_running_sum():
         row = {"prompt_ids": [at], "completion_ids": [*range(20)], "old_logp": own}
         rows.append(Record.of(row | {"rollout_logp": logged}))
     assert not any("sums over the tokens" in one.evidence for one in diagnose(rows).causes)
+
+
+@pytest.mark.parametrize("where", ["ends", "tail"])
+def test_zeros_of_a_certain_trainer_are_placeholders_and_no_precision(where):
+    """As a cross entropy leaves them at ids that it ignores; many of its other log-probs are nearly 0, too."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for at in range(64):
+        own = np.where(rng.random(30) < 0.6, -1e-4 * rng.random(30), -rng.exponential(1.0, 30))
+        own[-1] = -1.0 - rng.random()
+        row = {"prompt_ids": [at], "completion_ids": rng.integers(0, 50, 30), "rollout_logp": own + 1e-7}
+        zero = np.arange(30) >= (29 if where == "ends" else 22)
+        rows.append(Record.of(row | {"old_logp": np.where(zero, 0.0, own), "rollout_logp": np.minimum(own + 1e-7, 0)}))
+    report = diagnose(rows)
+    assert [one.cause for one in report.causes] == ["sentinel"] and report.confidence > 0.9
+    assert "exactly 0 from the trainer" in report.causes[0].evidence
+
+
+def test_a_gap_of_tokens_that_are_certain_to_the_trainer_is_no_precision():
+    rng = np.random.default_rng(0)
+    rows = []
+    for at in range(64):
+        own = np.where(np.arange(30) % 5 == 0, -1e-3, -rng.exponential(1.0, 30))
+        logged = own + np.where(np.arange(30) % 5 == 0, -0.02 * rng.random(30), 1e-5 * rng.standard_normal(30))
+        row = {"prompt_ids": [at], "completion_ids": rng.integers(0, 50, 30), "old_logp": own}
+        rows.append(Record.of(row | {"rollout_logp": np.minimum(logged, 0)}))
+    assert "precision" not in {one.cause for one in diagnose(rows).causes}
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_context_that_one_side_did_not_read_is_asked_about_behind_masked_tokens(masked):
+    """As where the loss's mask stands in the place of the attention's, so that a tool's answer is not read."""
+    made = world("retokenised", sequences=64)
+    made.edits = []
+    rng, rows = np.random.default_rng(0), []
+    for one in made.records():
+        cut = int(rng.integers(10, 30))
+        mask = np.ones(len(one), bool)
+        mask[cut - 4 : cut] = not masked
+        other = np.append(one.old_logp[:cut], -1 - rng.exponential(2.0, len(one) - cut))
+        other[cut] = -12.0
+        rows.append(dataclasses.replace(one, old_logp=other, mask=mask))
+    (found,) = (one for one in diagnose(rows).causes if one.cause == "retokenised")
+    asked = any("a context that one side did not read" in one for one in diagnose(rows).cannot_tell)
+    assert asked == masked and (found.confidence == 0.5) == masked
+
+
+def test_a_truncation_of_the_trainers_is_asked_about_where_it_forbids_tokens():
+    (asked,) = (one for one in CAUSES["unnormalised"].not_told_from if "that the trainer applies" in one.words)
+    records = world("clean").records()
+    assert asked.settled(Evidence.of(records))
+    cut = [dataclasses.replace(one, old_logp=np.append(one.old_logp[:-1], -np.inf)) for one in records]
+    assert not asked.settled(Evidence.of(cut))
+
+
+@pytest.mark.parametrize("factor", [0.7, 0.8])
+def test_a_temperature_of_logp_is_no_sure_update(factor):
+    made = world("clean", sequences=64).records()
+    moved = [
+        dataclasses.replace(one, logp=other.old_logp, rollout_version=4, trainer_version=5)
+        for one, other in zip(
+            made,
+            World(sequences=64, trainer=lambda logits, world: logits / factor).records(),
+            strict=True,
+        )
+    ]
+    report = diagnose(moved)
+    assert (report.verdict, report.confidence) == ("policy_updates", 0.5)

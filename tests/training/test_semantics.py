@@ -777,3 +777,13 @@ def test_weights_that_were_rounded_coarsely_are_no_far_lower_temperature():
         found = logprob_semantics(logp, engine, mask, entropy=entropy)
         assert not found.colder and not found.fatal
         assert "far lower temperature" not in found.sentence
+
+
+@pytest.mark.parametrize(("noise", "said"), [(0.0, "carry a temperature of about 1.98"), (1.0, "differ about as at")])
+def test_a_temperature_that_fits_badly_may_be_another_change(noise, said):
+    """As of an engine with coarse weights, whose distributions are flatter."""
+    logp, rollout_logp, mask, entropy = sampled(temperature=2.0, noise=noise)
+    found = logprob_semantics(logp, rollout_logp, mask, entropy=entropy)
+    assert found.kind == "temperature" and said in found.sentence
+    assert ("another change of the logits may leave the same" in found.sentence) == bool(noise)
+    assert "coarse weights (int4, fp8)" in MENDS["temperature"]

@@ -96,6 +96,7 @@ class Retokenised(Cause):
         fit_again = len(slips) >= max(2, FIT_AGAIN * len(firsts))
         which = "" if slips else "that the trainer finds next to impossible, "
         sure = (fit_again or (before_size < AGREE and _unrelated(evidence.keep(after)))) and _not_drawn(evidence, after)
+        sure = sure and _behind_masked(evidence) < HALF
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence.records))),
@@ -106,11 +107,7 @@ class Retokenised(Cause):
             f"{max(firsts)}, and differ from there on (mean |d| {after_size:.2g} nats){again}"
             + ("" if sure or fit_again else MOVED),
             evidence.keep(~after),
-            surest=OF_ANOTHER_POLICY
-            if not sure or _behind_masked(evidence) >= HALF
-            else 1.0
-            if fit_again or len(firsts) >= SEVERAL
-            else FEW,
+            surest=(1.0 if fit_again or len(firsts) >= SEVERAL else FEW) if sure else OF_ANOTHER_POLICY,
         )
 
 

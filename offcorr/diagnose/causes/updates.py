@@ -17,7 +17,7 @@ def _may_be_no_update(evidence: Evidence) -> bool:
     return evidence.copied and not updated(evidence)
 
 
-NEXT_TO_NOTHING, HARDLY_ANYTHING = 0.1, 0.02
+NEXT_TO_NOTHING, HARDLY_ANYTHING = 0.1, 0.05
 """Share of the mean |logp - old_logp| that a fault of logp leaves, at most, as updates leave more; and one of which the
 numbers alone are not sure."""
 
