@@ -2152,6 +2152,13 @@ MUTATIONS = [
         "tests/training/test_semantics.py fits_badly",
     ),
     Mutation(
+        "diagnose: a base beside another gap is a division",
+        "offcorr/diagnose/causes/quantities.py",
+        "fits = FITS if _is_base(values, wanted, base) else FITS_BASE",
+        "fits = FITS_BASE",
+        "tests/diagnose/test_causes.py another_base_beside",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

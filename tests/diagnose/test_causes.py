@@ -3307,3 +3307,14 @@ def test_a_temperature_of_logp_is_no_sure_update(factor):
     ]
     report = diagnose(moved)
     assert (report.verdict, report.confidence) == ("policy_updates", 0.5)
+
+
+@pytest.mark.parametrize("base", [2, 10])
+@pytest.mark.parametrize("side", ["rollout_logp", "old_logp"])
+def test_another_base_beside_another_gap_is_no_division(side, base):
+    """The median quotient is that of the base, which no difference of the weights moves."""
+    made = World(sequences=64, sampler=noise(0.05))
+    made.edits = [lambda columns, world: columns.update({side: columns[side] / np.log(base)})]
+    report = diagnose(made.records())
+    assert report.verdict == "other_quantity" and f"logarithms to base {base}" in report.causes[0].evidence
+    assert "unnormalised" not in {one.cause for one in report.causes}

@@ -251,7 +251,8 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
             yield "probabilities, not their logarithms", most, np.log(np.maximum(values, 1e-30))
         return
     for base in (2, 10):
-        yield f"logarithms to base {base}", FITS_BASE, values * np.log(base)
+        fits = FITS if _is_base(values, wanted, base) else FITS_BASE
+        yield f"logarithms to base {base}", fits, values * np.log(base)
     yield from _sums(values, wanted, evidence)
     yield from _of_sequences(values, wanted, evidence)
     summed = np.exp(np.minimum(values, 1))  # above 1 where the number was added to nearly 1
@@ -266,6 +267,19 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
     if at_bound.sum() >= AT_BOUND and (wanted[at_bound] < values.min()).mean() > 0.9:
         words = f"cut off at {values.min():.4g}, where {at_bound.sum()} of {len(values)} of them stand"
         yield words, FITS, np.where(at_bound, wanted, values)
+
+
+NEAR_A_BASE = 0.005
+"""Relative distance from 1 / ln 2, or 1 / ln 10, of the median quotient of two log-probs, up to which another
+difference may stand beside the base; a division by .7 is .01 away."""
+
+
+def _is_base(values: Floats, wanted: Floats, base: int) -> bool:
+    """Whether the median quotient of the values and the log-probs is that of logarithms to the base."""
+    uncertain = wanted < -0.5
+    if not uncertain.any():
+        return False
+    return abs(float(np.median(values[uncertain] / wanted[uncertain])) * np.log(base) - 1) < NEAR_A_BASE
 
 
 def _of_the_likeliest(evidence: Evidence) -> bool:
