@@ -2159,6 +2159,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py another_base_beside",
     ),
     Mutation(
+        "diagnose: a division explains all",
+        "offcorr/diagnose/causes/sampling.py",
+        "_without_division(evidence) if proportional else None,",
+        "None,",
+        "tests/diagnose/test_causes.py what_a_division_leaves",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

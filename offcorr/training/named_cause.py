@@ -64,8 +64,9 @@ BY_VERSIONS = 0.8
 """Confidence in old weights where the versions stand still: the sampler may have weights that it does not report."""
 
 OWN_LAG = (
-    "this run's own lag of {lag}, which its sampler is set to, makes such a gap, so there is no fault to look for. "
-    "Which losses correct for it, docs/which.md says; a smaller lag or learning rate makes it smaller"
+    "this run's own lag of {lag}, which its sampler is set to, and the updates on one generation make such a gap, so "
+    "there is no fault to look for. Which losses correct for it, docs/which.md says; fewer updates per generation "
+    "(steps_per_generation), a smaller lag or a smaller learning rate make it smaller"
 )
 
 OWN_LOG_PROBS = (
@@ -106,8 +107,8 @@ PROMPT_GROWS = (
 )
 
 ALSO_A_CHANGE = (
-    "what changed in the course of the run, such as the prompt, the temperature, a truncation (top_p, top_k) or the "
-    "precision of the sampler, "
+    "what changed in the course of the run, such as the prompt, the temperature, a truncation (top_p, top_k), a "
+    "penalty or the precision of the sampler, "
     "leaves the same where training makes its gap grow"
 )
 

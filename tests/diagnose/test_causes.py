@@ -3318,3 +3318,15 @@ def test_another_base_beside_another_gap_is_no_division(side, base):
     report = diagnose(made.records())
     assert report.verdict == "other_quantity" and f"logarithms to base {base}" in report.causes[0].evidence
     assert "unnormalised" not in {one.cause for one in report.causes}
+
+
+def test_what_a_division_leaves_is_looked_at():
+    """As of older weights besides: the share is that of the division alone."""
+    made = World(sequences=96, sampler=noise(0.1, shared=True))
+    made.edits = [lambda columns, world: columns.update(rollout_logp=columns["rollout_logp"] / 0.7)]
+    report = diagnose(made.records())
+    division, *others = report.causes
+    assert division.cause == "unnormalised" and 0.9 < division.share < 0.97 and others
+    alone = World(sequences=96)
+    alone.edits = made.edits
+    assert [(one.cause, round(one.share)) for one in diagnose(alone.records()).causes] == [("unnormalised", 1)]

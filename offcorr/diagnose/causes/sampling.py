@@ -45,8 +45,8 @@ class Unnormalised(Cause):
     )
     not_told_from = (
         Alternative(
-            "another change of one side's log-probs after the softmax, such as a number that is added to "
-            "probabilities, or a division by the sequence's length",
+            "another change of one side's log-probs after the softmax, such as another base than e, a number that is "
+            "added to probabilities, or a division by the sequence's length",
             "compare how each side computes its log-probs",
         ),
         PADDED._replace(settled=lambda evidence: _proportional(evidence)),
@@ -90,8 +90,22 @@ class Unnormalised(Cause):
             f"tokens that differ, and the mean ratio e^d is {identity.value:.3f}, where it is 1 for any two policies: "
             f"the probabilities of one side, which are e to its log-probs, do not sum to 1{unless}; of which side, d "
             "alone does not say",
+            _without_division(evidence) if proportional else None,
             surest=1.0 if _surely_divided(evidence) else NOT_PROPORTIONAL,
+            at_most=not proportional,
         )
+
+
+OF_ITS_FIT = 0.05
+"""Share of the mean |d| that the fit of a division leaves by itself, at most."""
+
+
+def _without_division(evidence: Evidence) -> Evidence:
+    """The rest of d, without the multiple of the log-prob that it is at uncertain tokens, by their median."""
+    d, t = evidence.d, evidence.trainer
+    uncertain = (t < -0.5) & np.isfinite(d)
+    rest = evidence.explained(float(np.median(d[uncertain] / t[uncertain])) * t)
+    return rest.with_floor(max(rest.floor, OF_ITS_FIT * evidence.gap))
 
 
 def _share(evidence: Evidence, above: bool) -> float:
