@@ -2166,6 +2166,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py what_a_division_leaves",
     ),
     Mutation(
+        "diagnose: a misspelt field is dropped in silence",
+        "offcorr/diagnose/readers.py",
+        "            if found == 1:\n",
+        "            if False:\n",
+        "tests/diagnose/test_readers.py misspelt_field",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

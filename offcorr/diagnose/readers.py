@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,19 @@ def _records(
         problems.tell(warn)
 
 
+def _misspelt(row: Any, record: Record) -> dict[str, str]:
+    """Names in a row that are nearly those of fields which its record lacks, and these.
+
+    >>> row = {"prompt_ids": [5], "completion_ids": [7], "rollout_logp": [-1.0], "logp": [-1.5], "enrtopy": [1.0]}
+    >>> _misspelt(row, Record.of(row))
+    {'enrtopy': 'entropy'}
+    """
+    lacking = [name for name in OPTIONAL if getattr(record, name) is None]
+    others = [name for name in row if isinstance(name, str) and name not in NAMES] if isinstance(row, Mapping) else []
+    near = {name: difflib.get_close_matches(name, lacking, 1, cutoff=0.8) for name in others}
+    return {name: meant[0] for name, meant in near.items() if meant}
+
+
 def _of_file(file: File, problems: Problems) -> Iterator[tuple[Record, int]]:
     """The records of a file, each with the bytes that have been read.
 
@@ -341,6 +355,11 @@ def _of_file(file: File, problems: Problems) -> Iterator[tuple[Record, int]]:
                 own.add("no token", path, f"{where}: no token of the sequence was sampled, expected one at least")
                 continue
             found += 1
+            if found == 1:
+                for name, meant in _misspelt(row.fields, record).items():
+                    own.add(
+                        ("name", name), path, f"{where}: {name!r} is no field of a dump", f"did you mean {meant!r}?"
+                    )
             if record.origin == FOREIGN:
                 problems.demonstrations += 1
                 continue

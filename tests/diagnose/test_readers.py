@@ -44,6 +44,16 @@ def test_json_lines(tmp_path, name):
     ]
 
 
+def test_a_misspelt_field_is_told(tmp_path):
+    """Once for each file, and not where the field is there, too."""
+    one = {"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "old_logp": [-1.0, -2.0]}
+    path = lines(tmp_path / "dump.jsonl", [one | {"enrtopy": [1.0, 1.0]}] * 3)
+    asked = f"{path}, row 1: 'enrtopy' is no field of a dump; did you mean 'entropy'?"
+    assert [said for said in read_all(path)[1] if "did you mean" in said] == [asked]
+    both = lines(tmp_path / "both.jsonl", [one | {"enrtopy": [1.0, 1.0], "entropy": [1.0, 1.0], "note": "x"}])
+    assert not any("did you mean" in said for said in read_all(both)[1])
+
+
 def test_parquet_of_any_writer(tmp_path):
     """Large and fixed lists, nulls, float64, a column of text, and several row groups."""
     pa = pytest.importorskip("pyarrow")
