@@ -120,6 +120,8 @@ def main() -> int:
     print(f"{opening(steps)}\n{COST['short' if args.short else 'full']}\n", flush=True)
     if (args.output / "demo.json").exists():
         print(f"{args.output} has an earlier demo, which is replaced; another --output keeps both\n", flush=True)
+        for name in ("demo.json", "demo.png"):  # if this one is stopped, they do not stand beside its runs
+            (args.output / name).unlink(missing_ok=True)
     model = toy.model_path(seed=args.seed)  # the warm start, once, with its progress bar
     print(f"Three runs of recipes/grpo.py, {steps} updates each:", flush=True)
     logs = train_all(RUNS, args.output, steps, args.seed)
@@ -193,8 +195,9 @@ def dump_every(steps: int) -> int:
 
 def launch(run: Run, folder: Path, steps: int, seed: int, sampler: Mapping[str, Any]) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "history.json").unlink(missing_ok=True)
-    shutil.rmtree(folder / "rollouts", ignore_errors=True)  # of an earlier demo
+    for name in ("history.json", "history.png", "summary.txt"):  # of an earlier demo, as the rollouts are
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "rollouts", ignore_errors=True)
     flags = {
         **sampler,
         "max_steps": steps,

@@ -94,7 +94,7 @@ def to_do(report: Report) -> list[str]:
     """
     if report.causes and not report.d_unexplained:
         return []
-    checked = f"Checked: {len(CAUSES)} causes."
+    checked = f"Checked: {len(CAUSES)} causes, each as far as these data show it."
     if report.verdict == "clean":
         floor = (
             f"None was found: the log-probs differ by {report.numbers['abs_mean']:.2g} nats per token, no more than "

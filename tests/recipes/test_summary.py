@@ -388,6 +388,26 @@ def test_a_short_demo_has_its_own_folder_and_never_claims_the_lag(monkeypatch, t
     assert (tmp_path / trained[0][0] / "demo.json").exists()
 
 
+def test_a_demo_that_is_stopped_leaves_no_result_of_an_earlier_one(monkeypatch, tmp_path):
+    ours = ["demo.json", "demo.png", *(f"trl/{name}" for name in ("history.json", "history.png", "summary.txt"))]
+    (tmp_path / "trl" / "rollouts").mkdir(parents=True)
+    for name in [*ours, "trl/notes.txt"]:
+        (tmp_path / name).write_text("earlier")
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--output", str(tmp_path)])
+    monkeypatch.setattr(demo.toy, "model_path", lambda seed: None)
+
+    def stopped(command, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo.subprocess, "Popen", stopped)
+    monkeypatch.setattr(demo, "RUNS", {"trl": demo.RUNS["trl"]})
+    with pytest.raises(KeyboardInterrupt):
+        demo.main()
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"trl/notes.txt", "trl/output.txt"}
+    assert not (tmp_path / "trl" / "rollouts").exists()
+
+
 @pytest.mark.slow
 def test_the_demo_cut_short(tmp_path):
     run = subprocess.run(

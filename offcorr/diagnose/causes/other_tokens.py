@@ -97,6 +97,7 @@ class Retokenised(Cause):
         which = "" if slips else "that the trainer finds next to impossible, "
         sure = (fit_again or (before_size < AGREE and _unrelated(evidence.keep(after)))) and _not_drawn(evidence, after)
         sure = sure and _behind_masked(evidence) < HALF
+        sure = sure and np.ptp(firsts) > 0  # weights that were loaded while sampling begin at one token in all
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence.records))),

@@ -226,6 +226,7 @@ def _surely_top_p(evidence: Evidence, found: Kept) -> bool:
     told = int((evidence.trainer < UNSURE).sum()) >= TELLING and not flat(evidence) and not unresolved(found)
     alone = _no_temperature(evidence) and not multiplies(logged(evidence))
     one = found.exact_nucleus and found.narrow and not (found.rounded or found.among_others or _high(found))
+    one = one and found.share is not None  # tokens that are alone, or not, by their probability
     return told and alone and one and _everywhere(evidence, found)
 
 

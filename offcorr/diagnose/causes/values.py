@@ -477,15 +477,19 @@ class Shift(Cause):
         ratio = left / max(min(float(size[1:][step].mean()), float(size[:-1][step].mean())), 1e-12)
         if ratio > 0.6:
             return None
-        said = f"mean |d| is {own:.2g} nats, and only {left:.2g} where each token is compared with the sampler's "
-        said += f"log-prob of the {which} token"
+        at, of_trainer = ("t - 1", "previous") if which == "next" else ("t + 1", "next")
+        said = (
+            f"mean |d| is {own:.2g} nats, and only {left:.2g} where the trainer's log-prob at index t is compared with "
+            f"the sampler's at index {at}: the sampler's are those of the {which} token, or the trainer's those of "
+            f"the {of_trainer}"
+        )
         after = _moved(evidence, step, back=which == "next")
-        if which == "previous" and (of_trainer := _early_trainer(evidence, step)) is not None:
+        if which == "previous" and (early := _early_trainer(evidence, step)) is not None:
             said += (
                 "; unless its dropout is on, the trainer's are those of the next token: of one token after the same "
                 "context they differ from sample to sample, and the sampler's do not"
             )
-            after = of_trainer
+            after = early
         error = float(moved[which].std() / np.sqrt(step.sum()) / own)
         return Found(ratio, error, 0.6, (0.6 - ratio) * 10, said, after, surest=1.0 if ratio < SHIFTED else 0.5)
 
