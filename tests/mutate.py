@@ -2201,6 +2201,13 @@ MUTATIONS = [
         "tests/recipes/test_summary.py leaves_no_result",
     ),
     Mutation(
+        "monitor: a temperature that leaves nothing is an update that did not arrive",
+        "offcorr/training/named_cause.py",
+        "evidence is not None and multiplies(evidence, EXACT)",
+        "False",
+        "tests/training/test_monitor_causes.py leaves_nothing_stays",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",
@@ -2252,7 +2259,7 @@ MUTATIONS = [
     Mutation(
         "monitor: a temperature that grows is one",
         "offcorr/training/named_cause.py",
-        "elif _grows_as_no_setting(named, series):",
+        "elif _grows_as_no_setting(named, series, report):",
         "elif False:",
         "tests/training/test_monitor_causes.py::test_what_looks_like_a_temperature_and_keeps_growing_is_updates_that_do_not_arrive",
     ),
@@ -3382,8 +3389,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a trainer that is a token early is taken for dropout",
         "offcorr/diagnose/causes/values.py",
-        'if which == "previous" and (of_trainer',
-        'if which == "neither" and (of_trainer',
+        'if which == "previous" and (early',
+        'if which == "neither" and (early',
         "tests/diagnose/test_causes.py is_no_dropout",
     ),
     Mutation(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from offcorr.diagnose import CAUSES, Record, Report
 from offcorr.diagnose.causes.over_steps import growth
+from offcorr.diagnose.causes.prefixes import multiplies
 from offcorr.diagnose.causes.sampling import ALSO_UPDATES
 from offcorr.diagnose.causes.truncation import TRUNCATIONS
 from offcorr.diagnose.causes.versions import gap_without_age, older, versioned
@@ -194,7 +195,7 @@ def named_cause(
         return updated
     if named.cause == "precision" and _grows(series, report):
         named = _grown(ROUNDING_GROWS, series, report)
-    elif _grows_as_no_setting(named, series):
+    elif _grows_as_no_setting(named, series, report):
         named = _grown(SETTING_GROWS.format(cause=named.cause, times=series.risen), series, report)
     elif named.cause in OF_THE_PROMPT and (series.keeps_growing or (series.agreed and series.risen >= RISING)):
         named = _grown(PROMPT_GROWS.format(cause=named.cause), series, report)
@@ -415,12 +416,20 @@ def _never_updated(named: NamedCause, series: Series, report: Report) -> NamedCa
     return NamedCause("adapter_not_synced", named.confidence, (said, *also), f"{LOST_UPDATES}; {REPORTED}")
 
 
-def _grows_as_no_setting(named: NamedCause, series: Series) -> bool:
+EXACT = 0.001
+"""Share of d that a temperature leaves, at most, where nothing else lies between the two sides; older weights leave
+more."""
+
+
+def _grows_as_no_setting(named: NamedCause, series: Series, report: Report) -> bool:
     """Whether what looks like a setting of the sampler keeps growing, after steps in which the two sides agreed."""
     setting = named.cause in SHARPENED or (named.cause in CAUSES and CAUSES[named.cause].stage == "sampling")
     if named.cause in TRUNCATIONS:  # which moves d below 0 and the mean ratio below 1, as no update does
         return False
     if not setting or named.confidence > ALSO_UPDATES:
+        return False
+    evidence = getattr(report, "evidence", None)
+    if named.cause in FITTED and evidence is not None and multiplies(evidence, EXACT):
         return False
     return series.name != "surprise" and series.agreed and series.moved and series.risen >= RISING
 

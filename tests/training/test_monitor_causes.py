@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from offcorr.training import Monitor, Step
 from offcorr.training.last_batches import NothingToCompare
 from offcorr.training.monitor import PREFIX
 from offcorr.training.named_cause import named_cause
-from tests.diagnose.simulated import world
+from tests.diagnose.simulated import noise, world
 from tests.training.test_monitor import FAULTY, batch_of, quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore:step")
@@ -129,6 +130,18 @@ def test_what_looks_like_a_temperature_and_keeps_growing_is_updates_that_do_not_
     alarm = run(quiet(name_cause=name_cause), gaps)[0]
     assert (alarm.step, alarm.cause) == (28, cause)
     assert ("the log-probs alone would be taken for 'temperature'" in str(alarm)) == (cause == "adapter_not_synced")
+
+
+@pytest.mark.parametrize("beside", [0.0, 0.01])
+def test_a_temperature_that_leaves_nothing_stays_one_as_its_gap_grows(beside):
+    """A policy that becomes sharper makes the gap of a temperature grow, and no older weights are one factor."""
+    made = world("temperature", sequences=64)
+    made.trainer = noise(beside)
+    report = diagnose(made.records())
+    assert report.verdict == "temperature"
+    unsure = dataclasses.replace(report, confidence=0.5)
+    alarm = run(quiet(name_cause=lambda records: unsure), [0.0] * 25 + [0.02, 0.06, 0.12])[0]
+    assert alarm.cause == ("adapter_not_synced" if beside else "temperature")
 
 
 @pytest.mark.parametrize("setting", ["top_p", "top_k", "logit_mask"])
