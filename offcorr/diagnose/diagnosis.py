@@ -387,9 +387,8 @@ def _explain(evidence: Evidence, of_steps: str = "", of_updates: bool = True) ->
             ):
                 one = dataclasses.replace(one, confidence=min(one.confidence, OF_THE_REST))
             if stage == "policies" and fitted and one.cause in OF_OTHERS and not lag_by_versions(left):
-                surest = BESIDE_A_FIT if fitted > 0.5 else LEFT_OVER
                 said = one.evidence + OF_OTHER_CHANGES
-                one = dataclasses.replace(one, confidence=min(one.confidence, surest), evidence=said)
+                one = dataclasses.replace(one, confidence=min(one.confidence, BESIDE_A_FIT), evidence=said)
             findings.append(one)
             if after is None or not len(after):
                 left = left.with_floor(np.inf)

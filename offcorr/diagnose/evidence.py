@@ -255,6 +255,11 @@ class Evidence:
         return np.array_equal(self.sampler, self._logged("rollout_logp"), equal_nan=True)
 
     @cached_property
+    def untouched(self) -> bool:
+        """Whether the values of both sides are those of the dump."""
+        return self.as_logged and np.array_equal(self.trainer, self._logged("old_logp"), equal_nan=True)
+
+    @cached_property
     def nearly_greedy(self) -> bool:
         """Whether the sampler gives most tokens of which the trainer is not certain nearly all of the probability."""
         values = self.sampler[self.trainer < NEARLY_CERTAIN]

@@ -201,7 +201,10 @@ def other_tokens(columns, world):
 
 
 def moved(columns, world):
-    columns["logp"] = columns["old_logp"] + 0.1 * world.rng.standard_normal(columns["old_logp"].shape)
+    change = 0.1 * world.rng.standard_normal(columns["old_logp"].shape)
+    first = 0.1 * world.rng.standard_normal((world.sequences // 4, VOCABULARY))  # one context has one distribution
+    change[:, 0] = first[np.arange(world.sequences) // 4, columns["completion_ids"][:, 0]]
+    columns["logp"] = columns["old_logp"] + change
 
 
 def longest_agree(columns, world):

@@ -363,7 +363,7 @@ def test_without_versions_a_logp_that_does_not_repeat_itself_may_be_dropout():
 
 def test_beside_updates_a_logp_that_does_not_repeat_itself_is_asked_about():
     report = diagnose(versioned_dropout(3))
-    assert report.verdict == "policy_updates" and report.confidence > 0.9
+    assert report.verdict == "policy_updates" and report.confidence == 0.5
     assert any("is the trainer's dropout" in one for one in report.cannot_tell)
 
 
@@ -2628,10 +2628,57 @@ def test_top_p_and_top_k_together_are_asked_about_beside_min_p():
         assert any("top_p and top_k together" in one for one in report.cannot_tell)
 
 
+@pytest.mark.parametrize("side", ["trainer", "sampler"])
+def test_a_division_is_of_the_side_whose_log_probs_it_takes_out_of_balance(side):
+    """Of the trainer's, it takes the surprisal balance out of its range, as a temperature of the sampler does."""
+    name = "old_logp" if side == "trainer" else "rollout_logp"
+    made = world("clean", sequences=64)
+    made.edits = [*made.edits, lambda columns, world: columns.update({name: columns[name] / 0.8})]
+    report = diagnose(made.records())
+    assert [one.cause for one in report.causes] == ["unnormalised"]
+    assert report.causes[0].evidence.endswith(f"the surprisal balance is 0 if that side is the {side}'s")
+
+
+def test_what_a_silent_temperature_says_of_d_is_without_the_other_causes():
+    made = world("temperature_silent", sequences=64)
+    made.edits = [*made.edits, lambda columns, world: columns.update(rollout_logp=columns["rollout_logp"] / 0.8)]
+    found = {one.cause: one for one in diagnose(made.records()).causes}
+    assert ", but for the other causes" in found["temperature_silent"].evidence
+    assert "of which side, d alone does not say" in found["unnormalised"].evidence
+    alone = diagnose(world("temperature_silent", sequences=64).records()).causes[0].evidence
+    assert "while the two log-probs differ by" in alone and "but for the other causes" not in alone
+
+
+@pytest.mark.parametrize(("by", "cause"), [(0.69, "unnormalised"), (np.log(2), "other_quantity")])
+@pytest.mark.parametrize("name", ["old_logp", "rollout_logp"])
+def test_a_division_by_nearly_ln_2_is_no_base(name, by, cause):
+    made = world("clean", sequences=64)
+    made.edits = [*made.edits, lambda columns, world: columns.update({name: columns[name] / by})]
+    assert diagnose(made.records()).verdict == cause
+
+
+def test_completions_of_one_token_have_no_appended_end():
+    records = [
+        Record.of(
+            {"prompt_ids": [1, at // 4], "completion_ids": [7], "rollout_logp": [0.0], "old_logp": [-0.6 - 0.01 * at]}
+        )
+        for at in range(64)
+    ]
+    assert not any(one.cause == "appended_eos" for one in diagnose(records).causes)
+
+
+def test_what_the_fit_of_a_temperature_leaves_is_unsure_however_small_its_share():
+    made = world("temperature", sequences=64)
+    own = made.sampler
+    made.sampler = lambda logits, world: simulated.min_p(own(logits, world), world)
+    for one in diagnose(made.records()).causes:
+        assert one.confidence <= 0.5 or one.cause not in ("precision", "stale_weights"), one
+
+
 def test_zeros_everywhere_may_be_a_greedy_samplers():
     records = [dataclasses.replace(one, rollout_logp=0 * one.rollout_logp) for one in world("clean").records()]
     report = diagnose(records)
-    assert report.verdict == "sentinel" and report.confidence == 0.65
+    assert report.verdict == "sentinel" and report.confidence == 0.5
     assert any("greedy sampling" in one for one in report.cannot_tell)
     ones = diagnose([dataclasses.replace(one, rollout_logp=0 * one.rollout_logp - 1) for one in records])
     assert ones.verdict == "sentinel" and ones.confidence > 0.9 and not any("greedy" in one for one in ones.cannot_tell)

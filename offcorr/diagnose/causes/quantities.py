@@ -252,7 +252,9 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
         return
     for base in (2, 10):
         fits = FITS if _is_base(values, wanted, base) else FITS_BASE
-        yield f"logarithms to base {base}", fits, values * np.log(base)
+        natural = values * np.log(base)
+        if _distance(natural - wanted) < NO_BASE * _of_a_factor(values, wanted):
+            yield f"logarithms to base {base}", fits, natural
     yield from _sums(values, wanted, evidence)
     yield from _of_sequences(values, wanted, evidence)
     summed = np.exp(np.minimum(values, 1))  # above 1 where the number was added to nearly 1
@@ -272,6 +274,18 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
 NEAR_A_BASE = 0.005
 """Relative distance from 1 / ln 2, or 1 / ln 10, of the median quotient of two log-probs, up to which another
 difference may stand beside the base; a division by .7 is .01 away."""
+
+
+NO_BASE = 10
+"""Mean |d| that a base leaves, times what the best factor does, from which on it is another factor, near to the base."""
+
+
+def _of_a_factor(values: Floats, wanted: Floats) -> float:
+    """Mean |d| (nats) that is left where the values are multiplied by the factor that is the median of those of tokens
+    that are not certain."""
+    uncertain = (wanted < -0.5) & (values < 0)
+    factor = float(np.median(wanted[uncertain] / values[uncertain])) if uncertain.any() else 1.0
+    return _distance(factor * values - wanted)
 
 
 def _is_base(values: Floats, wanted: Floats, base: int) -> bool:

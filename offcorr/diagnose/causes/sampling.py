@@ -81,6 +81,10 @@ class Unnormalised(Cause):
         if (np.sign(d[uncertain]) == np.sign(above - below)).mean() < 0.9:  # and in one direction
             return None
         unless = "" if _surely_divided(evidence) or d.mean() > 0 else ", unless the sampler leaves out tokens"
+        side, rest = _without_division(evidence) if proportional else ("", None)
+        which = "of which side, d alone does not say"
+        if side:
+            which = f"the surprisal balance is 0 if that side is the {side}'s"
         return Found(
             identity.value,
             identity.error,
@@ -88,24 +92,33 @@ class Unnormalised(Cause):
             8.0,  # it precedes a temperature, which fits the same log-probs
             f"d is {'above' if d.mean() > 0 else 'below'} 0 at {_share(evidence, bool(d.mean() > 0)):.0%} of the "
             f"tokens that differ, and the mean ratio e^d is {identity.value:.3f}, where it is 1 for any two policies: "
-            f"the probabilities of one side, which are e to its log-probs, do not sum to 1{unless}; of which side, d "
-            "alone does not say",
-            _without_division(evidence) if proportional else None,
+            f"the probabilities of one side, which are e to its log-probs, do not sum to 1{unless}; {which}",
+            rest,
             surest=1.0 if _surely_divided(evidence) else NOT_PROPORTIONAL,
             at_most=not proportional,
         )
 
 
+BALANCED = 3.0
+"""Standard errors by which the surprisal balance is off where the tokens were drawn as the trainer would, at most."""
+
 OF_ITS_FIT = 0.05
 """Share of the mean |d| that the fit of a division leaves by itself, at most."""
 
 
-def _without_division(evidence: Evidence) -> Evidence:
-    """The rest of d, without the multiple of the log-prob that it is at uncertain tokens, by their median."""
+def _without_division(evidence: Evidence) -> tuple[str, Evidence]:
+    """The side that was divided, or "" where the surprisal balance does not say; and the rest of d, without the multiple
+    of the log-prob that it is at uncertain tokens, by their median.
+    """
     d, t = evidence.d, evidence.trainer
     uncertain = (t < -0.5) & np.isfinite(d)
-    rest = evidence.explained(float(np.median(d[uncertain] / t[uncertain])) * t)
-    return rest.with_floor(max(rest.floor, OF_ITS_FIT * evidence.gap))
+    part = float(np.median(d[uncertain] / t[uncertain])) * t
+    sides = {"sampler": evidence.explained(part), "trainer": dataclasses.replace(evidence, trainer=t - part)}
+    off = {side: np.nan if rest.balance is None else abs(rest.balance.z) for side, rest in sides.items()}
+    side, other = sorted(sides, key=lambda side: off[side])
+    side = side if off[side] < BALANCED and off[other] > SIGNIFICANT else ""
+    rest = sides[side or "sampler"]
+    return side, rest.with_floor(max(rest.floor, OF_ITS_FIT * evidence.gap))
 
 
 def _share(evidence: Evidence, above: bool) -> float:

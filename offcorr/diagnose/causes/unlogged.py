@@ -178,12 +178,17 @@ class PenaltySilent(Cause):
             (found.z - REPEATED) / 3 + 0.3,
             f"where the likely next tokens stood in the context before, the sampled tokens are more surprising than "
             f"draws from the trainer's distributions would be, relative to the others by {found.seen.value:.2f} +- "
-            f"{found.seen.error:.2f} of what the entropy allows, while the two log-probs differ by "
-            f"{where.gap:.2g} nats on average{of_steps}",
+            f"{found.seen.error:.2f} of what the entropy allows, {_while(where)}{of_steps}",
             evidence.unbalanced(),
             share=1.0,
             surest=0.5,  # weights that repeat themselves less leave the same
         )
+
+
+def _while(evidence: Evidence) -> str:
+    """How far the two log-probs differ, but for what the causes that were found before explain."""
+    differ = f"while the two log-probs differ by {evidence.gap:.2g} nats on average"
+    return differ if evidence.untouched else f"{differ}, but for the other causes"
 
 
 def _silent(evidence: Evidence, balance: Estimate, more: str = "") -> Found:
@@ -199,8 +204,7 @@ def _silent(evidence: Evidence, balance: Estimate, more: str = "") -> Found:
         3.5 * balance.error,
         0.0,
         f"the sampled tokens are {'more' if balance.value > 0 else 'less'} surprising than draws from the trainer's "
-        f"distributions would be, by {abs(balance.value):.3f} nats per token, while the two log-probs differ by "
-        f"{evidence.gap:.2g} nats on average{more}",
+        f"distributions would be, by {abs(balance.value):.3f} nats per token, {_while(evidence)}{more}",
         share=1.0,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
-from offcorr.diagnose.causes.policies import REPEATED, noisy, repeats_itself_now, updated
+from offcorr.diagnose.causes.policies import REPEATED, differs_by_itself_now, noisy, repeats_itself_now, updated
 from offcorr.diagnose.causes.versions import VERSIONS, same_version
 from offcorr.diagnose.evidence import SAME, Evidence
 
@@ -103,6 +103,6 @@ class PolicyUpdates(Cause):
             f"(old_logp) by {moved:.2g} nats on average{fault}",
             evidence,
             share,
-            surest=1.0 if updated(evidence) and not fault else 0.5,
+            surest=1.0 if updated(evidence) and not fault and not differs_by_itself_now(evidence) else 0.5,
             of_d=False,
         )

@@ -119,6 +119,7 @@ class Sentinel(Cause):
         share = float(odd.mean())
         # 0 is the log-prob of a token that was left alone, as hardly in every place of a sequence.
         doubtful = not impossible and value == 0 and (not whole.any() or _truncated(evidence.d[~odd]))
+        doubtful |= not (evidence.sampler != 0).any()  # a greedy sampler's are 0
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence))),
@@ -420,8 +421,8 @@ class AppendedEOS(Cause):
     def found(self, evidence: Evidence) -> Found | None:
         ends, others = _far_ends(evidence)
         count = int(ends.sum())
-        if count < FEWEST or count < 0.1 * len(evidence.records):
-            return None
+        if count < FEWEST or count < 0.1 * len(evidence.records) or (~evidence.last).sum() < count:
+            return None  # completions of one token have no others to compare with
         cut = _cut(evidence, ends)
         if not cut and not _made_up(evidence, ends):
             return None  # ends that were sampled, where unlikely tokens are far off as such
@@ -572,7 +573,7 @@ def constant(evidence: Evidence) -> Found | None:
         f"in {len(same)} of {len(rows)} sequences with uncertain tokens the sampler's value is the same at every token "
         f"({what}), so it is no log-prob of single tokens",
         share=1.0,
-        surest=1.0 if (evidence.sampler != 0).any() else FEW,  # a greedy sampler's are 0
+        surest=1.0 if (evidence.sampler != 0).any() else 0.5,  # a greedy sampler's are 0
     )
 
 
