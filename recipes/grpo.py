@@ -31,7 +31,14 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerState,
+)
 from transformers.trainer_utils import get_last_checkpoint
 from trl import TrlParser
 
@@ -462,9 +469,12 @@ def main(arguments: type[Arguments] = Arguments, trainer_class: type[GRPOTrainer
             print(f"picture: {plot(history.logs, history.file.with_suffix('.png'), anchor=args.anchor)}")
         if args.dump_rollouts:
             own = args.anchor in (None, "snapshot")  # else the dump's old_logp is not of the weights that sampled
-            before = [Path(args.resume_from_checkpoint).parent] if args.resume_from_checkpoint else []
-            folders = [Path(args.output_dir), *before]
-            model, why_none = sampled_by_model(args.dump_rollouts, folders, path) if own else (None, "")
+            folders, resumed = [Path(args.output_dir)], 0
+            if args.resume_from_checkpoint:
+                checkpoint = Path(args.resume_from_checkpoint)
+                folders.append(checkpoint.parent)
+                resumed = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).global_step
+            model, why_none = sampled_by_model(args.dump_rollouts, folders, path, resumed) if own else (None, "")
             print(f"why trainer and sampler disagree:\n  {diagnose(args.dump_rollouts, path, model)}")
             if why_none:
                 print(why_none)
@@ -484,11 +494,14 @@ def what_is_left(trainer: GRPOTrainer, history: History) -> str:
     return f"{stopped}: {numbers}; {again}"
 
 
-def sampled_by_model(dump: str | Path, folders: Sequence[Path], start: str | Path) -> tuple[str | Path | None, str]:
+def sampled_by_model(
+    dump: str | Path, folders: Sequence[Path], start: str | Path, resumed: int = 0
+) -> tuple[str | Path | None, str]:
     """The latest weights on disk that sampled a part of the dump, of a checkpoint or the start: its ``--model``.
 
     Args:
         folders: of the run, and of the run that it resumed.
+        resumed: the update after which it went on.
 
     Returns:
         None and a sentence on why, where none of them was; the sentence is empty where a run saved no checkpoint.
@@ -507,10 +520,14 @@ def sampled_by_model(dump: str | Path, folders: Sequence[Path], start: str | Pat
         return start, ""
     if not saved or not trained:
         return None, ""
+    if later := [version for version in trained if version > resumed]:
+        which = f"{later[0]}" if len(later) == 1 else f"one of the former, {later[-1]} for instance,"
+        how = f"A --save_steps that divides {which} gives it one"
+    else:
+        how = "The former lie before the checkpoint that was resumed, so that no --save_steps of this run saves them"
     return None, (
         f"(The command has no --model, so that the logs alone have to tell: the weights after update "
-        f"{listed(map(str, trained))} sampled, and those after {listed(map(str, saved))} were saved. A "
-        f"--save_steps that divides one of the former, {trained[-1]} for instance, gives it one.)"
+        f"{listed(map(str, trained))} sampled, and those after {listed(map(str, saved))} were saved. {how}.)"
     )
 
 

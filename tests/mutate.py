@@ -1235,13 +1235,6 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py zeros_beside_a_truncation",
     ),
     Mutation(
-        "diagnose: what a little temperature leaves is sure",
-        "offcorr/diagnose/diagnosis.py",
-        "surest = BESIDE_A_FIT if fitted > 0.5 else LEFT_OVER",
-        "surest = BESIDE_A_FIT if fitted > 0.5 else 1.0",
-        "tests/diagnose/test_causes.py what_a_temperature_leaves",
-    ),
-    Mutation(
         "diagnose: the headline is silent on what no cause explains",
         "offcorr/diagnose/text.py",
         "* (left > MOST and not bounded)",
@@ -1748,8 +1741,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a fault of logp is a sure update",
         "offcorr/diagnose/causes/updates.py",
-        "surest=1.0 if updated(evidence) and not fault else 0.5",
-        "surest=1.0 if updated(evidence) else 0.5",
+        "updated(evidence) and not fault and not differs",
+        "updated(evidence) and not differs",
         "tests/diagnose/test_causes.py fault_of_logp",
     ),
     Mutation(
@@ -2161,8 +2154,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a division explains all",
         "offcorr/diagnose/causes/sampling.py",
-        "_without_division(evidence) if proportional else None,",
-        "None,",
+        'side, rest = _without_division(evidence) if proportional else ("", None)',
+        'side, rest = "", None',
         "tests/diagnose/test_causes.py what_a_division_leaves",
     ),
     Mutation(
@@ -2206,6 +2199,69 @@ MUTATIONS = [
         "evidence is not None and multiplies(evidence, EXACT)",
         "False",
         "tests/training/test_monitor_causes.py leaves_nothing_stays",
+    ),
+    Mutation(
+        "diagnose: a division is of the sampler's side, whatever the balance says",
+        "offcorr/diagnose/causes/sampling.py",
+        "side if off[side] < BALANCED and off[other] > SIGNIFICANT else",
+        "side if False else",
+        "tests/diagnose/test_causes.py out_of_balance",
+    ),
+    Mutation(
+        "diagnose: a factor that is near to a base is the base",
+        "offcorr/diagnose/causes/quantities.py",
+        "NO_BASE * _of_a_factor(values, wanted)",
+        "np.inf",
+        "tests/diagnose/test_causes.py nearly_ln_2",
+    ),
+    Mutation(
+        "diagnose: what a silent temperature says of d leaves the other causes out",
+        "offcorr/diagnose/causes/unlogged.py",
+        "return differ if evidence.untouched else",
+        "return differ if True else",
+        "tests/diagnose/test_causes.py without_the_other",
+    ),
+    Mutation(
+        "diagnose: completions of one token have appended ends",
+        "offcorr/diagnose/causes/values.py",
+        " or (~evidence.last).sum() < count:",
+        ":",
+        "tests/diagnose/test_causes.py one_token_have",
+    ),
+    Mutation(
+        "diagnose: a greedy sampler's zeros are surely placeholders",
+        "offcorr/diagnose/causes/values.py",
+        "surest=1.0 if (evidence.sampler != 0).any() else 0.5",
+        "surest=1.0",
+        "tests/diagnose/test_causes.py greedy_samplers",
+    ),
+    Mutation(
+        "diagnose: updates are sure where logp does not repeat itself",
+        "offcorr/diagnose/causes/updates.py",
+        "and not differs_by_itself_now(evidence) else 0.5",
+        "else 0.5",
+        "tests/diagnose/test_causes.py does_not_repeat_itself",
+    ),
+    Mutation(
+        "diagnose: the transform that fits the draws best is sure, however badly it fits",
+        "offcorr/diagnose/informed.py",
+        "    if rescored.misfit:\n        said +=",
+        "    if False:\n        said +=",
+        "tests/diagnose/test_rescore.py not_sampled_fit",
+    ),
+    Mutation(
+        "diagnose: a model makes a clean verdict surer, whatever it finds",
+        "offcorr/diagnose/informed.py",
+        'sure = min(sure, report.confidence) if report.verdict == "clean" else sure',
+        "pass",
+        "tests/diagnose/test_rescore.py clean_verdict",
+    ),
+    Mutation(
+        "recipe: the model of a resumed run's dump may be saved by a --save_steps of updates before it",
+        "recipes/grpo.py",
+        "if version > resumed]",
+        "]",
+        "tests/recipes/test_summary.py model_of_that",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3235,8 +3291,8 @@ MUTATIONS = [
     Mutation(
         "diagnose --model: a penalty forgets the prompt",
         "offcorr/diagnose/hypotheses.py",
-        "torch.where(anywhere, ",
-        "torch.where(seen, ",
+        "torch.where(self.anywhere, ",
+        "torch.where(self.counts > 0, ",
         "tests/diagnose/test_variants.py::test_penalties_by_hand",
     ),
     Mutation(
@@ -3802,8 +3858,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: without versions updates are no dropout for sure",
         "offcorr/diagnose/causes/updates.py",
-        "surest=1.0 if updated(evidence) and not fault else 0.5",
-        "surest=1.0 if not fault else 0.5",
+        "updated(evidence) and not fault and not differs",
+        "not fault and not differs",
         "tests/diagnose/test_causes.py without_versions_a_logp",
     ),
     Mutation(
@@ -3882,13 +3938,6 @@ MUTATIONS = [
         "LOST, OFF = 0.97, 10.0",
         "LOST, OFF = 0.5, 10.0",
         "tests/diagnose/test_causes.py truncation_beside",
-    ),
-    Mutation(
-        "diagnose: greedy zeros are surely placeholders",
-        "offcorr/diagnose/causes/values.py",
-        "surest=1.0 if (evidence.sampler != 0).any() else FEW,",
-        "surest=1.0,",
-        "tests/diagnose/test_causes.py greedy",
     ),
     Mutation(
         "diagnose: zeros of a truncation are surely a mask",

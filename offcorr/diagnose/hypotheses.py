@@ -94,38 +94,88 @@ def transformed(raw: Tensor, ids: Tensor, temperature: float, prompt: Integers, 
     return found | _penalised(raw, ids, temperature, prompt, before)
 
 
+def distributions(
+    words: str, raw: Tensor, ids: Tensor, temperature: float, prompt: Integers, before: Integers
+) -> Tensor:
+    """[t, V] log-probs of all tokens under a hypothesis of ``transformed``, in its words; -inf: a token is left out."""
+    kind, size = words.split()[0], float(words.split()[1])
+    if kind == "temperature":
+        return (raw / size).log_softmax(-1)
+    if kind in PENALTIES:
+        seen, changed = Seen.of(ids, prompt, before), raw.clone()
+        changed[:, seen.words] = seen.penalised(kind, size, raw[:, seen.words])
+        return (changed / temperature).log_softmax(-1)
+    logp = (raw / temperature).log_softmax(-1)
+    values = logp.sort(-1, descending=True).values
+    if kind == "top_k":
+        smallest = values[:, int(size) - 1]
+    elif kind == "min_p":
+        smallest = values[:, 0] + float(np.log(size))
+    else:
+        p = values.exp()
+        smallest = values.gather(-1, ((p.cumsum(-1) - p) < size).sum(-1, keepdim=True) - 1)[:, 0]
+    return logp.masked_fill(logp < smallest[:, None], -torch.inf).log_softmax(-1)
+
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """The tokens of one sequence, which penalties look at.
+
+    Args:
+        words: [W] their ids, each once.
+        drawn: [t] the place among them of each token.
+        counts: [t, W] how often each stood in the completion before.
+        anywhere: [t, W] whether it stood there or in the prompt.
+    """
+
+    words: Tensor
+    drawn: Tensor
+    counts: Tensor
+    anywhere: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, prompt: Integers, before: Integers) -> Seen:
+        """Args: see ``transformed``."""
+        words = torch.from_numpy(np.unique(np.concatenate([prompt, before, ids.cpu().numpy()]))).to(ids.device)
+        place = {int(id): at for at, id in enumerate(words.tolist())}
+        drawn = torch.tensor([place[int(id)] for id in ids.tolist()], device=ids.device)
+        counts = torch.zeros(len(ids), len(words), device=ids.device)
+        for id in before.tolist():
+            counts[:, place[id]] += 1
+        counts[1:] += torch.nn.functional.one_hot(drawn, len(words)).cumsum(0)[:-1]
+        anywhere = counts > 0
+        anywhere[:, [place[id] for id in set(prompt.tolist())]] = True
+        return cls(words, drawn, counts, anywhere)
+
+    def penalised(self, kind: str, size: float, own: Tensor) -> Tensor:
+        """[t, W] logits of these tokens under a penalty, as vLLM applies it, before the temperature.
+
+        Args:
+            own: [t, W] without it.
+        """
+        if kind == "repetition_penalty":
+            return torch.where(self.anywhere, torch.where(own > 0, own / size, own * size), own)
+        return own - size * ((self.counts > 0) if kind == "presence_penalty" else self.counts)
+
+
 def _penalised(raw: Tensor, ids: Tensor, temperature: float, prompt: Integers, before: Integers) -> dict[Name, Floats]:
-    """Log-probs under penalties on tokens seen before, as vLLM applies them, before the temperature.
+    """Log-probs under penalties on tokens seen before.
 
     Only the logits of tokens of this sequence change, so the others enter as one number per row.
     """
-    words = torch.from_numpy(np.unique(np.concatenate([prompt, before, ids.cpu().numpy()]))).to(ids.device)
-    place = {int(id): at for at, id in enumerate(words.tolist())}
-    drawn = torch.tensor([place[int(id)] for id in ids.tolist()], device=ids.device)
-    counts = torch.zeros(len(ids), len(words), device=ids.device)  # how often each was in the completion before
-    for id in before.tolist():
-        counts[:, place[id]] += 1
-    counts[1:] += torch.nn.functional.one_hot(drawn, len(words)).cumsum(0)[:-1]
-    seen = counts > 0
-    anywhere = seen.clone()
-    anywhere[:, [place[id] for id in set(prompt.tolist())]] = True
-    own = raw[:, words]
-    rest = (raw / temperature).index_fill(-1, words, -torch.inf).logsumexp(-1).double()
-
-    def logp(changed: Tensor) -> Floats:
-        changed = changed.double() / temperature
-        normaliser = torch.logaddexp(rest, changed.logsumexp(-1))
-        return np.asarray((changed.gather(-1, drawn[:, None])[:, 0] - normaliser).cpu().numpy())
-
-    found = {
-        ("repetition_penalty", f"repetition_penalty {size:g}"): logp(
-            torch.where(anywhere, torch.where(own > 0, own / size, own * size), own)
-        )
-        for size in REPETITION
-    }
-    for size in ADDED:
-        found["repetition_penalty", f"presence_penalty {size:g}"] = logp(own - size * seen)
-        found["repetition_penalty", f"frequency_penalty {size:g}"] = logp(own - size * counts)
+    seen = Seen.of(ids, prompt, before)
+    own = raw[:, seen.words]
+    rest = (raw / temperature).index_fill(-1, seen.words, -torch.inf).logsumexp(-1).double()
+    found = {}
+    for kind in PENALTIES:
+        for size in REPETITION if kind == "repetition_penalty" else ADDED:
+            changed = seen.penalised(kind, size, own).double() / temperature
+            normaliser = torch.logaddexp(rest, changed.logsumexp(-1))
+            logp = changed.gather(-1, seen.drawn[:, None])[:, 0] - normaliser
+            found["repetition_penalty", f"{kind} {size:g}"] = np.asarray(logp.cpu().numpy())
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from offcorr.diagnose.causes import CAUSES, Finding
+from offcorr.diagnose.causes.base import Alternative
 from offcorr.diagnose.causes.policies import EARLIER, FAR, repeats_itself
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.unlogged import SELECTED
@@ -111,6 +112,12 @@ SLIGHT = (
     "sequences that were scored again are too few to tell. To find out, score more (--rescored)"
 )
 
+WHY_SO_DRAWN = (
+    "why {} by the model's distributions: a ban or a bias of tokens (logit_bias, bad_words, min_tokens) that neither "
+    "side logs, tokens that the model did not sample, or another prompt that both sides scored. To find out, compare "
+    "the sampler's options, and decode these tokens"
+)
+
 ASKED = ". To find out, give --model"
 ASKED_WITH_MODEL = {
     ", or give --model, with the adapter apart": ", or give a --model with its adapter apart",
@@ -179,8 +186,10 @@ def informed(report: Report, rescored: Rescored) -> Report:
         others = [one for one in others if one.cause != gap.cause]
     cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
     cannot_tell = [_not_yet_done(one, rescored) for one in cannot_tell]
-    if silent is not None and not SELECTED.settled(report.evidence):
-        cannot_tell.append(f"whether the cause is {silent.cause} or {SELECTED.words}. To find out, {SELECTED.how}")
+    if silent is not None:
+        for other in _alike(silent, report.evidence):
+            said = f"whether the cause is {silent.cause} or {other.words}. To find out, {other.how}"
+            cannot_tell.append(_not_yet_done(said, rescored))
     if gap is not None and rescored.hypotheses and _may_be_another(rescored.hypotheses[0]):
         cannot_tell.append(OF_ANOTHER.format(gap.cause))
     if any(_trainer_is_off(one, rescored) for one in found) and "dropout" not in {one.cause for one in others}:
@@ -200,7 +209,17 @@ def informed(report: Report, rescored: Rescored) -> Report:
         sure = min(without_cause(report.evidence)[1], _odds(rescored.threshold - rescored.best_drawn[1]), DRAWS_UNKNOWN)
         if rescored.best_drawn[1] > 0:
             cannot_tell.append(SLIGHT)
+            sure = min(sure, report.confidence) if report.verdict == "clean" else sure
+        if rescored.misfit:
+            cannot_tell.append(WHY_SO_DRAWN.format(rescored.misfit))
+            sure = min(sure, REFUTED)
     return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=causes, cannot_tell=cannot_tell)
+
+
+def _alike(silent: Finding, evidence: Evidence) -> list[Alternative]:
+    """Causes that may leave the draws as a silent transform does: where it fits them badly, all that it may be."""
+    others = CAUSES[silent.cause].not_told_from if silent.confidence <= REFUTED else (SELECTED,)
+    return [other for other in others if not other.settled(evidence)]
 
 
 def _part(evidence: Evidence, rescored: Rescored) -> float:
@@ -420,7 +439,11 @@ def _of_the_draws(rescored: Rescored) -> Finding | None:
         f"the model's distributions under '{best.words}' fit the sampled tokens better than its own, and than the "
         f"log-probs that the sampler logged: the tokens are e^{ahead:.0f} times likelier to be drawn so"
     )
-    return _finding(id, _odds(best.drawn - second), ahead, rescored.threshold, 1.0, said)
+    sure = _odds(best.drawn - second)
+    if rescored.misfit:
+        said += f"; but they do not fit as draws from these, either: {rescored.misfit}"
+        sure = min(sure, REFUTED)
+    return _finding(id, sure, ahead, rescored.threshold, 1.0, said)
 
 
 def _finding(id: str, sure: float, statistic: float, threshold: float, share: float, said: str) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 
 from offcorr.diagnose.adapters import has_adapter, without_adapter
 from offcorr.diagnose.causes.over_steps import ranges
+from offcorr.diagnose.draws import Draws
 from offcorr.diagnose.earlier import earlier
 from offcorr.diagnose.evidence import SAME
 from offcorr.diagnose.hypotheses import (
     TEMPERATURES,
     Name,
     chosen,
+    distributions,
     other_prompts,
     shared_ends,
     shifted,
@@ -112,6 +115,8 @@ class Rescored:
         dropout: mean |change| of the model's log-probs where its dropout is on (nats).
         experts: the model has experts, between which a router chooses.
         steps: optimizer steps of the sequences that were scored, each once; empty: not logged.
+        misfit: what speaks against the transform that fits the tokens best, or against the model as it is where none
+            was found, in words; empty: nothing.
     """
 
     sequences: int
@@ -127,6 +132,7 @@ class Rescored:
     dropout: float = 0.0
     experts: bool = True
     steps: Sequence[int] = ()
+    misfit: str = ""
 
     @property
     def threshold(self) -> float:
@@ -239,7 +245,10 @@ def rescore(
     experts = any("expert" in name.lower() for name, _ in model.named_modules())
     steps = sorted({record.step for record in records if record.step is not None})
     numbers = (gap, logged, trained, hypotheses, left_out, as_logged, temperature, held, trainers, noise, experts)
-    return Rescored(len(records), *numbers, steps)
+    rescored = Rescored(len(records), *numbers, steps)
+    best, ahead = rescored.best_drawn
+    words = f"temperature {temperature:g}" if best is None or ahead <= rescored.threshold else best.words
+    return dataclasses.replace(rescored, misfit=scorer.drawn_under(words).misfit())
 
 
 def rollout_versions(records: Iterable[Record]) -> list[int]:
@@ -315,6 +324,20 @@ class _Scorer:
             words = f"the prompt without its first {first} and last {last} tokens"
             cut = [without(record, first, last) for record in self.records]
             yield ("chat_template", words), self.again(words, self.model, cut)
+
+    def drawn_under(self, words: str) -> Draws:
+        """The draws of tokens that count, beside what a hypothesis of ``transformed`` expects."""
+        draws = Draws()
+
+        def work(raw: Tensor, ids: Tensor, record: Record, start: int) -> dict[Name, Floats]:
+            logq = distributions(words, raw, ids, self.temperature, record.prompt_ids, record.completion_ids[:start])
+            valid = torch.from_numpy(_valid(record)[start : start + len(ids)]).to(ids.device)
+            places = torch.arange(start, start + len(ids), device=ids.device)
+            draws.add(logq[valid], ids[valid], places[valid])
+            return {}
+
+        _scored(self.model, self.records, work, lambda done: self._said(f"draws under {words}", done))
+        return draws
 
     def _one(self, name: Name, module: Callable[[], nn.Module], **how: Any) -> dict[Name, list[Floats]]:
         return {name: self.again(name[1], module(), **how)}

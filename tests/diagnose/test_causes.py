@@ -2667,14 +2667,6 @@ def test_completions_of_one_token_have_no_appended_end():
     assert not any(one.cause == "appended_eos" for one in diagnose(records).causes)
 
 
-def test_what_the_fit_of_a_temperature_leaves_is_unsure_however_small_its_share():
-    made = world("temperature", sequences=64)
-    own = made.sampler
-    made.sampler = lambda logits, world: simulated.min_p(own(logits, world), world)
-    for one in diagnose(made.records()).causes:
-        assert one.confidence <= 0.5 or one.cause not in ("precision", "stale_weights"), one
-
-
 def test_zeros_everywhere_may_be_a_greedy_samplers():
     records = [dataclasses.replace(one, rollout_logp=0 * one.rollout_logp) for one in world("clean").records()]
     report = diagnose(records)

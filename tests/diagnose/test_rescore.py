@@ -242,6 +242,47 @@ def test_a_silent_transform_is_not_what_the_model_does(model):
     assert "how the trainer computes" not in " ".join(described(found))
 
 
+@pytest.mark.parametrize("text", [[], [7], [7, 8, 9, 10]])
+def test_tokens_that_were_not_sampled_fit_no_transform(model, text):
+    """Both sides scored a text that stands at the end of each completion, and that a high temperature fits best."""
+    records = []
+    for one in dump(model, sequences=32):
+        ids = [*one.completion_ids[: LENGTH - len(text)], *text]
+        logp = logp_of(model, one.prompt_ids.tolist(), [int(id) for id in ids])
+        records.append(dataclasses.replace(one, completion_ids=np.array(ids), rollout_logp=logp, old_logp=logp))
+    found = rescore(records, model)
+    report = informed(diagnose(records), found)
+    assert bool(found.misfit) == bool(text) and (report.confidence == 0.5 or not text)
+    assert any("tokens that the model did not sample" in one for one in report.cannot_tell) == bool(text)
+
+
+def test_distributions_are_those_of_the_hypotheses(model):
+    (record,) = dump(model, sequences=1)
+    ids = torch.tensor(record.completion_ids)
+    with torch.no_grad():
+        raw = model(input_ids=torch.tensor([[*record.prompt_ids, *record.completion_ids]])).logits
+    raw = 3 * raw[0, len(record.prompt_ids) - 1 : -1]
+    for at in (0, 5):
+        rest = raw[at:], ids[at:], 0.9, record.prompt_ids, record.completion_ids[:at]
+        for (_, words), logp in hypotheses.transformed(*rest).items():
+            logq = hypotheses.distributions(words, *rest)
+            assert torch.allclose(logq.exp().sum(-1), torch.ones(len(logq))), words
+            own = logq.gather(-1, ids[at:, None])[:, 0].double().numpy()
+            assert np.allclose(own, logp, atol=1e-5), words
+
+
+def test_a_clean_verdict_is_no_surer_with_a_model_that_does_not_speak_against_a_transform(model):
+    clean = diagnose(dump(model))
+    unsure = dataclasses.replace(clean, confidence=0.5)
+    warm = Hypothesis("temperature", "temperature 0.7", 0.0, 0.0, 0.0, drawn=2.0)
+    for drawn, sure in ((2.0, 0.5), (-2.0, 0.9)):
+        found = Rescored(12, 0.0, 0.0, 0.0, [dataclasses.replace(warm, drawn=drawn)])
+        assert informed(unsure, found).confidence == pytest.approx(sure)
+    banned = Rescored(12, 0.0, 0.0, 0.0, [warm], misfit="token id 7 was drawn 0 times, where 36 are expected")
+    report = informed(clean, banned)
+    assert report.confidence == 0.5 and any("why token id 7 was drawn 0 times" in one for one in report.cannot_tell)
+
+
 def test_what_the_trainer_does_is_named_where_the_sampler_does_what_the_model_does(model):
     records = dump(model, sequences=8)
     noisy = [

@@ -121,7 +121,7 @@ def test_the_command_that_reads_a_dump_names_tokenizer_and_model():
 def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
     """The last checkpoint has trained on since, so it computed no log-prob of the dump."""
 
-    def sampled(*versions):
+    def sampled(*versions, resumed=0):
         dump = tmp_path / "dump"
         dump.mkdir(exist_ok=True)
         for file in dump.iterdir():
@@ -130,7 +130,7 @@ def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
             row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [-1.0], "old_logp": [-1.0]}
             file = dump / f"step_{step:06d}.rank_0.jsonl"
             file.write_text(json.dumps(row | {"rollout_version": version}) + "\n")
-        return grpo.sampled_by_model(dump, folders, "toy")
+        return grpo.sampled_by_model(dump, folders, "toy", resumed)
 
     folders = [tmp_path]
     assert sampled(4, 8) == (None, "")  # no model was saved
@@ -138,7 +138,9 @@ def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     model, why = sampled(4, 8)
     assert model is None and "the weights after update 4 and 8 sampled, and those after 3 were saved." in why
-    assert "divides one of the former, 8 for instance" in why
+    assert "A --save_steps that divides one of the former, 8 for instance, gives it one." in why
+    assert "A --save_steps that divides 8 gives it one." in sampled(4, 8, resumed=4)[1]
+    assert "no --save_steps of this run saves them" in sampled(4, 8, resumed=8)[1]
     assert sampled(0, 4, 8) == ("toy", "")
     for step in (4, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -661,7 +661,10 @@ class PrecisionOf(Cause):
             "score one known sequence with the engine after a sync, or give --model",
             settled=before_any_update,
         ),
-        OTHER_TRANSFORM._replace(settled=as_even_as_rounding),
+        OTHER_TRANSFORM._replace(
+            words=OTHER_TRANSFORM.words.replace("such as ", "such as a temperature near 1, "),
+            settled=as_even_as_rounding,
+        ),
         Alternative(
             "a bias or a ban of the token id that has much of the difference (logit_bias, min_tokens, ignore_eos)",
             "read the engine's sampling options, or give --model",

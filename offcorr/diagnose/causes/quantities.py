@@ -277,7 +277,7 @@ difference may stand beside the base; a division by .7 is .01 away."""
 
 
 NO_BASE = 10
-"""Mean |d| that a base leaves, times what the best factor does, from which on it is another factor, near to the base."""
+"""Mean |d| that a base leaves, times what the best factor does, from which on it is another factor near to the base."""
 
 
 def _of_a_factor(values: Floats, wanted: Floats) -> float:

@@ -107,8 +107,9 @@ OF_ITS_FIT = 0.05
 
 
 def _without_division(evidence: Evidence) -> tuple[str, Evidence]:
-    """The side that was divided, or "" where the surprisal balance does not say; and the rest of d, without the multiple
-    of the log-prob that it is at uncertain tokens, by their median.
+    """The side that was divided, or "" where the surprisal balance does not say; and the rest of d.
+
+    What is taken away is the multiple of the log-prob that d is at uncertain tokens, by their median.
     """
     d, t = evidence.d, evidence.trainer
     uncertain = (t < -0.5) & np.isfinite(d)

@@ -186,7 +186,7 @@ class PenaltySilent(Cause):
 
 
 def _while(evidence: Evidence) -> str:
-    """How far the two log-probs differ, but for what the causes that were found before explain."""
+    """The size of d in words, but for what the causes that were found before explain."""
     differ = f"while the two log-probs differ by {evidence.gap:.2g} nats on average"
     return differ if evidence.untouched else f"{differ}, but for the other causes"
 
