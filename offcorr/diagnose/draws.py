@@ -25,8 +25,9 @@ Key = tuple[str, int]
 
 @dataclass
 class Draws:
-    """The tokens beside what the distributions expect: how often each id, and tokens of each range of probabilities, are
-    drawn, and how surprising the tokens are, over all places of the completions and over some.
+    """The tokens beside what the distributions expect, over all places of the completions and over some.
+
+    Counted are the draws of each token id and of each range of probabilities; summed is how surprising the tokens are.
 
     >>> draws, fair = Draws(), torch.tensor([0.5, 0.5]).log().expand(100, 2)
     >>> draws.add(fair, torch.arange(100) % 2, torch.arange(100))
