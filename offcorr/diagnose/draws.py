@@ -16,6 +16,9 @@ SURPRISING, BY_MUCH = 5.0, 0.15
 EDGES = (1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97)
 """Probabilities between which draws are counted together."""
 
+AT_ONCE = 2**20
+"""Numbers of [tokens, vocabulary] that are looked at together."""
+
 ALL = -1
 """The number of the places that are all of them; others are those from 2 ** number - 1 up to twice as far."""
 
@@ -44,10 +47,12 @@ class Draws:
 
     def add(self, logq: Tensor, ids: Tensor, places: Tensor) -> None:
         """Adds tokens [t], drawn at these places of a completion from distributions with these log-probs [t, V]."""
-        number = (places + 1).log2().floor().long()
-        for at in (ALL, *number.unique().tolist()):
-            rows = torch.ones_like(ids, dtype=torch.bool) if at == ALL else number == at
-            self._add(at, logq[rows].double(), ids[rows])
+        rows = max(1, AT_ONCE // logq.shape[-1])
+        for some, drawn, where in zip(logq.split(rows), ids.split(rows), places.split(rows), strict=True):
+            number = (where + 1).log2().floor().long()
+            for at in (ALL, *number.unique().tolist()):
+                these = torch.ones_like(drawn, dtype=torch.bool) if at == ALL else number == at
+                self._add(at, some[these].double(), drawn[these])
 
     def _add(self, at: int, logq: Tensor, ids: Tensor) -> None:
         q, width, several = logq.exp(), logq.shape[-1], len(EDGES) + 1

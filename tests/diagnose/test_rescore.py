@@ -573,7 +573,7 @@ def test_pieces_give_the_same(model, monkeypatch):
 PEAK = """
 import numpy
 import torch
-from offcorr.diagnose import hypotheses, passes
+from offcorr.diagnose import draws, hypotheses, passes
 
 def resident(name):
     with open("/proc/self/status") as file:
@@ -584,7 +584,10 @@ rows = passes.PIECE // 8 // (passes.COPIES * vocabulary)
 assert rows > 10
 raw = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))
 before = resident("VmRSS")
-hypotheses.transformed(raw, torch.arange(rows), 1.0, numpy.arange(5), numpy.arange(0))
+of = raw, torch.arange(rows), 1.0, numpy.arange(5), numpy.arange(0)
+hypotheses.transformed(*of)
+for words in ("temperature 0.7", "top_p 0.9", "repetition_penalty 1.1"):
+    draws.Draws().add(hypotheses.distributions(words, *of), torch.arange(rows), torch.arange(rows))
 print(resident("VmHWM") - before)
 """
 
