@@ -1923,8 +1923,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: few values are no rounding",
         "offcorr/diagnose/causes/stored.py",
-        "and (spacing := few_values(values, others)) is not None",
-        "and (spacing := few_values(values, others)) is not None and False",
+        "and (spacing := few_values(values, others, once)) is not None",
+        "and (spacing := few_values(values, others, once)) is not None and False",
         "tests/diagnose/test_causes.py in_fixed_steps",
     ),
     Mutation(
@@ -2262,6 +2262,20 @@ MUTATIONS = [
         "if version > resumed]",
         "]",
         "tests/recipes/test_summary.py model_of_that",
+    ),
+    Mutation(
+        "diagnose: values that return with their contexts are few",
+        "offcorr/diagnose/causes/grids.py",
+        "below = once & (values < 0)",
+        "below = values < 0",
+        "tests/diagnose/test_causes.py return_with_their_contexts",
+    ),
+    Mutation(
+        "diagnose --model: sequences that agree make the trainer's positions sure",
+        "offcorr/diagnose/informed.py",
+        'where, sure = f"in {share:.0%} of the sequences", REFUTED',
+        'where, sure = f"in {share:.0%} of the sequences", 0.9',
+        "tests/diagnose/test_rescore.py what_the_trainer_does_is_named",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3354,8 +3368,8 @@ MUTATIONS = [
     Mutation(
         "diagnose --model: another hypothesis that does as well is not looked at",
         "offcorr/diagnose/informed.py",
-        "return best.share if nearest > 2 * best.gap else min(best.share, CLOSE)",
-        "return best.share if nearest > 0 * best.gap else min(best.share, CLOSE)",
+        "if second is None or second.gap > 2 * best.gap + SAME:",
+        "if True:",
         "tests/diagnose/test_rescore.py explains_nearly_as_much",
     ),
     Mutation(

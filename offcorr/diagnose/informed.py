@@ -104,8 +104,9 @@ not say what the trainer did."""
 SURE_OF_THE_SAMPLER = 0.65
 """The most that a cause is sure then."""
 
-CLOSE = 0.75
-"""The most that a hypothesis is sure where one of another cause leaves less than twice its gap."""
+CLOSE, AS_CLOSE = 0.75, 1.1
+"""The most that a hypothesis is sure where one of another cause leaves less than twice its gap; and the multiple of it
+up to which it is no surer than that one."""
 
 SLIGHT = (
     "whether the tokens were drawn under a slight temperature, truncation or penalty that neither side logs: the "
@@ -349,14 +350,15 @@ def _of_the_gap(report: Report, rescored: Rescored) -> Finding | None:
         return _finding("dropout", max(min(best.share, NOISY), by_log), best.share, EXPLAINS, best.share, said)
     named = {one.cause: one.confidence for one in report.causes}
     id = next((one for one in SAME_HYPOTHESIS.get(best.cause, ()) if one in named), best.cause)
-    sure = _sure(best, fits)
+    sure, beside = _sure(best, fits)
     undecided = best.cause in SAME_HYPOTHESIS and named.get(id, 0.0) <= REFUTED
     if undecided and id != "unnormalised" and abs(rescored.drawn_as_logged) > rescored.threshold:
         id = best.cause if rescored.drawn_as_logged > 0 else "raw_logprobs"  # as the trainer's distributions have it
         undecided = False
     said = (
         f"scored again under the hypothesis '{best.words}', the sampled tokens are {best.gap:.2g} nats from the "
-        f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the gap"
+        f"sampler's log-probs on average, in place of {best.before:.2g}: it explains {best.share:.0%} of the "
+        f"gap{beside}"
     )
     said += NO_LAG * (id == "stale_weights" and same_version(report.evidence))
     if _may_be_another(best):
@@ -372,10 +374,16 @@ def _may_be_another(best: Hypothesis) -> bool:
     return best.cause in TRANSFORMS and EXPLAINS < best.share < MOST_OF_IT
 
 
-def _sure(best: Hypothesis, tried: Sequence[Hypothesis]) -> float:
-    """The share of the gap that the best hypothesis explains; less where one of another cause nearly does, too."""
-    nearest = min((one.gap for one in tried if one.cause != best.cause), default=math.inf)
-    return best.share if nearest > 2 * best.gap else min(best.share, CLOSE)
+def _sure(best: Hypothesis, tried: Sequence[Hypothesis]) -> tuple[float, str]:
+    """The share of the gap that the best hypothesis explains; less where one of another cause nearly does, which is
+    said in half a sentence.
+    """
+    others = [one for one in tried if one.cause != best.cause]
+    second = min(others, key=lambda one: one.gap, default=None)
+    if second is None or second.gap > 2 * best.gap + SAME:
+        return best.share, ""
+    sure = REFUTED if second.gap < AS_CLOSE * best.gap + SAME else CLOSE
+    return min(best.share, sure), f"; under '{second.words}' [{second.cause}] {second.gap:.2g} nats are left"
 
 
 def _of_what_the_trainer_read(rescored: Rescored) -> Finding | None:
@@ -383,12 +391,13 @@ def _of_what_the_trainer_read(rescored: Rescored) -> Finding | None:
     best = rescored.of_trainer[0] if rescored.of_trainer else None
     if best is None or best.share <= EXPLAINS:
         return None
+    sure, beside = _sure(best, rescored.of_trainer)
     said = (
         f"scored again, the sampler's log-probs are the model's own, and the trainer's, {rescored.logged:.2g} nats "
         f"from them on average, are {best.gap:.2g} from those under the hypothesis '{best.words}': it explains "
-        f"{best.share:.0%} of the gap"
+        f"{best.share:.0%} of the gap{beside}"
     )
-    found = _finding(best.cause, _sure(best, rescored.of_trainer), best.share, EXPLAINS, best.share, said)
+    found = _finding(best.cause, sure, best.share, EXPLAINS, best.share, said)
     title, advice = OF_TRAINER.get(best.cause, (found.title, found.advice))
     return dataclasses.replace(found, title=title, advice=advice)
 
@@ -414,13 +423,13 @@ def _of_the_trainer(report: Report, rescored: Rescored) -> Finding | None:
     agree = max(share, float(firsts.mean()) if len(firsts) else 0.0)
     known = "scored again, the sampler's log-probs are the model's own, and the trainer's differ by "
     known += f"{rescored.logged:.2g} nats on average; "
-    where = ""
+    where, sure = "", 0.9
     if 0 < share < 1:
-        where = f"in {share:.0%} of the sequences"
+        where, sure = f"in {share:.0%} of the sequences", REFUTED  # the others may have been read with other prompts
     elif len(firsts) >= FIRSTS and firsts.all() and len(others) and others.mean() < FEW:
         where = "at the first token of every completion, and hardly at any other"
     if where:
-        return _finding("position", 0.9, agree, 0.0, 1.0, f"{known}they agree exactly {where}")
+        return _finding("position", sure, agree, 0.0, 1.0, f"{known}they agree exactly {where}")
     if same_version(evidence) and Profile.of(evidence).mean > FAR and not repeats_itself(evidence):
         said = f"{known}both sides had the same weights, as the logged versions say, and no sequence agrees"
         return _finding("dropout", NOISY, agree, 0.0, 1.0, said)

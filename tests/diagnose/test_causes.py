@@ -3029,8 +3029,24 @@ def test_few_values_of_repeated_contexts_are_no_steps():
     rng = np.random.default_rng(0)
     alone, shared = -rng.exponential(0.1, 1500), np.tile(-rng.exponential(1.0, 60), 10)
     sampler, trainer = np.append(np.zeros(1500), shared), np.append(alone, shared - 0.05)
-    assert few_values(sampler, trainer) is None
-    assert few_values(sampler, np.append(alone, shared - rng.exponential(0.05, 600))) is not None
+    once = np.ones(2100, bool)
+    assert few_values(sampler, trainer, once) is None
+    assert few_values(sampler, np.append(alone, shared - rng.exponential(0.05, 600)), once) is not None
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_values_that_return_with_their_contexts_are_no_steps(tokens):
+    """One-token answers, and the samples of a greedy sampler, of which the trainer's float32 noise differs."""
+    rng, records = np.random.default_rng(0), []
+    for prompt in range(32 if tokens == 1 else 8):
+        ids = rng.integers(0, 6, (64, 1)) if tokens == 1 else np.tile(rng.integers(0, 60, tokens), (32, 1))
+        logp = -rng.exponential(1.0, (6, 1)) if tokens == 1 else -rng.exponential(0.3, tokens)
+        for row in ids:
+            sampler = (logp[row[0]] if tokens == 1 else logp).astype(np.float32).astype(float)
+            trainer = np.minimum(sampler + 3e-7 * rng.standard_normal(len(row)), 0)
+            record = {"prompt_ids": [prompt], "completion_ids": row, "rollout_logp": sampler, "old_logp": trainer}
+            records.append(Record.of(record))
+    assert not any(one.cause == "stored_rounded" for one in diagnose(records).causes)
 
 
 def test_one_value_for_each_sequence_is_no_step():

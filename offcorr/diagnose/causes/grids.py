@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from offcorr.diagnose.evidence import Booleans
 from offcorr.diagnose.record import Floats
 
 NEAR_ZERO = 2.0**-8
@@ -56,9 +57,13 @@ FEW_VALUES, MORE_VALUES, ENOUGH_VALUES = 0.125, 4, 512
 has so many times more at the same tokens; and log-probs that it takes to say so."""
 
 
-def few_values(values: Floats, others: Floats) -> Floats | None:
-    """The distance of each log-prob from the next smaller value, where the values are few; None: they are not."""
-    below = values < 0  # 0 stands at any token that is certain, or that a truncation left alone
+def few_values(values: Floats, others: Floats, once: Booleans) -> Floats | None:
+    """The distance of each log-prob from the next smaller value, where the values are few; None: they are not.
+
+    Args:
+        once: one token of each id after one context, as a value that returns there says nothing.
+    """
+    below = once & (values < 0)  # 0 stands at any token that is certain, or that a truncation left alone
     different = len(np.unique(values[below]))
     if below.sum() < ENOUGH_VALUES or len(_values(values)) == 0 or different > FEW_VALUES * below.sum():
         return None
