@@ -1937,8 +1937,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: zeros count among the steps of a grid",
         "offcorr/diagnose/causes/grids.py",
-        "below = values < 0  # 0 stands",
-        "below = values < 1  # 0 stands",
+        "once & (values < 0)  # 0 stands",
+        "once & (values < 1)  # 0 stands",
         "tests/diagnose/test_causes.py few_values_of",
     ),
     Mutation(
@@ -2276,6 +2276,13 @@ MUTATIONS = [
         'where, sure = f"in {share:.0%} of the sequences", REFUTED',
         'where, sure = f"in {share:.0%} of the sequences", 0.9',
         "tests/diagnose/test_rescore.py what_the_trainer_does_is_named",
+    ),
+    Mutation(
+        "diagnose: experts where no token is far off",
+        "offcorr/diagnose/causes/policies.py",
+        "if not len(_far_off(evidence)):",
+        "if False:",
+        "tests/diagnose/test_causes.py noise_of_one_size",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",

@@ -65,9 +65,10 @@ BY_VERSIONS = 0.8
 """Confidence in old weights where the versions stand still: the sampler may have weights that it does not report."""
 
 OWN_LAG = (
-    "this run's own lag of {lag}, which its sampler is set to, and the updates on one generation make such a gap, so "
-    "there is no fault to look for. Which losses correct for it, docs/which.md says; fewer updates per generation "
-    "(steps_per_generation), a smaller lag or a smaller learning rate make it smaller"
+    "this run's own lag of {lag}, which its sampler is set to, makes such a gap, and so do several updates on one "
+    "generation, so there is no fault to look for. Which losses correct for it, docs/which.md says; a smaller lag, a "
+    "smaller learning rate or, where there are several, fewer updates per generation (steps_per_generation) make it "
+    "smaller"
 )
 
 OWN_LOG_PROBS = (

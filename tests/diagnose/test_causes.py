@@ -3049,6 +3049,20 @@ def test_values_that_return_with_their_contexts_are_no_steps(tokens):
     assert not any(one.cause == "stored_rounded" for one in diagnose(records).causes)
 
 
+@pytest.mark.parametrize("few", [0, 12])
+def test_noise_of_one_size_is_no_routing(few):
+    """About tokens that are nearly certain it is large against 1 - p, and no token is far off."""
+    rng, records = np.random.default_rng(0), []
+    for row in range(64):
+        logp = np.where(rng.random(40) < 0.4, np.log(0.985), -1.5)
+        noise = 0.009 * rng.uniform(-1, 1, 40)
+        if row < few:
+            noise[row] = (-1) ** row
+        columns = {"rollout_logp": np.minimum(logp + noise, 0), "old_logp": logp, "completion_ids": np.arange(40)}
+        records.append(Record.of({"prompt_ids": [row], **columns}))
+    assert (CAUSES["moe_routing"].found(Evidence.of(records)) is not None) == (few > 0)
+
+
 def test_one_value_for_each_sequence_is_no_step():
     """As of the first token's log-prob at every token."""
 

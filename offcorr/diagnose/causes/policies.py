@@ -289,6 +289,8 @@ class MoERouting(Cause):
         smooth = profile.smoothness > 0.75 and (profile.tail < 5 or float(evidence.size.max()) > GROSS)
         if heavy < 5 or smooth or first > 2 or profile.median > 0.02 or _one_sided(evidence):
             return None
+        if not len(_far_off(evidence)):  # the mean of |d| / (1 - p) is of tokens that are nearly certain
+            return None
         return Found(
             heavy,
             profile.error / max(profile.median, 1e-9),
