@@ -36,10 +36,14 @@ __all__ = ["add_parser", "compare", "run"]
 # -- the numbers ---------------------------------------------------------------------------------------------
 
 
+DRAWS = 200
+"""Batches drawn of each size, for methods that couple the sequences of a batch."""
+
+
 def compare(
     world: World,
     methods: Sequence[tuple[str, Correction]],
-    draws: int = 200,
+    draws: int = DRAWS,
     report: Callable[[int, str], None] = lambda done, name: None,
     timed: bool = True,
 ) -> list[Row]:
@@ -225,9 +229,8 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--draws",
         type=int,
-        default=200,
         metavar="N",
-        help="batches drawn of each size, for methods that use statistics of the batch (default %(default)s)",
+        help=f"batches drawn of each size, for methods that use statistics of the batch (default {DRAWS})",
     )
     add("--json", action="store_true", help="print JSON, with every column, instead of the table")
     add("--output", type=Path, metavar="FILE.png", help="also draw a picture (needs matplotlib)")
@@ -244,16 +247,20 @@ def run(options: argparse.Namespace) -> int:
         results.check_picture("--output", options.output)
         if options.output is not None:
             results.free(options.output, options.overwrite)
-        if options.draws < 2:
-            raise ValueError(f"--draws is {options.draws}, expected at least 2 batches")
+        draws = DRAWS if options.draws is None else options.draws
+        if draws < 2:
+            raise ValueError(f"--draws is {draws}, expected at least 2 batches")
         for spec in options.methods:
             if spec.endswith((".json", ".png")):
                 raise ValueError(f"METHOD {spec!r} is a file's name: write --json > FILE, or --output FILE.png")
         methods = named_methods(options.methods)
+        if options.draws is not None and not any(couples(loss_fn) for _, loss_fn in methods):
+            said = "no METHOD here uses statistics of the batch, so it has no effect"
+            print(f"offcorr compare: --draws is {draws}, but {said}", file=sys.stderr)
         failing = warn_of_failures(options.methods)
-        with one_thread(), Progress(len(methods), _plan(setting, methods, options.draws)) as progress:
+        with one_thread(), Progress(len(methods), _plan(setting, methods, draws)) as progress:
             world = _as_option(lambda: World.of(setting))
-            rows = compare(world, methods, options.draws, progress)
+            rows = compare(world, methods, draws, progress)
         rows = [row._replace(fails=failing.get(row.name, "")) for row in rows]
     except ValueError as error:
         print(f"offcorr compare: error: {error}", file=sys.stderr)

@@ -369,10 +369,11 @@ def test_an_unknown_name_of_a_file_is_told_what_the_file_has(command, tmp_path):
 
 
 def test_progress_without_a_terminal_is_on_stderr(command, monkeypatch):
-    code, out, err = command("ppo", *TINY)
+    small = TINY[:-2]
+    code, out, err = command("ppo", *small)
     assert err == "offcorr compare: 1 method over 16 sequences, about 5 s\n" and "\r" not in out
     monkeypatch.setattr(compare.time, "monotonic", iter(range(0, 1000, 10)).__next__)
-    _, _, err = command("ppo", "minpro", *TINY)
+    _, _, err = command("ppo", "minpro", *small)
     assert err.splitlines()[1:] == ["0/2 ppo", "1/2 minpro"]
 
 
@@ -527,3 +528,12 @@ def test_the_reward_is_that_of_what_is_drawn_the_engines_mismatch_included():
         comparison.table(world, compare.compare(world, compare.named_methods(["ppo"]), timed=False), 100).split()
     )
     assert compare.as_data(world, [], 0.0)["success"]["sampler"] == drawn
+
+
+def test_draws_without_a_method_that_draws_are_said_to_have_no_effect(capsys):
+    assert cli.main(["compare", "ppo", *TINY]) == 0
+    assert "--draws is 10, but no METHOD here uses statistics of the batch" in capsys.readouterr().err
+    assert cli.main(["compare", "ppo", "m2po", *TINY]) == 0
+    assert "--draws" not in capsys.readouterr().err
+    assert cli.main(["compare", "ppo", "--vocabulary", "2", "--length", "4"]) == 0
+    assert "--draws" not in capsys.readouterr().err
