@@ -115,7 +115,8 @@ GUIDE: dict[str, Advice] = {
         "0 for a method that only clips or caps the token's own ratio (`ppo`, `cispo`). An engine weight (`tis`, "
         "`icepop`) amplifies every token whose engine ratio is above 1.01, a ratio of the whole sequence (`gspo`) "
         "every token that is below it: about half of the tokens, or more where a few tokens raise the ratio, and no "
-        "fault. CTPO, which takes the product of the ratios along the prefix, both amplifies and damps, in shares that change from log to log.",
+        "fault. CTPO, which takes the product of the ratios along the prefix, both amplifies and damps, in shares that "
+        "change from log to log.",
         "Harmless by itself. Where `ess_after` is low as well, some of these tokens may carry the update: an engine "
         "weight without a cap gets one (`weights.Truncate`, which bounds the engine's ratio and not that of "
         "staleness); for the ratio of staleness take a method that bounds it (`cispo`, `minpro`).",
