@@ -121,6 +121,7 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         seed: of the sample.
 
     Raises:
+        TypeError: a record is none.
         ValueError: there is no token that both sides scored.
 
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
@@ -484,7 +485,12 @@ def _sample(records: Iterable[Record], seed: int) -> list[Record]:
 
 
 def _counted(records: Iterable[Record], whole: dict[str, float]) -> Iterable[Record]:
-    for record in records:
+    for at, record in enumerate(records):
+        if not isinstance(record, Record):
+            raise TypeError(
+                f"records[{at}] is a {type(record).__name__}, expected a Record: Record.of makes one of a row, and "
+                "offcorr.diagnose.read those of files"
+            )
         whole["dump_sequences"] += 1
         whole["dump_tokens"] += len(record)
         yield record

@@ -1681,6 +1681,12 @@ def test_a_dump_is_sampled_in_whole_groups(monkeypatch):
     assert diagnose(world("precision").records()).numbers == report.numbers  # the same sample
 
 
+def test_plain_rows_are_refused_with_what_makes_records_of_them():
+    row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [-1.0], "logp": [-1.0]}
+    with pytest.raises(TypeError, match=r"records\[0\] is a dict, expected a Record: Record.of makes one of a row"):
+        diagnose([row])
+
+
 def test_nothing_scored_is_refused():
     row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [None], "logp": [-1.0]}
     with pytest.raises(ValueError, match="no token has a log-prob of both sides: rollout_logp is NaN"):
