@@ -2285,6 +2285,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py noise_of_one_size",
     ),
     Mutation(
+        "diagnose: what the named causes leave is a small part, so nothing",
+        "offcorr/diagnose/diagnosis.py",
+        "cannot.append(WHAT_IS_LEFT.format(left.gap))",
+        "pass",
+        "tests/diagnose/test_causes.py what_placeholders_leave",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

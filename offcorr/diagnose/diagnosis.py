@@ -154,6 +154,8 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
                 evidence, (findings, left) = current, found
         numbers = _numbers(evidence) | whole
         cannot = [*impossible, *questions, *open_questions(evidence, [finding.cause for finding in findings])]
+        if findings and np.isfinite(left.floor) and max(LEFT, left.floor) < left.gap < evidence.gap / 10:
+            cannot.append(WHAT_IS_LEFT.format(left.gap))
     # The trainer's updates are a gap of their own, between logp and old_logp, while other shares are of mean |d|.  Of
     # two policies that differ and these updates the larger gap comes first; what is logged or drawn wrongly precedes.
     moved = evidence.moved if not all(one.of_d for one in findings) else 0.0
@@ -177,6 +179,14 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         sure, cannot = min(sure, ONE_COLUMN_SURE), [ONE_COLUMN, *cannot]
     return Report(verdict, sure, (), cannot, numbers, evidence)
 
+
+LEFT = 0.02
+"""Mean |d| (nats) that the named causes leave, from which on it is more than rounding, however small a part it is."""
+
+WHAT_IS_LEFT = (
+    "what makes the difference that the named causes leave, {:.2g} nats on average of the tokens that are left: a "
+    "small part of mean |d|, and more than rounding. To find out, mend what is named, and dump again"
+)
 
 BELOW_0, SURPRISE = -0.01, 1e-6
 """The entropy (nats) below which rounding is no excuse, and how near to the surprise of the tokens it is a copy."""

@@ -1681,6 +1681,22 @@ def test_a_dump_is_sampled_in_whole_groups(monkeypatch):
     assert diagnose(world("precision").records()).numbers == report.numbers  # the same sample
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_placeholders_leave_is_asked_about_however_small_a_part_it_is(beside):
+    """A few tokens with -9999 make nearly all of mean |d|."""
+
+    def edit(columns, world):
+        if beside:  # a fault without a name
+            columns["rollout_logp"] = columns["rollout_logp"][:, ::-1].copy()
+        columns["rollout_logp"][:, 7::25] = -9999.0
+
+    made = world("clean", sequences=64)
+    made.edits = [*made.edits, edit]
+    report = diagnose(made.records())
+    assert [one.cause for one in report.causes] == ["sentinel"]
+    assert any(one.startswith("what makes the difference that the named") for one in report.cannot_tell) == beside
+
+
 def test_plain_rows_are_refused_with_what_makes_records_of_them():
     row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [-1.0], "logp": [-1.0]}
     with pytest.raises(TypeError, match=r"records\[0\] is a dict, expected a Record: Record.of makes one of a row"):
