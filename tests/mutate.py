@@ -2292,6 +2292,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py what_placeholders_leave",
     ),
     Mutation(
+        "diagnose: rounding decides which of two causes comes first",
+        "offcorr/diagnose/diagnosis.py",
+        "(round(rank(one), 2), one.confidence > UNSURE)",
+        "rank(one)",
+        "tests/diagnose/test_causes.py whatever_rounding_leaves",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

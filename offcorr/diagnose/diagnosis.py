@@ -169,8 +169,9 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
             return one.share * of_d
         return one.share if one.of_d else min(one.share, fault)
 
-    # Of equal ranks the order is that of the stages, in which updates come last.
-    findings.sort(key=rank, reverse=True)
+    # Of ranks that are equal but for rounding a cause that is surer than .5 comes first; then the order is that of the
+    # stages, in which updates come last.
+    findings.sort(key=lambda one: (round(rank(one), 2), one.confidence > UNSURE), reverse=True)
     if findings:
         return with_verdict(Report("", 0.0, findings, cannot, numbers, evidence))
     verdict, sure = without_cause(left)

@@ -1697,6 +1697,18 @@ def test_what_placeholders_leave_is_asked_about_however_small_a_part_it_is(besid
     assert any(one.startswith("what makes the difference that the named") for one in report.cannot_tell) == beside
 
 
+@pytest.mark.parametrize("noise", [0.0, 2e-7])
+def test_a_sure_cause_of_d_precedes_a_silent_one_whatever_rounding_leaves(noise):
+    def edit(columns, world):
+        logp = columns["rollout_logp"] - noise * world.rng.exponential(1.0, columns["rollout_logp"].shape)
+        columns["rollout_logp"] = np.roll(logp, 1, 1)
+
+    made = world("temperature_silent", sequences=64)
+    made.edits = [*made.edits, edit]
+    report = diagnose(made.records())
+    assert [one.cause for one in report.causes] == ["shift", "temperature_silent"]
+
+
 def test_plain_rows_are_refused_with_what_makes_records_of_them():
     row = {"prompt_ids": [1], "completion_ids": [2], "rollout_logp": [-1.0], "logp": [-1.0]}
     with pytest.raises(TypeError, match=r"records\[0\] is a dict, expected a Record: Record.of makes one of a row"):
