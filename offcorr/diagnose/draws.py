@@ -93,9 +93,14 @@ class Draws:
 
 
 def _said(name: str, which: int, drawn: float, expected: float) -> str:
+    """
+    >>> _said("surprise", 0, 3.0, 2.0), _said("surprise", 0, 3.0, 0.0)
+    ('the tokens are 50% more surprising than they should be', 'the tokens are more surprising than they should be')
+    """
     if name == "surprise":
         more = "more" if drawn > expected else "less"
-        return f"the tokens are {abs(drawn / expected - 1):.0%} {more} surprising than they should be"
+        by = f"{abs(drawn / expected - 1):.0%} " if expected > 0 else ""  # 0: every token is certain
+        return f"the tokens are {by}{more} surprising than they should be"
     what = f"token id {which} was" if name == "ids" else f"tokens of a probability {_range(which)} were"
     return f"{what} drawn {drawn:.0f} times, where {expected:.0f} are expected"
 
