@@ -40,10 +40,10 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from grpo import (  # noqa: E402
     ALIKE,
-    CAPTION,
     EFFECT,
     MISMATCH,
     accuracy,
+    caption,
     diagnose,
     lines,
     means,
@@ -257,7 +257,7 @@ def progress_of(folder: Path) -> State:
 def comparison(logs: dict[str, list[dict[str, Any]]], title: str) -> Table:
     table = Table(
         title=title,
-        caption=f"{CAPTION} {ALIKE} Staleness: against the weights that sampled, which TRL's own loss ignores; its "
+        caption=f"{caption()} {ALIKE} Staleness: against the weights that sampled, which TRL's own loss ignores; its "
         "updates are fewer while a run begins. Log-ratio: the logarithm of the ratio of a token's two probabilities.",
     )
     table.add_column("", no_wrap=True)

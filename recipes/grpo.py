@@ -676,10 +676,10 @@ WEIGHT = {
 """What a weight did, such as one for the engine, to tokens with and without advantage; without one its mean is 1 in
 every step, and is not shown."""
 
-CAPTION = (
-    "Accuracies: of --eval_size new samples each (of 256: +- .03, of 32: +- .09). All else: means over the run. ESS: "
-    "effective sample size, 1 where all count alike, of the updates between two logs. Multiplier, tokens and their "
-    "ESS: of those with an advantage; damped, amplified: by more than 1 %."
+ACCURACIES = "Accuracies: of --eval_size new samples each (of 256: +- .03, of 32: +- .09)."
+TERMS = (
+    "ESS: effective sample size, 1 where all count alike, of the updates between two logs. Multiplier, tokens and "
+    "their ESS: of those with an advantage; damped, amplified: by more than 1 %."
 )
 ALIKE = "A prompt has no advantage where its samples all got one reward."
 KEYS = "More: `offcorr metrics KEY`, KEY in the last column."
@@ -708,11 +708,18 @@ def engine_holds_lag(logs: list[dict[str, float]], anchor: str | None) -> bool:
     return anchor not in (None, "snapshot") and age > 0 and bool(series(logs, "offcorr/engine/abs_mean")[0])
 
 
+def caption(accuracies: bool = True) -> str:
+    """What the rows of a table are: accuracies, if there are any, and means."""
+    numbers = f"{ACCURACIES} All else: means" if accuracies else "Means"
+    return f"{numbers} over the run. {TERMS}"
+
+
 def summarise(logs: list[dict[str, float]], title: str, file: Path | None = None, anchor: str | None = None) -> None:
     """Prints the table of a run, and adds it to the file, if one is given."""
     with_lag = engine_holds_lag(logs, anchor)
-    table = Table(title=title, caption=f"{CAPTION} {ALIKE} {KEYS}", show_header=False)
-    for moment, value in accuracy(logs).items():
+    measured = accuracy(logs)
+    table = Table(title=title, caption=f"{caption(bool(measured))} {ALIKE} {KEYS}", show_header=False)
+    for moment, value in measured.items():
         table.add_row(f"held-out sampled accuracy, {moment}", f"{value:.3f}", end_section=moment == "end")
     weighted = any(value != 1 for value in series(logs, "offcorr/loss/weight_mean")[1])
     effect = EFFECT | (WEIGHT if weighted else {}) | {"lr_scale": "factor on the learning rate"}
@@ -734,7 +741,9 @@ def summarise(logs: list[dict[str, float]], title: str, file: Path | None = None
 
 
 def shortened(value: float) -> str:
-    """Two decimals, or two digits of what is smaller than they show."""
+    """Two decimals, three of shares near 1, where limits lie, or two digits of what is smaller than they show."""
+    if 0.9 < value < 1:
+        return f"{value:.3f}"
     return f"{value:.2f}" if value == 0 or abs(value) >= 0.1 else f"{value:.2g}"
 
 

@@ -2299,6 +2299,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py whatever_rounding_leaves",
     ),
     Mutation(
+        "diagnose: a truncation of the likeliest tokens is no temperature",
+        "offcorr/diagnose/causes/truncation.py",
+        "[evidence.trainer < LIKELY].sum()) >= ALONE",
+        "[evidence.trainer < LIKELY].sum()) >= 0",
+        "tests/diagnose/test_causes.py likeliest_a_truncation",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

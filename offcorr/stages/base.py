@@ -245,7 +245,7 @@ def stage_from_config(kind: str, config: Any) -> Any:
     for option in options:
         if option not in allowed:
             near = nearest(option, allowed, ".")
-            raise ValueError(f"{kind} {name!r} has no option {option!r}{near} It has {list(allowed)}")
+            raise ValueError(f"{kind} {name!r} has no option {option!r}{near} It has {list(allowed) or 'none'}")
     if missing := [option for option, required in allowed.items() if required and option not in options]:
         raise ValueError(
             f"{kind} {name!r} requires {' and '.join(missing)}, without a default, expected "

@@ -421,6 +421,9 @@ def make_anchor(name: str, model: nn.Module | None = None, **options: Any) -> An
     >>> make_anchor("log_linear", lag=2)
     Traceback (most recent call last):
     ValueError: anchor 'log_linear' has no option 'lag'. It has ['proximal_lag']
+    >>> make_anchor("snapshot", window=16)
+    Traceback (most recent call last):
+    ValueError: anchor 'snapshot' has no option 'window'. It has none
     """
     check_anchor(name)
     build: Any = ANCHORS[name]
@@ -428,7 +431,8 @@ def make_anchor(name: str, model: nn.Module | None = None, **options: Any) -> An
     known = {option: p for option, p in parameters.items() if option != "model"}
     for option in options:
         if option not in known:
-            raise ValueError(f"anchor {name!r} has no option {option!r}{nearest(option, known, '.')} It has {[*known]}")
+            near = nearest(option, known, ".")
+            raise ValueError(f"anchor {name!r} has no option {option!r}{near} It has {[*known] or 'none'}")
     for option, parameter in known.items():
         if parameter.default is parameter.empty and option not in options:
             raise ValueError(f"anchor {name!r} needs {option}; its options are {[*known]}")

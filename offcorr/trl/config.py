@@ -15,6 +15,7 @@ import trl
 import offcorr
 from offcorr.methods.registry import catalogue
 from offcorr.stages.checks import one_of, outside
+from offcorr.stages.ratios import Geometric
 from offcorr.training.anchors import ANCHORS
 from offcorr.training.described import in_short
 from offcorr.training.ess_lr import AUTO, RULES
@@ -377,6 +378,8 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction, where: str) -
         ignored["epsilon"] = ("eps_low", "eps_high", "cap")
     if "delta" in ignored and args.delta <= 1 + (getattr(args, "epsilon_high", None) or args.epsilon):
         ignored["delta"] = "nothing: at 1 + epsilon_high or below it bounds positive advantages, too"
+    if getattr(args, "importance_sampling_level", None) == "sequence" and isinstance(correction.ratio, Geometric):
+        ignored.pop("importance_sampling_level", None)  # which the correction has
     if ignored:
         listed = ", ".join(
             f"{name}={getattr(args, name)!r} ({_has_instead(correction.method, instead or _engine_weight(args))})"

@@ -13,6 +13,7 @@ from offcorr.diagnose.causes import policies, sampling, values
 from offcorr.diagnose.causes.base import confidence
 from offcorr.diagnose.causes.grids import few_values
 from offcorr.diagnose.causes.over_steps import growth
+from offcorr.diagnose.causes.truncation import COLDER, TRUNCATIONS
 from offcorr.diagnose.evidence import mean_by_sequence
 from offcorr.diagnose.steps import differing_sequences
 from offcorr.diagnose.text import headline
@@ -1785,6 +1786,28 @@ def test_a_truncation_is_not_told_by_a_handful_of_uncertain_tokens():
     ]
     report = diagnose(few)
     assert (report.verdict, report.confidence) == ("top_p", 0.5)
+
+
+@pytest.mark.parametrize("certain", [8.0, 9.0])
+def test_where_nearly_every_token_is_the_likeliest_a_truncation_may_be_a_temperature(certain):
+    """Both raise the probability of that token, and what they do to others is hardly drawn."""
+    rng, records = np.random.default_rng(0), []
+    for row in range(32):
+        logits = rng.normal(size=(48, 20))
+        logits[:, 0] += certain + rng.normal(size=48)
+        old, new = simulated.log_softmax(logits), simulated.log_softmax(logits / 0.5)
+        at = np.arange(48), simulated.draw(new, rng)
+        columns = {"rollout_logp": new[at], "old_logp": old[at], "entropy": -(np.exp(old) * old).sum(1)}
+        records.append(Record.of({"prompt_ids": [1, row // 4], "completion_ids": at[1], **columns}))
+    report = diagnose(records)
+    assert report.verdict in TRUNCATIONS and report.confidence <= 0.5
+    assert any(COLDER.words in said for said in report.cannot_tell)
+
+
+@pytest.mark.parametrize("cause", ["top_p", "top_k", "min_p", "logit_mask"])
+def test_a_truncation_of_which_unlikely_tokens_are_drawn_is_no_temperature_alone(cause):
+    report = diagnose(world(cause).records())
+    assert report.verdict == cause and not any(COLDER.words in said for said in report.cannot_tell)
 
 
 def test_what_is_left_of_text_that_was_encoded_again_is_no_sure_cause_of_its_own():

@@ -76,12 +76,12 @@ def test_the_summary_says_what_the_correction_did():
         "tokens dropped 0.10",
         "tokens damped 0.25",
         "tokens amplified 0.05",
-        "ESS of the tokens, plain ratio 0.97",
+        "ESS of the tokens, plain ratio 0.970",
         "ESS of the tokens, corrected 0.88",
         "prompts without advantage 0.12",
     ):
         assert row in said
-    assert "ESS: effective sample size, 1 where all count alike" in said and len(grpo.CAPTION) < 300
+    assert "ESS: effective sample size, 1 where all count alike" in said and len(grpo.caption()) < 300
     assert "correction none" not in said and "factor on the learning rate" not in said
     assert "factor on the learning rate 0.50" in shown(history(lr_scale=0.5))
 
@@ -94,7 +94,15 @@ def test_a_method_of_a_run_without_advantages_is_no_loss_of_trls_own():
 
 
 def test_a_number_is_short_to_read():
-    numbers = {5.5: "5.50", 0.88654: "0.89", 0.0444: "0.044", 0.00064: "0.00064", 0: "0.00"}
+    numbers = {
+        5.5: "5.50",
+        0.88654: "0.89",
+        0.9862: "0.986",
+        1.0: "1.00",
+        0.0444: "0.044",
+        0.00064: "0.00064",
+        0: "0.00",
+    }
     assert {number: grpo.shortened(number) for number in numbers} == numbers
 
 
@@ -482,8 +490,14 @@ def test_the_folder_of_a_run_says_what_it_was(tmp_path, monkeypatch):
     assert "held-out sampled accuracy, peak" in table and "held-out sampled accuracy, peak" in said.getvalue()
 
 
+def test_accuracies_are_explained_where_there_are_any():
+    assert "Accuracies: of --eval_size" in shown(history()) and "All else: means over the run" in shown(history())
+    said = shown([entry for entry in history() if "eval_reward" not in entry])
+    assert "Accuracies" not in said and "Means over the run" in said
+
+
 def test_the_key_column_is_named_where_there_is_one():
-    assert "KEY in the last column" in shown(history()) and "last column" not in grpo.CAPTION  # of the demo's, too
+    assert "KEY in the last column" in shown(history()) and "last column" not in grpo.caption()  # of the demo's, too
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "async_grpo", "accelerate_loop"])

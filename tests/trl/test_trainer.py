@@ -919,6 +919,7 @@ def test_an_option_that_trls_kl_still_reads_is_not_called_ignored_alone():
     assert "ignores this, but TRL's KL term does not" in weighted
     (unweighted,) = warnings_of_ignored("minpro", beta=0.1, use_bias_correction_kl=False, **level)
     assert "KL" not in unweighted
+    assert not warnings_of_ignored("gspo", **level)  # whose ratio is that of the sequence
 
 
 @pytest.mark.parametrize(

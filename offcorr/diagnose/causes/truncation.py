@@ -213,7 +213,7 @@ def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) ->
         found.lost.error,
         SIGNIFICANT * found.lost.error,
         margin,
-        f"the sampler's probabilities are those of a part of the vocabulary, scaled to sum to 1; this part has "
+        f"the sampler's probabilities are as those of a part of the vocabulary, scaled to sum to 1; this part has "
         f"{1 - found.lost.value:.3f} of the trainer's probability on average; {sentence}",
         found.left,
         surest=LOOK_ALIKE,
@@ -305,6 +305,14 @@ def _no_temperature(evidence: Evidence) -> bool:
     return among is not None and not among.alone
 
 
+COLDER = Alternative(
+    "a temperature of the sampler below the trainer's, alone: nearly every sampled token is the likeliest one, whose "
+    "probability rises either way",
+    "compare the temperatures of both sides, or give --model",
+    settled=lambda evidence: int((evidence.d < -1e-4)[evidence.trainer < LIKELY].sum()) >= ALONE,
+)
+
+
 BAN = Alternative(
     "a ban of some tokens (logit_bias, bad_words, structured decoding)",
     "compare the sampler's options, or give --model",
@@ -351,6 +359,7 @@ class TopP(Cause):
         ),
         OTHER_TRUNCATION,
         BESIDE,
+        COLDER,
         DIVIDED_UNLESS_DRAWN_SO,
         PADDED,
         NEARLY_GREEDY,
@@ -400,6 +409,7 @@ class MinP(Cause):
         BLURRED_TOP_P,
         OTHER_TRUNCATION,
         BESIDE,
+        COLDER,
         BAN,
         DIVIDED_UNLESS_DRAWN_SO,
         PADDED,
@@ -428,6 +438,7 @@ class TopK(Cause):
         BLURRED_TOP_P,
         OTHER_TRUNCATION,
         BESIDE,
+        COLDER,
         BAN,
         Alternative(
             "a low min_p, which leaves no token alone where the policy is flat",
@@ -465,7 +476,15 @@ class LogitMask(Cause):
         "your own, apply the same mask in the trainer (offcorr.linear_logprob(..., support=)); where the sampler "
         "truncates instead, sample with top_p=1.0, top_k=0, min_p=0.0"
     )
-    not_told_from = (BLURRED_TOP_P, OTHER_TRUNCATION, LIKELIEST, DIVIDED_UNLESS_DRAWN_SO, PADDED, NEARLY_GREEDY)
+    not_told_from = (
+        BLURRED_TOP_P,
+        OTHER_TRUNCATION,
+        LIKELIEST,
+        COLDER,
+        DIVIDED_UNLESS_DRAWN_SO,
+        PADDED,
+        NEARLY_GREEDY,
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         found = kept(evidence)
