@@ -2063,8 +2063,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: another prompt of logp is a sure update",
         "offcorr/diagnose/causes/updates.py",
-        "if any(CAUSES[id].found(now) is not None for id in OF_A_PROMPT):",
-        "if False:",
+        " or any(CAUSES[id].found(now) is not None for id in OF_A_PROMPT)",
+        "",
         "tests/diagnose/test_causes.py another_prompt_of_logp",
     ),
     Mutation(
@@ -2304,6 +2304,27 @@ MUTATIONS = [
         "[evidence.trainer < LIKELY].sum()) >= ALONE",
         "[evidence.trainer < LIKELY].sum()) >= 0",
         "tests/diagnose/test_causes.py likeliest_a_truncation",
+    ),
+    Mutation(
+        "diagnose: updates of the first tokens are sure",
+        "offcorr/diagnose/causes/updates.py",
+        "if early > OF_THE_FIRST or any",
+        "if any",
+        "tests/diagnose/test_causes.py of_the_first_tokens",
+    ),
+    Mutation(
+        "diagnose: updates that spare the first tokens are sure",
+        "offcorr/diagnose/causes/updates.py",
+        "if early < 1 / OF_THE_FIRST",
+        "if early < 0",
+        "tests/diagnose/test_causes.py of_the_first_tokens",
+    ),
+    Mutation(
+        "diagnose: sequences at the bound are apart",
+        "offcorr/diagnose/questions.py",
+        "np.maximum(AGREE, APART *",
+        "np.maximum(AGREE, 0 *",
+        "tests/diagnose/test_causes.py few_sequences_that_differ",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",

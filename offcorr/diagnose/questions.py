@@ -181,15 +181,16 @@ trainer_version, or give --model'
     return said
 
 
-AGREE, FEW, OTHERS = 1e-4, 0.1, 16
-"""Mean |d| (nats) up to which a sequence agrees; share of all sequences that a few are, and how many the others are."""
+AGREE, APART, FEW, OTHERS = 1e-4, 3.0, 0.1, 16
+"""Mean |d| (nats) up to which a sequence agrees, and as a multiple of the median one; share of all sequences that a few
+are, and how many the others are."""
 
 
 def _few_that_differ(evidence: Evidence) -> int:
     """The number of sequences that differ, where they are few and the others agree; else 0."""
     times = np.bincount(evidence.sequence, minlength=len(evidence.records))
     of_each = np.bincount(evidence.sequence, evidence.size, minlength=len(evidence.records))
-    far = of_each > AGREE * times
+    far = of_each > np.maximum(AGREE, APART * np.median((of_each / np.maximum(times, 1))[times > 0])) * times
     few, others = int(far.sum()), int((~far & (times > 0)).sum())
     return few if 0 < few <= FEW * (few + others) and others >= OTHERS else 0
 

@@ -1439,12 +1439,33 @@ def test_another_prompt_of_logp_is_no_sure_update(cause):
     assert "largest at the first tokens" in report.causes[0].evidence
 
 
+@pytest.mark.parametrize(("fades", "most"), [(True, "largest"), (False, "smallest")])
+def test_updates_that_are_of_the_first_tokens_or_of_the_others_are_no_sure_ones(fades, most):
+    """As of a logp whose pass left a token of the prompt out, too little to look like it, or has a penalty."""
+    rng = np.random.default_rng(0)
+    records = []
+    for one in world(entropy=False).records():
+        at = np.arange(len(one))
+        size = 0.1 * np.exp(-at / 4 if fades else (at - len(one)) / 8) + 0.001
+        logp = np.minimum(one.old_logp + size * (1 - np.exp(one.old_logp)) * rng.normal(size=len(one)), 0)
+        records.append(dataclasses.replace(one, logp=logp, rollout_version=3, trainer_version=4))
+    report = diagnose(records)
+    assert (report.verdict, report.confidence) == ("policy_updates", 0.5)
+    assert f"it is {most} at the first tokens" in report.causes[0].evidence
+
+
 def test_few_sequences_that_differ_are_asked_about():
     """As where rows changed places."""
     few, right = world("stale_weights", sequences=4).records(), world(seed=3, sequences=48).records()
     asked = "4 of 52 sequences differ, while the others agree"
     assert any(asked in one for one in diagnose(few + right).cannot_tell)
     assert not any("sequences differ, while" in one for one in diagnose(world("stale_weights").records()).cannot_tell)
+    rng = np.random.default_rng(0)
+    bound = [
+        dataclasses.replace(one, rollout_logp=np.minimum(one.old_logp + 1.1e-4 * rng.normal(size=len(one)), 0))
+        for one in world(sequences=64).records()
+    ]
+    assert not any("sequences differ, while" in one for one in diagnose(bound).cannot_tell)
 
 
 @pytest.mark.parametrize(("factor", "entropy", "sure"), [(0.8, True, 1.0), (0.8, False, 0.5), (1.25, False, 1.0)])

@@ -88,6 +88,14 @@ class Profile:
         first, then = self.size[early].mean(), self.size[~early].mean()
         return f", {first:.2g} in the first {EARLY} tokens of the completions and {then:.2g} after them"
 
+    @property
+    def early(self) -> float:
+        """The typical size of the first tokens over that of those after them (geometric means); 1 if one lacks."""
+        early = self.position < EARLY
+        if early.all() or not early.any():
+            return 1.0
+        return float(np.exp(self.logs[early].mean() - self.logs[~early].mean()))
+
     @cached_property
     def logs(self) -> Floats:
         """[N] logarithm of the size, of 1 % of the mean at least."""

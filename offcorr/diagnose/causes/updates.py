@@ -6,6 +6,7 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
 from offcorr.diagnose.causes.policies import REPEATED, differs_by_itself_now, noisy, repeats_itself_now, updated
+from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.versions import VERSIONS, same_version
 from offcorr.diagnose.evidence import SAME, Evidence
 
@@ -37,9 +38,17 @@ def _fault_of_logp(evidence: Evidence) -> str:
                 f"; {cause.id} explains nearly all of it, with old_logp in the place of the sampler's log-probs and "
                 "logp in that of the trainer's"
             )
-    if any(CAUSES[id].found(now) is not None for id in OF_A_PROMPT):
+    early = Profile.of(now).early
+    if early > OF_THE_FIRST or any(CAUSES[id].found(now) is not None for id in OF_A_PROMPT):
         return "; it is largest at the first tokens, as where logp is of another prompt or position"
+    if early < 1 / OF_THE_FIRST:
+        return "; it is smallest at the first tokens, as where logp has a penalty on tokens that were seen before"
     return ""
+
+
+OF_THE_FIRST = 3.0
+"""Factor between the first tokens and those after them from which on another prompt, or a penalty, may make it: the
+updates of our runs have left .7 to 1.9."""
 
 
 OF_A_PROMPT = ("chat_template", "truncated_prompt", "position")
