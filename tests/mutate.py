@@ -1818,8 +1818,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: rows in another order are surely other tokens",
         "offcorr/diagnose/causes/other_tokens.py",
-        " and _not_drawn(evidence, after)",
-        "",
+        "sure = sure and _not_drawn(evidence, after)",
+        "pass",
         "tests/diagnose/test_causes.py other_tokens_that_may_be_other_rows",
     ),
     Mutation(
@@ -2325,6 +2325,20 @@ MUTATIONS = [
         "np.maximum(AGREE, APART *",
         "np.maximum(AGREE, 0 *",
         "tests/diagnose/test_causes.py few_sequences_that_differ",
+    ),
+    Mutation(
+        "diagnose: certain tokens agree",
+        "offcorr/diagnose/causes/other_tokens.py",
+        "evidence.size[before & (evidence.trainer < UNCERTAIN)]",
+        "evidence.size[before]",
+        "tests/diagnose/test_causes.py certain_tokens_do_not_show",
+    ),
+    Mutation(
+        "diagnose: certain tokens fit where they are moved to",
+        "offcorr/diagnose/causes/other_tokens.py",
+        "told = np.minimum(trainer, sampler) < UNCERTAIN",
+        "told = trainer < 1",
+        "tests/diagnose/test_causes.py certain_tokens_do_not_show",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",

@@ -12,6 +12,7 @@ from offcorr.diagnose import CAUSES, Cause, Evidence, Found, Record, diagnose, q
 from offcorr.diagnose.causes import policies, sampling, values
 from offcorr.diagnose.causes.base import confidence
 from offcorr.diagnose.causes.grids import few_values
+from offcorr.diagnose.causes.other_tokens import _slip
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.truncation import COLDER, TRUNCATIONS
 from offcorr.diagnose.evidence import mean_by_sequence
@@ -2263,6 +2264,21 @@ def test_text_that_is_encoded_again_fits_when_it_is_moved():
     report = diagnose(records)
     assert [one.cause for one in report.causes] == ["retokenised"]
     assert "fit again when they are moved by 1 token" in report.causes[0].evidence
+
+
+def test_certain_tokens_do_not_show_that_text_was_encoded_again():
+    """Any two sides agree on them, and they fit whatever they are moved by."""
+    records = []
+    for one in world("retokenised", entropy=True).records():
+        before = np.arange(len(one)) < np.argmax(np.abs(one.old_logp - one.rollout_logp) > 1)
+        certain = {name: np.where(before, -1e-4, getattr(one, name)) for name in ("old_logp", "rollout_logp")}
+        records.append(dataclasses.replace(one, **certain))
+    assert diagnose(world("retokenised").records()).confidence > 0.5
+    (found,) = (one for one in diagnose(records).causes if one.cause == "retokenised")
+    assert found.confidence == 0.5
+    trainer, sampler = np.full(21, -1e-4), np.full(21, -1e-4)
+    sampler[1:13] = -3.0
+    assert _slip(trainer, sampler) is None
 
 
 @pytest.mark.parametrize(("format", "digits"), [(torch.float8_e4m3fn, 4), (torch.float8_e5m2, 3)])

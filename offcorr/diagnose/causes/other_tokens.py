@@ -48,8 +48,9 @@ class Retokenised(Cause):
             settled=lambda evidence: _behind_masked(evidence) < HALF,
         ),
         Alternative(
-            "tokens that the trainer's side forbids, as by a mask of its logits",
-            "see what the trainer does with the logits of these ids",
+            "tokens that the trainer's side forbids, as by a mask of its logits, or that a penalty on repeated tokens "
+            "makes the sampler draw from a policy that is nearly certain of others",
+            "see what each side does with its logits",
             settled=lambda evidence: (
                 (found := CAUSES["retokenised"].found(evidence)) is None or found.surest > OF_ANOTHER_POLICY
             ),
@@ -95,7 +96,8 @@ class Retokenised(Cause):
         )
         fit_again = len(slips) >= max(2, FIT_AGAIN * len(firsts))
         which = "" if slips else "that the trainer finds next to impossible, "
-        sure = (fit_again or (before_size < AGREE and _unrelated(evidence.keep(after)))) and _not_drawn(evidence, after)
+        sure = fit_again or (_agree(evidence, before) and _unrelated(evidence.keep(after)))
+        sure = sure and _not_drawn(evidence, after)
         sure = sure and _behind_masked(evidence) < HALF
         sure = sure and np.ptp(firsts) > 0  # weights that were loaded while sampling begin at one token in all
         return Found(
@@ -134,6 +136,9 @@ AGREE = 0.001
 """Mean |d| (nats) up to the first other token, below which both sides have the same weights and prompt: a policy that
 has moved far, or another prompt, makes tokens next to impossible, too, and differs before them as well."""
 
+UNCERTAIN, TOLD = -0.05, 8
+"""Log-prob below which a token tells whether both sides agree, and how many such tokens it takes."""
+
 OF_ANOTHER_POLICY = 0.5
 """The confidence where the tokens before differ, too, as where the policy has moved or one side read another prompt."""
 
@@ -150,6 +155,14 @@ left .6, as the same text is likely or unlikely to both, and weights that were l
 
 FARTHEST_SLIP = 4
 """Tokens, at most, by which encoding a text again is seen to move what follows."""
+
+
+def _agree(evidence: Evidence, before: Booleans) -> bool:
+    """Whether both sides agree on these tokens: on those of which the trainer is not certain, as any two are certain of
+    the others.
+    """
+    told = evidence.size[before & (evidence.trainer < UNCERTAIN)]
+    return len(told) >= TOLD and float(told.mean()) < AGREE
 
 
 def _unrelated(rest: Evidence) -> bool:
@@ -181,12 +194,17 @@ def _slip(trainer: Floats, sampler: Floats) -> tuple[int, int] | None:
     places = np.arange(first + FARTHEST_SLIP, len(trainer) - FARTHEST_SLIP)
     if len(places) < 8 or (first and np.abs(trainer - sampler)[:first].mean() > 0.1):
         return None
-    left = {
-        by: float(np.median(np.abs(trainer[places] - sampler[places + by])))
-        for by in range(-FARTHEST_SLIP, FARTHEST_SLIP + 1)
-    }
+    left = {by: _apart(trainer[places], sampler[places + by]) for by in range(-FARTHEST_SLIP, FARTHEST_SLIP + 1)}
     best = min(left, key=lambda by: left[by])
-    return (first, best) if left[0] > 0.2 and left[best] < 0.25 * left[0] else None
+    return (first, best) if 0.2 < left[0] < np.inf and left[best] < 0.25 * left[0] else None
+
+
+def _apart(trainer: Floats, sampler: Floats) -> float:
+    """Median |d| of the tokens of which one side is not certain, as certain ones fit whatever they are moved by;
+    infinite where these are few.
+    """
+    told = np.minimum(trainer, sampler) < UNCERTAIN
+    return float(np.median(np.abs(trainer - sampler)[told])) if told.sum() >= TOLD else np.inf
 
 
 def _amounts(slips: list[int]) -> str:

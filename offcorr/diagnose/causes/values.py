@@ -434,13 +434,13 @@ class AppendedEOS(Cause):
         depth = float(evidence.size[ends].mean())
         if depth < 4 * float(evidence.size[~evidence.last].mean()):
             return None
-        made_up = f", where the sampler has {evidence.sampler[ends][0]:.3g} each time"
+        made_up = f", where the sampler has {evidence.sampler[ends][0] + 0.0:.3g} each time"
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / max(int(evidence.last.sum()), 1))),
             max(10 * others, FEWEST / len(evidence.records)),
             count / FEWEST,
-            f"{count} completions, {'' if cut else 'not '}the longest ones, have a |d| of {depth:.1f} nats on average "
+            f"{count} completions, {'' if cut else 'not '}the longest ones, have a |d| of {depth:.2g} nats on average "
             f"at their last token, mostly token id {ids[times.argmax()]}{made_up * _made_up(evidence, ends)}; of all "
             f"other tokens {others:.2%} are as far off",
             evidence.keep(~ends),
