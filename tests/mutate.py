@@ -3683,7 +3683,7 @@ MUTATIONS = [
     Mutation(
         "diagnose --model: a share of the gap is a share of d",
         "offcorr/diagnose/informed.py",
-        "found = [beside if one is gap else one for one in found]",
+        "gap = _beside_the_trainer(gap, rescored)",
         "pass",
         "tests/diagnose/test_rescore.py beside_dropout",
     ),

@@ -153,14 +153,44 @@ def informed(report: Report, rescored: Rescored) -> Report:
     """
     if rescored.other_model:
         return report
-    silent = _of_the_draws(rescored)
-    read = _of_what_the_trainer_read(rescored)
+    evidence = report.evidence
+    silent, read = _of_the_draws(rescored), _of_what_the_trainer_read(rescored)
     gap = read or _of_the_gap(report, rescored) or _of_the_trainer(report, rescored)
+    part = 1.0 if gap is None or gap.cause in TRAINERS else _part(evidence, rescored)
+    replaced = _replaced(report, rescored, silent, gap, part)
+    if gap is not None and read is None and gap.cause not in TRAINERS:
+        gap = _beside_the_trainer(gap, rescored)
+        replaced.discard("dropout")  # what repeats itself shows it, beside whatever the sampler does
+    others = [
+        _refuted(_older(one, rescored, same_version(evidence)), rescored)
+        for one in report.causes
+        if one.cause not in replaced
+    ]
+    if gap is not None and part < 1:
+        alike = [one for one in (*report.causes, *others) if one.cause == gap.cause]
+        others = [one for one in others if one.cause != gap.cause]
+        gap = _of_some_steps(gap, part, alike, report, rescored)
     # What is drawn wrongly precedes two policies that differ.
     first, second = (silent, gap) if gap is not None and CAUSES[gap.cause].stage == "policies" else (gap, silent)
-    found = [one for one in (first, second) if one is not None]
+    causes = _larger_gap_first([one for one in (first, second, *others) if one is not None], evidence)
+    if part < 1:
+        causes.sort(key=lambda one: -one.share)
+    cannot_tell = _questions(report, rescored, silent, gap, [one.cause for one in others])
+    if part < 1:
+        cannot_tell.append(OTHER_STEPS.format(steps_in_words(rescored.steps)))
+    if causes:
+        return with_verdict(dataclasses.replace(report, causes=causes, cannot_tell=cannot_tell))
+    return _without_causes(report, rescored, cannot_tell)
+
+
+def _replaced(report: Report, rescored: Rescored, silent: Finding | None, gap: Finding | None, part: float) -> set[str]:
+    """The ids of the causes from the logs that what was found with the model takes the place of, or excludes.
+
+    Args:
+        part: see ``_part``.
+    """
+    found = [one for one in (silent, gap) if one is not None]
     stages = {CAUSES[one.cause].stage for one in found} & {"unlogged", "policies"}  # of which one cause is named
-    part = 1.0 if gap is None or gap.cause in TRAINERS else _part(report.evidence, rescored)
     if part < 1:  # the logs speak of the other steps, too
         stages -= {"policies"}
     replaced = {one.cause for one in found} | {id for id, cause in CAUSES.items() if cause.stage in stages}
@@ -173,40 +203,39 @@ def informed(report: Report, rescored: Rescored) -> Report:
         of_d = ("sampling", "policies") if part * gap.share > NEARLY_ALL else ("sampling",)
         of_gap = [one for one in report.causes if CAUSES[one.cause].stage in of_d and one.of_d]
         replaced |= {one.cause for one in of_gap if one.share > room}
-        if read is None and gap.cause not in TRAINERS:
-            beside = _beside_the_trainer(gap, rescored)
-            found = [beside if one is gap else one for one in found]
-            replaced.discard("dropout")  # what repeats itself shows it, beside whatever the sampler does
-    others = [
-        _older(one, rescored, same_version(report.evidence)) for one in report.causes if one.cause not in replaced
-    ]
-    others = [_refuted(one, rescored) for one in others]
-    if gap is not None and part < 1:
-        alike = [one for one in (*report.causes, *others) if one.cause == gap.cause]
-        found = [_of_some_steps(one, part, alike, report, rescored) if one.cause == gap.cause else one for one in found]
-        others = [one for one in others if one.cause != gap.cause]
-    cannot_tell = open_questions(report.evidence, [one.cause for one in others], draws_known=True)
-    cannot_tell = [_not_yet_done(one, rescored) for one in cannot_tell]
+    return replaced
+
+
+def _questions(
+    report: Report, rescored: Rescored, silent: Finding | None, gap: Finding | None, others: list[str]
+) -> list[str]:
+    """What the model leaves open.
+
+    Args:
+        others: the causes that the logs show beside ``silent`` and ``gap``.
+    """
+    asked = open_questions(report.evidence, others, draws_known=True)
     if silent is not None:
-        for other in _alike(silent, report.evidence):
-            said = f"whether the cause is {silent.cause} or {other.words}. To find out, {other.how}"
-            cannot_tell.append(_not_yet_done(said, rescored))
+        asked += [
+            f"whether the cause is {silent.cause} or {other.words}. To find out, {other.how}"
+            for other in _alike(silent, report.evidence)
+        ]
+    asked = [_not_yet_done(one, rescored) for one in asked]
     if gap is not None and rescored.hypotheses and _may_be_another(rescored.hypotheses[0]):
-        cannot_tell.append(OF_ANOTHER.format(gap.cause))
-    if any(_trainer_is_off(one, rescored) for one in found) and "dropout" not in {one.cause for one in others}:
-        cannot_tell.append(WHAT_THE_TRAINER_DID.format(off=rescored.trainer))
-    if gap is None and rescored.gap > EXACTLY * rescored.logged and "dropout" in {one.cause for one in others}:
-        cannot_tell.append(HIDDEN_BY_DROPOUT)
-    causes = _larger_gap_first([*found, *others], report.evidence)
-    if part < 1:
-        causes.sort(key=lambda one: -one.share)
-        cannot_tell.append(OTHER_STEPS.format(steps_in_words(rescored.steps)))
-    if causes:
-        return with_verdict(dataclasses.replace(report, causes=causes, cannot_tell=cannot_tell))
+        asked.append(OF_ANOTHER.format(gap.cause))
+    if "dropout" not in others and any(one is not None and _trainer_is_off(one, rescored) for one in (silent, gap)):
+        asked.append(WHAT_THE_TRAINER_DID.format(off=rescored.trainer))
+    if gap is None and rescored.gap > EXACTLY * rescored.logged and "dropout" in others:
+        asked.append(HIDDEN_BY_DROPOUT)
+    return asked
+
+
+def _without_causes(report: Report, rescored: Rescored, cannot_tell: list[str]) -> Report:
+    """The report where neither logs nor model leave a cause: clean, less surely where a transform is nearly found."""
     verdict, sure = report.verdict, report.confidence
     if report.causes:
         verdict, sure = without_cause(report.evidence)
-    if verdict == "clean":  # a transform that is nearly found makes it less so
+    if verdict == "clean":
         sure = min(without_cause(report.evidence)[1], _odds(rescored.threshold - rescored.best_drawn[1]), DRAWS_UNKNOWN)
         if rescored.best_drawn[1] > 0:
             cannot_tell.append(SLIGHT)
@@ -214,7 +243,7 @@ def informed(report: Report, rescored: Rescored) -> Report:
         if rescored.misfit:
             cannot_tell.append(WHY_SO_DRAWN.format(rescored.misfit))
             sure = min(sure, REFUTED)
-    return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=causes, cannot_tell=cannot_tell)
+    return dataclasses.replace(report, verdict=verdict, confidence=sure, causes=[], cannot_tell=cannot_tell)
 
 
 def _alike(silent: Finding, evidence: Evidence) -> list[Alternative]:
