@@ -1893,11 +1893,11 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py single_zeros_may_be",
     ),
     Mutation(
-        "diagnose: a transform that leaves a tenth is sure",
+        "diagnose: a transform that leaves a twentieth is sure",
         "offcorr/diagnose/informed.py",
         "if _may_be_another(best):",
         "if False:",
-        "tests/diagnose/test_rescore.py leaves_more_than_a_tenth",
+        "tests/diagnose/test_rescore.py leaves_more_than_a_twentieth",
     ),
     Mutation(
         "diagnose: a division by the length is a sure temperature",
