@@ -2322,8 +2322,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: sequences at the bound are apart",
         "offcorr/diagnose/questions.py",
-        "np.maximum(AGREE, APART *",
-        "np.maximum(AGREE, 0 *",
+        "> APART * means[agree].max()",
+        "> 0 * means[agree].max()",
         "tests/diagnose/test_causes.py few_sequences_that_differ",
     ),
     Mutation(
@@ -2339,6 +2339,13 @@ MUTATIONS = [
         "told = np.minimum(trainer, sampler) < UNCERTAIN",
         "told = trainer < 1",
         "tests/diagnose/test_causes.py certain_tokens_do_not_show",
+    ),
+    Mutation(
+        "diagnose: outputs of one length were cut",
+        "offcorr/diagnose/causes/values.py",
+        "if np.ptp(length) > 0 or not surely",
+        "if True",
+        "tests/diagnose/test_causes.py made_up_log_prob_is_not_always",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",

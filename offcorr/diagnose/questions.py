@@ -182,17 +182,19 @@ trainer_version, or give --model'
 
 
 AGREE, APART, FEW, OTHERS = 1e-4, 3.0, 0.1, 16
-"""Mean |d| (nats) up to which a sequence agrees, and as a multiple of the median one; share of all sequences that a few
-are, and how many the others are."""
+"""Mean |d| (nats) up to which a sequence agrees; how many times further off all others are; share of all sequences that
+a few are, and how many those are that agree."""
 
 
 def _few_that_differ(evidence: Evidence) -> int:
     """The number of sequences that differ, where they are few and the others agree; else 0."""
-    times = np.bincount(evidence.sequence, minlength=len(evidence.records))
-    of_each = np.bincount(evidence.sequence, evidence.size, minlength=len(evidence.records))
-    far = of_each > np.maximum(AGREE, APART * np.median((of_each / np.maximum(times, 1))[times > 0])) * times
-    few, others = int(far.sum()), int((~far & (times > 0)).sum())
-    return few if 0 < few <= FEW * (few + others) and others >= OTHERS else 0
+    times = np.bincount(evidence.sequence)
+    means = np.bincount(evidence.sequence, evidence.size)[times > 0] / times[times > 0]
+    agree = means <= AGREE
+    few, others = int((~agree).sum()), int(agree.sum())
+    if not 0 < few <= FEW * len(means) or others < OTHERS:
+        return 0
+    return few if means[~agree].min() > APART * means[agree].max() else 0
 
 
 def unexplained_surprise(evidence: Evidence, named: Sequence[str]) -> str:

@@ -659,12 +659,13 @@ def test_a_made_up_log_prob_is_not_always_of_a_made_up_end():
         columns["rollout_logp"][::3, -1] = 0.0
 
     records = simulated.World(edits=[ends]).records()
-    (longest,) = diagnose(records).causes
-    assert longest.cause == "appended_eos" and longest.confidence > 0.9
-    report = diagnose([one if row % 3 else cut(one, 20 + row % 24) for row, one in enumerate(records)])
-    assert report.verdict == "appended_eos" and report.confidence == 0.5
-    assert any("that the model sampled, and whose log-prob somebody filled in" in one for one in report.cannot_tell)
-    assert not any("filled in" in one for one in diagnose(records).cannot_tell)
+    limit = diagnose([cut(one, 20 + row % 24) if row % 3 else one for row, one in enumerate(records)])
+    assert limit.verdict == "appended_eos" and limit.confidence > 0.9
+    assert not any("filled in" in one for one in limit.cannot_tell)
+    early = [one if row % 3 else cut(one, 20 + row % 24) for row, one in enumerate(records)]
+    for report in (diagnose(early), diagnose(records)):  # the latter: outputs of one length need no limit
+        assert report.verdict == "appended_eos" and report.confidence == 0.5
+        assert any("that the model sampled, and whose log-prob somebody filled in" in one for one in report.cannot_tell)
 
 
 def cut(record, length):
@@ -1461,6 +1462,11 @@ def test_few_sequences_that_differ_are_asked_about():
     asked = "4 of 52 sequences differ, while the others agree"
     assert any(asked in one for one in diagnose(few + right).cannot_tell)
     assert not any("sequences differ, while" in one for one in diagnose(world("stale_weights").records()).cannot_tell)
+    rounded = world("precision", sequences=64).records()
+    for at in (0, 1, 2):  # further off than the others, of which none agrees
+        off = rounded[at].rollout_logp - rounded[at].old_logp
+        rounded[at] = dataclasses.replace(rounded[at], old_logp=np.minimum(rounded[at].rollout_logp - 4 * off, 0))
+    assert not any("sequences differ, while" in one for one in diagnose(rounded).cannot_tell)
     rng = np.random.default_rng(0)
     bound = [
         dataclasses.replace(one, rollout_logp=np.minimum(one.old_logp + 1.1e-4 * rng.normal(size=len(one)), 0))
@@ -2975,7 +2981,9 @@ def test_a_penalty_moves_all_new_tokens_after_one_prefix_alike():
 
 def test_an_end_token_that_a_truncation_left_alone_is_asked_about():
     (asked,) = (one for one in CAUSES["appended_eos"].not_told_from if "left the end token alone" in one.words)
-    assert asked.settled(Evidence.of(world("appended_eos").records()))
+    records = world("appended_eos").records()
+    assert asked.settled(Evidence.of([cut(one, 20) if row % 2 else one for row, one in enumerate(records)]))
+    assert not asked.settled(Evidence.of(records))
 
 
 def test_chosen_completions_may_be_of_the_other_temperature():

@@ -325,12 +325,17 @@ ROUNDING = 1e-6
 """Nats by which one made-up log-prob differs from another, at most."""
 
 
-def _cut(evidence: Evidence, ends: Booleans) -> bool:
-    """Whether the tokens end completions of the greatest length, with the prompt or without."""
+def _cut(evidence: Evidence, ends: Booleans, surely: bool = False) -> bool:
+    """Whether the tokens end completions of the greatest length, with the prompt or without.
+
+    Args:
+        surely: and others are shorter, so that it is the limit's, and not that of every output.
+    """
     own = np.array([len(record.completion_ids) for record in evidence.records])
     whole = own + np.array([len(record.prompt_ids) for record in evidence.records])
     rows = evidence.sequence[ends]
-    return len(rows) > 0 and max(float((length[rows] == length.max()).mean()) for length in (own, whole)) >= 0.8
+    lengths = [length for length in (own, whole) if np.ptp(length) > 0 or not surely]
+    return len(rows) > 0 and any(float((length[rows] == length.max()).mean()) >= 0.8 for length in lengths)
 
 
 def _far_ends(evidence: Evidence) -> tuple[Booleans, float]:
@@ -409,12 +414,12 @@ class AppendedEOS(Cause):
         Alternative(
             "an end token that the model sampled, and whose log-prob somebody filled in",
             "look whether these completions were cut by the length limit, and where their last log-prob comes from",
-            settled=lambda evidence: _cut(evidence, _far_ends(evidence)[0]),
+            settled=lambda evidence: _cut(evidence, _far_ends(evidence)[0], surely=True),
         ),
         Alternative(
             "a truncation (top_p, top_k, min_p), or structured decoding, that left the end token alone",
             "compare the sampler's options",
-            settled=lambda evidence: _cut(evidence, _far_ends(evidence)[0]),
+            settled=lambda evidence: _cut(evidence, _far_ends(evidence)[0], surely=True),
         ),
     )
 
@@ -444,7 +449,7 @@ class AppendedEOS(Cause):
             f"at their last token, mostly token id {ids[times.argmax()]}{made_up * _made_up(evidence, ends)}; of all "
             f"other tokens {others:.2%} are as far off",
             evidence.keep(~ends),
-            surest=1.0 if cut else 0.5,
+            surest=1.0 if _cut(evidence, ends, surely=True) else 0.5,
         )
 
 
