@@ -1748,8 +1748,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: few sequences that differ are not asked about",
         "offcorr/diagnose/questions.py",
-        "return few if 0 < few <= FEW",
-        "return few if 0 < few <= 0 * FEW",
+        "if not 0 < few <= FEW",
+        "if not 0 < few <= 0 * FEW",
         "tests/diagnose/test_causes.py few_sequences_that_differ",
     ),
     Mutation(
@@ -1860,8 +1860,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a factor on seen tokens is a sure temperature",
         "offcorr/diagnose/causes/prefixes.py",
-        "return multiplies(evidence) and int(",
-        "return multiplies(evidence) or int(",
+        "multiplies(evidence, SURELY) and int(",
+        "multiplies(evidence, SURELY) or int(",
         "tests/diagnose/test_causes.py tokens_that_were_all_seen",
     ),
     Mutation(
@@ -2346,6 +2346,13 @@ MUTATIONS = [
         "if np.ptp(length) > 0 or not surely",
         "if True",
         "tests/diagnose/test_causes.py made_up_log_prob_is_not_always",
+    ),
+    Mutation(
+        "diagnose: a factor that leaves a tenth is surely a temperature",
+        "offcorr/diagnose/causes/prefixes.py",
+        "multiplies(evidence, SURELY) and",
+        "multiplies(evidence) and",
+        "tests/diagnose/test_causes.py factor_that_leaves_much",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3795,8 +3802,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: different tokens after one prompt show no temperature",
         "offcorr/diagnose/causes/prefixes.py",
-        "ONE_FACTOR, NO_FACTOR = 0.1, 0.25",
-        "ONE_FACTOR, NO_FACTOR = -1.0, 0.25",
+        "SURELY, ONE_FACTOR, NO_FACTOR = 0.07, 0.1, 0.25",
+        "SURELY, ONE_FACTOR, NO_FACTOR = 0.07, -1.0, 0.25",
         "tests/diagnose/test_causes.py show_a_temperature_without_entropy",
     ),
     Mutation(
@@ -3991,7 +3998,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: a filled-in end token is surely appended",
         "offcorr/diagnose/causes/values.py",
-        "surest=1.0 if cut else 0.5,",
+        "surest=1.0 if _cut(evidence, ends, surely=True) else 0.5,",
         "surest=1.0,",
         "tests/diagnose/test_causes.py made_up_log_prob",
     ),

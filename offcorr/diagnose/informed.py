@@ -210,7 +210,7 @@ def _replaced(report: Report, rescored: Rescored, silent: Finding | None, gap: F
 def _questions(
     report: Report, rescored: Rescored, silent: Finding | None, gap: Finding | None, others: list[str]
 ) -> list[str]:
-    """What the model leaves open.
+    """Questions that the model leaves open.
 
     Args:
         others: the causes that the logs show beside ``silent`` and ``gap``.

@@ -67,7 +67,10 @@ def differing_sequences(evidence: Evidence) -> tuple[Evidence, str] | None:
     bound = float(np.sqrt(known[at] * known[at + 1]))
     far = [record for record, gap in zip(evidence.records, gaps, strict=True) if gap > bound]
     near = [record for record, gap in zip(evidence.records, gaps, strict=True) if gap <= bound]
-    said = f"; this is of {len(far)} of the {len(evidence.records)} sequences: in the others the log-probs agree"
+    said = (
+        f"; this is of {len(far)} of the {len(evidence.records)} sequences: in the others the log-probs agree "
+        f"(|d| / (1 - p) is {np.nanmean(gaps[gaps <= bound]):.2g} on average)"
+    )
     return dataclasses.replace(Evidence.of(far), ageless=_as_old(far, near)), said
 
 

@@ -1641,6 +1641,18 @@ def tempered(seed, temperature, versions, own_prompts=False, noise=0.0, top_k=50
     return records
 
 
+@pytest.mark.parametrize(("size", "sure"), [(0.05, 0.95), (0.08, 0.5)])
+def test_a_factor_that_leaves_much_may_be_another_change_of_the_logits(size, sure):
+    """A softcap that squeezes the logits to a quarter has left .07 to .1 of their differences."""
+    records = []
+    for one in tempered(0, 0.6, False):
+        off = size * np.sin(37.0 * one.completion_ids + 11 * one.prompt_ids.sum()) * (one.rollout_logp < -0.3)
+        records.append(dataclasses.replace(one, rollout_logp=np.minimum(one.rollout_logp + off, 0)))
+    report = diagnose(records)
+    assert (report.verdict, report.confidence) == ("temperature", sure)
+    assert any("a softcap, a clamp" in said for said in report.cannot_tell) == (sure == 0.5)
+
+
 def test_beside_other_weights_a_top_p_may_leave_what_a_top_k_leaves():
     made = world("top_k")
     made.trainer = noise(0.2, shared=True)
@@ -2241,6 +2253,18 @@ def test_numbers_of_bfloat16_return_by_chance(seed):
     assert {one.cause for one in report.causes} == {"stored_bf16", "stale_weights"}
 
 
+def test_few_numbers_of_bfloat16_are_not_rounded_once_more():
+    """The trainer's, of a sampler with other weights: what bfloat16 leaves takes few values, too."""
+    made = simulated.World(sequences=256, sampler=simulated.noise(0.3, shared=True), entropy=False)
+
+    def stored(columns, world):
+        columns["old_logp"] = torch.as_tensor(columns["old_logp"]).bfloat16().double().numpy()
+
+    made.edits = [stored]
+    named = {one.cause for one in diagnose(made.records()).causes}
+    assert "stored_bf16" in named and "stored_rounded" not in named
+
+
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("other", [None, "stale_weights"])
 def test_a_mask_that_is_shifted_by_one(by, other):
@@ -2281,7 +2305,7 @@ def test_certain_tokens_do_not_show_that_text_was_encoded_again():
         records.append(dataclasses.replace(one, **certain))
     assert diagnose(world("retokenised").records()).confidence > 0.5
     (found,) = (one for one in diagnose(records).causes if one.cause == "retokenised")
-    assert found.confidence == 0.5
+    assert found.confidence == 0.5 and found.at_most  # other sequences may differ for another reason
     trainer, sampler = np.full(21, -1e-4), np.full(21, -1e-4)
     sampler[1:13] = -3.0
     assert _slip(trainer, sampler) is None

@@ -17,10 +17,11 @@ CHOICES, APART = 24, 0.05
 """Different tokens after shared prefixes that a temperature is read of, at least, and how far from the mean of their
 prefix (nats) their log-probs are on average, at least."""
 
-ONE_FACTOR, NO_FACTOR = 0.1, 0.25
-"""Share of the difference that a factor leaves: up to the first it is a temperature (which leaves up to .055 beside
-int8, a softcap .25 or more, updates that rewarded one token .3, a clamp .44), above the second it is something else, or
-something else besides."""
+SURELY, ONE_FACTOR, NO_FACTOR = 0.07, 0.1, 0.25
+"""Share of the difference that a factor leaves: up to the second it is a temperature (which leaves up to .055 beside
+int8, a softcap mostly .25 or more, updates that rewarded one token .3, a clamp .44), surely up to the first (a softcap
+that squeezes the logits to a quarter has left .072), and above the third it is something else, or there is something
+else besides."""
 
 
 class Factor(NamedTuple):
@@ -107,8 +108,8 @@ factor on their logits, too."""
 
 
 def multiplies_new_tokens(evidence: Evidence) -> bool:
-    """``multiplies``, of tokens of which enough did not stand in the context before."""
-    return multiplies(evidence) and int((~evidence.seen[choices(evidence)[0]]).sum()) >= NEW
+    """``multiplies`` for sure, of tokens of which enough did not stand in the context before."""
+    return multiplies(evidence, SURELY) and int((~evidence.seen[choices(evidence)[0]]).sum()) >= NEW
 
 
 def multiplies(evidence: Evidence, left: float = ONE_FACTOR) -> bool:
