@@ -121,7 +121,7 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         seed: of the sample.
 
     Raises:
-        TypeError: a record is none.
+        TypeError: one of the records is no ``Record``.
         ValueError: there is no token that both sides scored.
 
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, -2.0], "logp": [-1.0, -2.0]}] * 40
