@@ -146,6 +146,7 @@ def _noting(params: Any, read: set[str]) -> Any:
             read.update(kind._fields)
             return super().__iter__()
 
+    Noting.__name__ = kind.__name__  # which an error of the user's code names
     return Noting(*params)
 
 

@@ -1132,8 +1132,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: clean is certain without a model",
         "offcorr/diagnose/diagnosis.py",
-        "DRAWS_UNKNOWN, UNEXPLAINED = 0.9, 0.5",
-        "DRAWS_UNKNOWN, UNEXPLAINED = 1.0, 0.5",
+        "DRAWS_UNKNOWN, DRAWS_UNSEEN, UNEXPLAINED = 0.9,",
+        "DRAWS_UNKNOWN, DRAWS_UNSEEN, UNEXPLAINED = 1.0,",
         "tests/diagnose/test_causes.py::test_clean_is_not_certain_without_a_model",
     ),
     Mutation(
@@ -1741,8 +1741,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a fault of logp is a sure update",
         "offcorr/diagnose/causes/updates.py",
-        "updated(evidence) and not fault and not differs",
-        "updated(evidence) and not differs",
+        "updated(evidence) and not fault and repeats",
+        "updated(evidence) and repeats",
         "tests/diagnose/test_causes.py fault_of_logp",
     ),
     Mutation(
@@ -1828,13 +1828,6 @@ MUTATIONS = [
         "surest=0.5 if sampled or _far_policies(evidence) or _forbids(evidence) else 1.0,",
         "surest=0.5 if sampled or _far_policies(evidence) else 1.0,",
         "tests/diagnose/test_causes.py zeros_beside_a_ban",
-    ),
-    Mutation(
-        "diagnose: a small difference of older weights is sure rounding",
-        "offcorr/diagnose/causes/policies.py",
-        " or doubted or lag_by_versions(evidence)",
-        " or doubted",
-        "tests/diagnose/test_causes.py no_sure_precision",
     ),
     Mutation(
         "diagnose: a log-prob above 0 passes in silence",
@@ -2238,7 +2231,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: updates are sure where logp does not repeat itself",
         "offcorr/diagnose/causes/updates.py",
-        "and not differs_by_itself_now(evidence) else 0.5",
+        "and repeats_itself_now(evidence) else 0.5",
         "else 0.5",
         "tests/diagnose/test_causes.py does_not_repeat_itself",
     ),
@@ -2353,6 +2346,41 @@ MUTATIONS = [
         "multiplies(evidence, SURELY) and",
         "multiplies(evidence) and",
         "tests/diagnose/test_causes.py factor_that_leaves_much",
+    ),
+    Mutation(
+        "diagnose: what a rounding leaves is of a few tokens whatever it comes from",
+        "offcorr/diagnose/causes/policies.py",
+        "if evidence.shrunk:",
+        "if False:",
+        "tests/diagnose/test_causes.py rounding_leaves_is_of_other_experts",
+    ),
+    Mutation(
+        "diagnose: what is left of d is taken for all of it",
+        "offcorr/diagnose/diagnosis.py",
+        "if one.cause in BY_SIZE and not left.as_logged:",
+        "if False:",
+        "tests/diagnose/test_causes.py rounding_leaves_is_of_other_experts",
+    ),
+    Mutation(
+        "diagnose: a small difference is surely rounding after updates",
+        "offcorr/diagnose/causes/policies.py",
+        "doubted or not before_any_update(evidence):",
+        "doubted or lag_by_versions(evidence):",
+        "tests/diagnose/test_causes.py surely_rounding_only_before",
+    ),
+    Mutation(
+        "diagnose: clean is as sure where one side did not score many tokens",
+        "offcorr/diagnose/diagnosis.py",
+        "if of_one_side(evidence.records)[0] > MANY:",
+        "if False:",
+        "tests/diagnose/test_causes.py clean_is_said_of_the_tokens",
+    ),
+    Mutation(
+        "diagnose: clean is as sure without entropy",
+        "offcorr/diagnose/diagnosis.py",
+        "sure = min(sure, DRAWS_UNSEEN)",
+        "pass",
+        "tests/diagnose/test_causes.py clean_is_less_sure",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3949,8 +3977,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: without versions updates are no dropout for sure",
         "offcorr/diagnose/causes/updates.py",
-        "updated(evidence) and not fault and not differs",
-        "not fault and not differs",
+        "updated(evidence) and not fault and repeats",
+        "not fault and repeats",
         "tests/diagnose/test_causes.py without_versions_a_logp",
     ),
     Mutation(

@@ -17,7 +17,7 @@ from offcorr.diagnose.causes.sampling import loses_mass
 from offcorr.diagnose.causes.truncation import TRUNCATIONS
 from offcorr.diagnose.causes.versions import lag_by_versions, same_version, shown_to_be_older
 from offcorr.diagnose.evidence import SAME, Evidence
-from offcorr.diagnose.questions import open_questions, unexplained_surprise
+from offcorr.diagnose.questions import MANY, of_one_side, open_questions, unexplained_surprise
 from offcorr.diagnose.record import Record
 from offcorr.diagnose.steps import differing_sequences, differing_steps
 
@@ -61,6 +61,8 @@ OF_OTHER_CHANGES = (
     "; it is what the temperature leaves, and where that is another change of the logits, such as a softcap or a "
     "penalty on repeated tokens, it is of the same cause"
 )
+
+OF_WHAT_IS_LEFT = "; this is of the part of d that the other causes named here leave"
 
 FITTED, OF_MISFIT = {"temperature", "raw_logprobs"}, {"stale_weights", "adapter_not_synced", "precision"}
 """Causes whose fit, without entropy or beside a truncation, leaves a part of d, less than half of it, and causes that
@@ -176,6 +178,10 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
         return with_verdict(Report("", 0.0, findings, cannot, numbers, evidence))
     verdict, sure = without_cause(left)
     sure = min(sure, UNEXPLAINED if unexplained_surprise(evidence, []) else DRAWS_UNKNOWN)
+    if evidence.entropy is None:
+        sure = min(sure, DRAWS_UNSEEN)
+    if of_one_side(evidence.records)[0] > MANY:
+        sure = min(sure, UNEXPLAINED)
     if evidence.copied:
         sure, cannot = min(sure, ONE_COLUMN_SURE), [ONE_COLUMN, *cannot]
     return Report(verdict, sure, (), cannot, numbers, evidence)
@@ -313,10 +319,10 @@ def _of_logp(evidence: Evidence) -> Evidence | None:
     )
 
 
-DRAWS_UNKNOWN, UNEXPLAINED = 0.9, 0.5
+DRAWS_UNKNOWN, DRAWS_UNSEEN, UNEXPLAINED = 0.9, 0.7, 0.5
 """The most that "clean" is sure: how the tokens were drawn is in no log-prob, and a model that scores them again finds
-no transform that is too slight for so many tokens; the same where they surprise the trainer by more, or less, than its
-own draws do."""
+no transform that is too slight for so many tokens; the same without entropy, where no log shows it; and where the
+tokens surprise the trainer by more, or less, than its own draws do."""
 
 
 UNSURE, NOT_CERTAIN = 0.5, 0.8
@@ -401,6 +407,8 @@ def _explain(evidence: Evidence, of_steps: str = "", of_updates: bool = True) ->
             if stage == "policies" and fitted and one.cause in OF_OTHERS and not lag_by_versions(left):
                 said = one.evidence + OF_OTHER_CHANGES
                 one = dataclasses.replace(one, confidence=min(one.confidence, BESIDE_A_FIT), evidence=said)
+            if one.cause in BY_SIZE and not left.as_logged:
+                one = dataclasses.replace(one, evidence=one.evidence + OF_WHAT_IS_LEFT)
             findings.append(one)
             if after is None or not len(after):
                 left = left.with_floor(np.inf)

@@ -112,6 +112,7 @@ class Evidence:
         aside: further sampled tokens, whose log-prob of the sampler is not known.  They count in ``balance``: it may
             be known of the likely tokens alone.
         ageless: the versions say nothing of d: sequences of the same age agree.
+        shrunk: what rounding may leave was taken off each |d|, so that most tokens agree whatever the rest comes from.
     """
 
     records: Sequence[Record]
@@ -126,6 +127,7 @@ class Evidence:
     whole: Evidence | None = None
     aside: Aside = Aside()
     ageless: bool = False
+    shrunk: bool = False
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Evidence:

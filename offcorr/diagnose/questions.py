@@ -21,6 +21,7 @@ from offcorr.diagnose.causes.truncation import TRUNCATIONS
 from offcorr.diagnose.causes.values import FEWEST, zeros_of_truncation
 from offcorr.diagnose.causes.versions import VERSIONS, newer
 from offcorr.diagnose.evidence import Evidence
+from offcorr.diagnose.record import Record
 
 OFF, OFF_ALONE = 5.0, 3.0
 """Standard errors by which the surprisal balance, or the mean ratio, has to be off."""
@@ -66,6 +67,9 @@ def open_questions(evidence: Evidence, named: Sequence[str], *, draws_known: boo
 trainer_version, or give --model'
     """
     said = []
+    share, question = of_one_side(evidence.records)
+    if share > HARDLY_ANY:
+        said.append(question)
     if evidence.entropy is None and not draws_known:
         said.append(
             "whether the tokens were drawn at another temperature, or from fewer tokens (top_p, top_k), than both "
@@ -179,6 +183,35 @@ trainer_version, or give --model'
                 how = f"log {' and '.join(fields)}, or {other.how}" if fields else other.how
                 said.append(f"whether the cause is {cause.id} or {other.words}. To find out, {how}")
     return said
+
+
+HARDLY_ANY, MANY = 0.01, 0.05
+"""Share of the tokens that just one side scored, above which the report asks about them, and above which the others do
+not speak for all."""
+
+
+def of_one_side(records: Sequence[Record]) -> tuple[float, str]:
+    """The share of the tokens that trainer or sampler did not score, of those that one of them did; and a question.
+
+    >>> row = {"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1.0, np.nan], "logp": [-1.0, -4.0]}
+    >>> share, question = of_one_side([Record.of(row)])
+    >>> share, question[:67]
+    (0.5, 'whether trainer and sampler agree at the other 1 of 2 tokens, too: ')
+    """
+    masks = [np.ones(len(one), bool) if one.mask is None else one.mask for one in records]
+    sides = [[getattr(one, name) for one in records] for name in ("old_logp", "rollout_logp")]
+    mask, trainer, sampler = (np.concatenate(parts) for parts in (masks, *sides))
+    scored, reported = mask & np.isfinite(trainer), mask & ~np.isnan(sampler)
+    both, either = scored & reported, scored | reported
+    one = either & ~both
+    if not one.any() or not both.any():
+        return 0.0, ""
+    there, elsewhere = np.where(scored, trainer, sampler)[one].mean(), trainer[both].mean()
+    return float(one.sum() / either.sum()), (
+        f"whether trainer and sampler agree at the other {one.sum():,} of {either.sum():,} tokens, too: just one of "
+        f"them has a log-prob there, of {there:.2g} nats on average, where the trainer's is {elsewhere:.2g} at the "
+        "tokens that both have. To find out, log those of both for every token"
+    )
 
 
 AGREE, APART, FEW, OTHERS = 1e-4, 3.0, 0.1, 16

@@ -513,12 +513,15 @@ def _versions(versions: Sequence[int]) -> str:
     """
     >>> _versions([4, 5, 6])
     "versions 4 to 6 (rollout_version, in optimizer steps: version 6 is that of TRL's checkpoint-6)"
+    >>> _versions([0])
+    'version 0 (rollout_version, in optimizer steps: version 0 is the model that the run began with)'
     """
     known = np.array(versions, dtype=float)
     last = versions[-1]
+    of = f"that of TRL's checkpoint-{last}" if last else "the model that the run began with"
     return (
         f"version{'s' * (len(versions) > 1)} {ranges(known, np.arange(known[0], last + 1))} (rollout_version, in "
-        f"optimizer steps: version {last} is that of TRL's checkpoint-{last})"
+        f"optimizer steps: version {last} is {of})"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from offcorr.diagnose.causes import CAUSES, Finding
 from offcorr.diagnose.diagnosis import UNSURE, Report
-from offcorr.diagnose.questions import wanted
+from offcorr.diagnose.questions import MANY, of_one_side, wanted
 
 
 def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] = (), notice: str = "") -> str:
@@ -23,7 +23,7 @@ def text(report: Report, warnings: Iterable[str] = (), rescored: Iterable[str] =
     >>> from offcorr.diagnose import Record, diagnose
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1, -2], "logp": [-1, -2.0000001]}] * 40
     >>> print(text(diagnose(map(Record.of, rows))).splitlines()[0])
-    clean: the log-probs of trainer and sampler agree (confidence 0.90)
+    clean: the log-probs of trainer and sampler agree (confidence 0.70)
     """
     lines = [headline(report), *indented(notice)]
     lines += [line for one in to_do(report) for line in indented(one)]
@@ -80,6 +80,8 @@ def headline(report: Report) -> str:
         "clean": "the log-probs of trainer and sampler agree",
         "unknown": "trainer and sampler disagree, and no known cause fits",
     }
+    if report.verdict == "clean" and of_one_side(report.evidence.records)[0] > MANY:
+        said["clean"] += " where both are known"
     more = "; below, the trainer's own updates, which are smaller" * bool(report.causes)
     return f"{report.verdict}: {said[report.verdict]} (confidence {report.confidence:.2f}){more}"
 
@@ -101,7 +103,9 @@ def to_do(report: Report) -> list[str]:
             "float32 rounding makes."
         )
         nothing = "To do: nothing about the log-probs. A correction for the engine is not needed for data like these."
-        if report.evidence.copied:
+        if of_one_side(report.evidence.records)[0] > MANY:
+            nothing = "To do: log the log-probs of both sides for every token: the others may differ."
+        elif report.evidence.copied:
             nothing = (
                 "To do: see that the trainer computed its log-probs itself: they are the sampler's, number for number. "
                 "If it did, a correction for the engine is not needed for data like these."

@@ -188,6 +188,7 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
     schedules, example.
 
     Raises:
+        TypeError: one of them is none of these fields.
         ValueError: another method has this name or alias, the name could not be written in a spec, or ``example``
             names other options than those that have no default.
 
@@ -198,7 +199,14 @@ def register(name: str, **about: Any) -> Callable[[Any], Any]:
     >>> offcorr.get("half_ppo", eps=0.05).gate.eps_low
     0.05
     >>> offcorr.unregister("half_ppo")
+    >>> offcorr.register("half_ppo", multipler="as ppo")
+    Traceback (most recent call last):
+    TypeError: register has no argument 'multipler', did you mean 'multiplier'? It has name and ['aliases', ...
     """
+    fields = [one.name for one in dataclasses.fields(Method) if one.name not in ("name", "build")]
+    for word in about:
+        if word not in fields:
+            raise TypeError(f"register has no argument {word!r}{nearest(word, fields, '.')} It has name and {fields}")
 
     def decorate(build: Any) -> Any:
         method = Method(name, build, **about)

@@ -214,10 +214,10 @@ def longest_agree(columns, world):
     columns["old_logp"] = np.minimum(columns["old_logp"] + size * (1 - np.exp(columns["old_logp"])), 0)
 
 
-def versions(age):
+def versions(age, now=7):
     def edit(columns, world):
-        columns["rollout_version"] = np.full((world.sequences, world.tokens), 7 - age)
-        columns["trainer_version"] = np.full((world.sequences, world.tokens), 7)
+        columns["rollout_version"] = np.full((world.sequences, world.tokens), now - age)
+        columns["trainer_version"] = np.full((world.sequences, world.tokens), now)
 
     return edit
 

@@ -283,7 +283,9 @@ class MoERouting(Cause):
         profile = Profile.of(evidence)
         if evidence.gap < evidence.floor or len(profile) < 64:
             return None
-        heavy = profile.mean / max(profile.median, 1e-9)
+        heavy = _heavy(profile)
+        if evidence.shrunk:
+            heavy = min(heavy, _heavy(Profile.of(Evidence.of(evidence.records))))
         first, _, _ = profile.level(0, 1)
         # Other experts for one token also move those after it, by less; other tokens make those after them unlikely.
         smooth = profile.smoothness > 0.75 and (profile.tail < 5 or float(evidence.size.max()) > GROSS)
@@ -300,6 +302,11 @@ class MoERouting(Cause):
             f"{profile.median:.2g}: most tokens agree, and a few are far off",
             surest=UNSURE,  # nothing logged says whether the model has experts
         )
+
+
+def _heavy(profile: Profile) -> float:
+    """The mean of |d| / (1 - p), over its median."""
+    return profile.mean / max(profile.median, 1e-9)
 
 
 BOTH_WAYS = 8
@@ -685,9 +692,10 @@ class PrecisionOf(Cause):
         if grown := small_growth(evidence):
             said = found.sentence + GROWS_WITH_WEIGHTS.format(*grown)
             return found._replace(sentence=said, surest=UNSURE) if _age_elsewhere(evidence) else None
-        # A little dropout, an update that is missing or another change of the logits is as likely.
+        # A little dropout or another change of the logits is as likely, and so are weights that are a little older, or
+        # an update that is missing, which the versions exclude only before any.
         doubted = more_than_fine(evidence) or not as_even_as_rounding(evidence) or of_one_id(evidence)
-        if differs_by_itself(evidence) or doubted or lag_by_versions(evidence):
+        if differs_by_itself(evidence) or doubted or not before_any_update(evidence):
             return found._replace(surest=UNSURE)
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from offcorr.diagnose.causes.base import Cause, Found
@@ -112,7 +114,7 @@ def _rounded(evidence: Evidence, side: str, values: Floats, half: Floats, said: 
         1.0,
         count / 64,
         f"all {count} log-probs of the {side} {said}",
-        evidence.explained(evidence.d - left),
+        dataclasses.replace(evidence.explained(evidence.d - left), shrunk=True),
     )
 
 

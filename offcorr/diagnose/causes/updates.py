@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
-from offcorr.diagnose.causes.policies import REPEATED, differs_by_itself_now, noisy, repeats_itself_now, updated
+from offcorr.diagnose.causes.policies import REPEATED, noisy, repeats_itself_now, updated
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.versions import VERSIONS, same_version
 from offcorr.diagnose.evidence import SAME, Evidence
@@ -51,6 +51,10 @@ OF_THE_FIRST = 3.0
 updates of our runs have left .7 to 1.9."""
 
 
+SUREST = 0.95
+"""Confidence at most: a fault of logp that leaves no pattern looks the same."""
+
+
 OF_A_PROMPT = ("chat_template", "truncated_prompt", "position")
 """Causes that another prompt of the forward pass of logp looks like."""
 
@@ -69,10 +73,10 @@ class PolicyUpdates(Cause):
     )
     not_told_from = (
         Alternative(
-            "the trainer's dropout, which makes logp another than old_logp without any update",
+            "the trainer's dropout, which makes logp another than old_logp without any update, and beside one",
             "score one sequence twice as the training does",
             fields=VERSIONS,
-            settled=lambda evidence: updated(evidence) or repeats_itself_now(evidence),
+            settled=repeats_itself_now,
         ),
         Alternative(
             "an old_logp, or rows in another order, with a fault that rollout_logp has, too: by the versions no update "
@@ -112,6 +116,6 @@ class PolicyUpdates(Cause):
             f"(old_logp) by {moved:.2g} nats on average{fault}",
             evidence,
             share,
-            surest=1.0 if updated(evidence) and not fault and not differs_by_itself_now(evidence) else 0.5,
+            surest=SUREST if updated(evidence) and not fault and repeats_itself_now(evidence) else 0.5,
             of_d=False,
         )
