@@ -74,6 +74,7 @@ def check_fields(loss_fn: Correction) -> None:
     for place, stage in loss_fn.stages.items():
         if isinstance(stage, Controller) or stage.prepare is not None or not dataclasses.is_dataclass(stage):
             continue
+        definition.checked_params(stage)
         given = _given(stage)
         for field in dataclasses.fields(stage):
             value = getattr(stage, field.name)

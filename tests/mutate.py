@@ -1881,9 +1881,9 @@ MUTATIONS = [
     Mutation(
         "diagnose: a forced token's zero is a sure placeholder",
         "offcorr/diagnose/causes/values.py",
-        "and (not whole.any() or _truncated(evidence.d[~odd]))",
+        "and (elsewhere or _truncated(evidence.d[~odd]))",
         "and _truncated(evidence.d[~odd])",
-        "tests/diagnose/test_causes.py single_zeros_may_be",
+        "tests/diagnose/test_causes.py single_zeros_may_be or zeros_are_placeholders_where",
     ),
     Mutation(
         "diagnose: a transform that leaves a twentieth is sure",
@@ -2381,6 +2381,20 @@ MUTATIONS = [
         "sure = min(sure, DRAWS_UNSEEN)",
         "pass",
         "tests/diagnose/test_causes.py clean_is_less_sure",
+    ),
+    Mutation(
+        "diagnose: a sequence of one token shows that none was reported",
+        "offcorr/diagnose/causes/values.py",
+        "(zero == times) & (times > 1) &",
+        "(zero == times) &",
+        "tests/diagnose/test_causes.py sequences_of_one_token_are",
+    ),
+    Mutation(
+        "diagnose: one context that all samples have is a bound",
+        "offcorr/diagnose/causes/quantities.py",
+        "(at_bound & evidence.once).sum()",
+        "at_bound.sum()",
+        "tests/diagnose/test_causes.py one_context_that_all",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3739,7 +3753,7 @@ MUTATIONS = [
     Mutation(
         "diagnose: a clamp changes all uncertain tokens",
         "offcorr/diagnose/causes/quantities.py",
-        "if at_bound.sum() >= AT_BOUND",
+        "if (at_bound & evidence.once).sum() >= AT_BOUND",
         "if False and at_bound.sum() >= AT_BOUND",
         "tests/diagnose/test_causes.py another_quantity",
     ),

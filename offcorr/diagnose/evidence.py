@@ -393,6 +393,20 @@ class Evidence:
         return found
 
     @cached_property
+    def once(self) -> Booleans:
+        """[N] one token of each id after one prompt and prefix; of those too deep to compare, those of one of the
+        sequences that are equal.
+        """
+        rows = [(one.prompt_ids.tobytes(), one.completion_ids.tobytes()) for one in self.records]
+        first = np.zeros(len(rows), bool)
+        first[list({row: at for at, row in reversed(list(enumerate(rows)))}.values())] = True
+        once = first[self.sequence] & (self.prefix < 0)
+        early = np.flatnonzero(self.prefix >= 0)
+        pairs = np.stack([self.prefix[early], self.ids[early]])
+        once[early[np.unique(pairs, axis=1, return_index=True)[1]]] = True
+        return once
+
+    @cached_property
     def same_context(self) -> SameContext:
         """The log-probs of one token after one prompt and prefix, which both sides score once for each sample.
 

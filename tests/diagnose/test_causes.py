@@ -2295,6 +2295,43 @@ def test_one_impossible_value_is_a_placeholder():
     assert "sentinel" not in {one.cause for one in diagnose(records).causes}
 
 
+@pytest.mark.parametrize("elsewhere", [0, 40])
+def test_whole_sequences_of_zeros_are_placeholders_where_zeros_stand_in_no_other(elsewhere):
+    """A truncation of older weights leaves tokens alone, and short sequences, that the trainer finds unlikely."""
+    records = world("stale_weights").records()
+    changed, left = [], elsewhere
+    for at, one in enumerate(records):
+        zero = np.full(len(one), at % 8 == 0)
+        if at % 8 and left:
+            zero[np.argsort(one.old_logp)[: min(left, 2)]] = True
+            left -= min(left, 2)
+        changed.append(dataclasses.replace(one, rollout_logp=np.where(zero, 0.0, one.rollout_logp)))
+    found = {one.cause: one.confidence for one in diagnose(changed).causes}
+    assert (found["sentinel"] > 0.5) == (elsewhere == 0)
+
+
+def test_zeros_of_sequences_of_one_token_are_no_sure_placeholders():
+    records = []
+    for at, one in enumerate(world("stale_weights").records()):
+        first = {name: getattr(one, name)[:1] for name in ("completion_ids", "old_logp", "entropy", "mask")}
+        sampler = np.where(at % 4 == 0, 0.0, one.rollout_logp[:1])
+        records.append(dataclasses.replace(one, rollout_logp=sampler, **first))
+    assert all(one.confidence <= 0.5 for one in diagnose(records).causes if one.cause == "sentinel")
+
+
+def test_one_context_that_all_samples_have_is_no_bound():
+    """The least log-prob stands at the first token of each sample of one prompt."""
+    rng, records = np.random.default_rng(0), []
+    for _ in range(16):
+        sampler = np.r_[-3.0, -rng.uniform(0.1, 0.9, 9)]
+        trainer = np.r_[-1.2, sampler[1:] + rng.normal(0, 0.02, 9)]
+        ids = np.r_[3, rng.integers(4, 99, 9)]
+        records.append(
+            Record.of({"prompt_ids": [1], "completion_ids": ids, "rollout_logp": sampler, "old_logp": trainer})
+        )
+    assert not any("cut off at" in one.evidence for one in diagnose(records).causes)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_numbers_of_bfloat16_return_by_chance(seed):
     made = world("stored_bf16", seed=seed, sequences=64, tokens=96)

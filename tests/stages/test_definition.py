@@ -238,6 +238,13 @@ def test_params_are_numbers_by_name(params, message):
         offcorr.Correction(gate=gate)(offcorr.testing.example())
 
 
+def test_check_names_params_without_names():
+    fields = {"__annotations__": {"eps": "float"}, "eps": 0.2, "params": property(lambda self: (self.eps,))}
+    gate = dataclass(frozen=True)(define(gates.Gate, surrogate=staticmethod(clipped), **fields))()
+    with pytest.raises(TypeError, match=r"Mine.params is \(0.2,\), expected a NamedTuple of numbers"):
+        offcorr.testing.check(offcorr.Correction(gate=gate))
+
+
 def test_a_stage_with_an_unknown_span():
     """When the class is defined; a span that its fields choose, when a correction is made."""
     rule = staticmethod(lambda value: (value, value == value))

@@ -266,7 +266,7 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
         words = f"off by {constant:+.3g} nats, one number at every token, or the other side's are"
         yield words, FITS_CONSTANT, values - constant
     at_bound = values <= values.min() + 1e-6
-    if at_bound.sum() >= AT_BOUND and (wanted[at_bound] < values.min()).mean() > 0.9:
+    if (at_bound & evidence.once).sum() >= AT_BOUND and (wanted[at_bound] < values.min()).mean() > 0.9:
         words = f"cut off at {values.min():.4g}, where {at_bound.sum()} of {len(values)} of them stand"
         yield words, FITS, np.where(at_bound, wanted, values)
 

@@ -19,7 +19,7 @@ from offcorr.diagnose.causes.grids import (
     significant_of,
 )
 from offcorr.diagnose.causes.values import constant, one_for_each
-from offcorr.diagnose.evidence import Booleans, Evidence
+from offcorr.diagnose.evidence import Evidence
 from offcorr.diagnose.record import Floats
 
 
@@ -53,7 +53,7 @@ class StoredRounded(Cause):
     advice = "keep log-probs in float32 from the log-softmax to the loss, and write them with all digits"
 
     def found(self, evidence: Evidence) -> Found | None:
-        one_number, once = constant(evidence) is not None, _once(evidence)
+        one_number, once = constant(evidence) is not None, evidence.once
         sides = (("sampler", evidence.sampler), ("trainer", evidence.trainer))
         for (side, values), (_, others) in (sides, sides[::-1]):
             if (digits := few_digits(values)) is not None:
@@ -88,20 +88,6 @@ class StoredRounded(Cause):
                 said = f"are the logarithms of probabilities in {'bfloat16' if digits == 8 else 'float16'}"
                 return _rounded(evidence, side, values, np.full(len(values), 2.0**-digits), said)
         return None
-
-
-def _once(evidence: Evidence) -> Booleans:
-    """[N] one token of each id after one prompt and prefix; of those too deep to compare, those of one of the sequences
-    that are equal.
-    """
-    rows = [(one.prompt_ids.tobytes(), one.completion_ids.tobytes()) for one in evidence.records]
-    first = np.zeros(len(rows), bool)
-    first[list({row: at for at, row in reversed(list(enumerate(rows)))}.values())] = True
-    once = first[evidence.sequence] & (evidence.prefix < 0)
-    early = np.flatnonzero(evidence.prefix >= 0)
-    pairs = np.stack([evidence.prefix[early], evidence.ids[early]])
-    once[early[np.unique(pairs, axis=1, return_index=True)[1]]] = True
-    return once
 
 
 def _rounded(evidence: Evidence, side: str, values: Floats, half: Floats, said: str) -> Found:

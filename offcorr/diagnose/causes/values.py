@@ -118,7 +118,8 @@ class Sentinel(Cause):
         values, times = np.unique(evidence.sampler[odd], return_counts=True)  # taken away at likely tokens, too
         share = float(odd.mean())
         # 0 is the log-prob of a token that was left alone, as hardly in every place of a sequence.
-        doubtful = not impossible and value == 0 and (not whole.any() or _truncated(evidence.d[~odd]))
+        elsewhere = ((evidence.sampler == 0) & ~whole).sum() >= FEWEST
+        doubtful = not impossible and value == 0 and (elsewhere or _truncated(evidence.d[~odd]))
         doubtful |= not (evidence.sampler != 0).any()  # a greedy sampler's are 0
         return Found(
             share,
@@ -278,14 +279,15 @@ class Mask(Cause):
 def _whole_of_zeros(evidence: Evidence) -> Booleans:
     """The tokens of sequences of which every log-prob is exactly 0, as of an engine that reported none.
 
-    A truncation leaves short sequences of likely tokens alone, too; one of their tokens has to be unlikely.
+    A truncation leaves short sequences of likely tokens alone, too: these have two tokens at least, one of them
+    unlikely.
     """
     several = len(evidence.records)
     zero, unlikely, times = (
         np.bincount(evidence.sequence, which, minlength=several)
         for which in (evidence.sampler == 0, _zeros(evidence), np.ones(len(evidence)))
     )
-    return np.asarray(((zero == times) & (unlikely > 0))[evidence.sequence])
+    return np.asarray(((zero == times) & (times > 1) & (unlikely > 0))[evidence.sequence])
 
 
 def _not_sampled(evidence: Evidence) -> int:
