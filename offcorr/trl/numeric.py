@@ -75,9 +75,9 @@ COUNTS = {
 
 
 def check_counts(config: Any) -> None:
-    """Raises ``ValueError`` where one of ``COUNTS`` is too small, before TRL divides by it."""
+    """Raises ``ValueError`` where one of ``COUNTS`` is too small or not whole, before TRL divides by it."""
     for name, least in COUNTS.items():
         value = getattr(config, name, None)
-        if isinstance(value, Real) and not isinstance(value, bool) and value < least:
+        if isinstance(value, Real) and not isinstance(value, bool) and (value < least or value % 1 != 0):
             reason = ", since advantages compare the completions of a prompt" if name == "num_generations" else ""
             raise ValueError(f"{name} is {value!r}, expected a whole number, {least} or more{reason}")

@@ -201,7 +201,10 @@ def other_tokens(columns, world):
 
 
 def moved(columns, world):
-    change = 0.1 * world.rng.standard_normal(columns["old_logp"].shape)
+    of_ids = (
+        0.08 * np.random.default_rng(1).standard_normal(VOCABULARY)[columns["completion_ids"]]
+    )  # as every context has it
+    change = of_ids + 0.06 * world.rng.standard_normal(columns["old_logp"].shape)
     first = 0.1 * world.rng.standard_normal((world.sequences // 4, VOCABULARY))  # one context has one distribution
     change[:, 0] = first[np.arange(world.sequences) // 4, columns["completion_ids"][:, 0]]
     columns["logp"] = columns["old_logp"] + change

@@ -17,7 +17,7 @@ from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.truncation import COLDER, TRUNCATIONS
 from offcorr.diagnose.diagnosis import BY_SIZE
 from offcorr.diagnose.evidence import mean_by_sequence
-from offcorr.diagnose.questions import of_one_side
+from offcorr.diagnose.questions import of_one_side, open_questions
 from offcorr.diagnose.steps import differing_sequences
 from offcorr.diagnose.text import headline, to_do
 from offcorr.lab import mismatch
@@ -492,7 +492,7 @@ def test_an_old_logp_that_is_a_copy_may_hide_any_difference():
         assert report.verdict == "policy_updates" and report.confidence == 0.5
         assert any(asked in one for one in report.cannot_tell)
         older = diagnose([dataclasses.replace(one, rollout_version=3, trainer_version=5) for one in copied])
-        assert older.confidence == 0.5 if cause == "chat_template" else older.confidence > 0.9
+        assert older.confidence > 0.9 if cause == "stale_weights" else older.confidence == 0.5
         assert not any(asked in one for one in older.cannot_tell)
 
 
@@ -822,7 +822,6 @@ def test_a_difference_of_one_direction_is_unsure(cause="precision"):
     found = {}
     for more in (1.0, 0.0):  # beside noise, and without any direction
         made = world(cause)
-        made.edits = [simulated.versions(0, now=0)]
         columns = []
         for one in made.records():
             raised = more * np.abs(one.old_logp - one.rollout_logp) + (1 - more) * (one.rollout_logp - one.old_logp)
@@ -830,7 +829,6 @@ def test_a_difference_of_one_direction_is_unsure(cause="precision"):
             columns.append(dataclasses.replace(one, rollout_logp=one.old_logp + np.where(keep, raised, -raised)))
         found[more] = diagnose(columns)
     assert found[1.0].verdict == found[0.0].verdict == cause
-    assert found[1.0].confidence == 0.5 < found[0.0].confidence
     asked = [
         any("penalty" in said and f"cause is {cause}" in said for said in one.cannot_tell) for one in found.values()
     ]
@@ -838,13 +836,12 @@ def test_a_difference_of_one_direction_is_unsure(cause="precision"):
 
 
 @pytest.mark.parametrize("cause", ["precision", "kv_cache"])
-def test_a_small_difference_is_surely_rounding_only_before_any_update(cause):
-    """Versions that are equal do not say that an update reached the sampler."""
-    made, found = world(cause), []
-    for edits in ([], [simulated.versions(1)], [simulated.versions(0)], [simulated.versions(0, now=0)]):
-        made.edits = edits
-        found += [one.confidence for one in diagnose(made.records()).causes if one.cause == cause]
-    assert found[:3] == [0.5] * 3 and (found[3] > 0.5) == (cause == "precision")  # of which a cache is never told
+@pytest.mark.parametrize("edits", [[], [simulated.versions(0)], [simulated.versions(0, now=0)]])
+def test_a_small_difference_is_no_sure_rounding(cause, edits):
+    """A little staleness leaves the same, and another prompt may, also where the versions are equal."""
+    made = world(cause)
+    made.edits = edits
+    assert [one.confidence for one in diagnose(made.records()).causes if one.cause == cause] == [0.5]
 
 
 @pytest.mark.parametrize("side", ["rollout_logp", "old_logp"])
@@ -881,14 +878,28 @@ def test_updates_are_told_from_dropout_by_contexts_that_were_scored_more_than_on
     assert any("cause is policy_updates or the trainer's dropout" in one for one in report.cannot_tell)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_updates_are_told_from_noise_of_logp_by_what_contexts_share(shared):
+    """Such as of a forward pass in bfloat16, or after another prompt."""
+    made = world("clean")
+    made.edits = [simulated.versions(1), simulated.moved]
+    records = made.records()
+    if not shared:
+        rng = np.random.default_rng(0)
+        size = {one.completion_ids[0]: rng.normal(0, 0.01) for one in records}
+        for at, one in enumerate(records):
+            noise = np.r_[size[one.completion_ids[0]], rng.normal(0, 0.01, len(one) - 1)]
+            records[at] = dataclasses.replace(one, logp=one.old_logp + noise)
+    report = diagnose(records)
+    assert report.verdict == "policy_updates" and (report.confidence > 0.5) == shared
+
+
 def test_a_small_difference_of_few_tokens_is_unsure():
     """A small penalty or bias leaves it in a few tokens of the vocabulary, and rounding in all."""
     found = {}
     for times in (1.0, 8.0):
         columns = []
-        made = world("precision")
-        made.edits = [simulated.versions(0, now=0)]
-        for one in made.records():
+        for one in world("precision").records():
             d = one.old_logp - one.rollout_logp
             columns.append(
                 dataclasses.replace(
@@ -897,8 +908,10 @@ def test_a_small_difference_of_few_tokens_is_unsure():
             )
         found[times] = diagnose(columns)
     assert found[1.0].verdict == found[8.0].verdict == "precision"
-    assert found[8.0].confidence == 0.5 < found[1.0].confidence
-    assert any("penalty" in said and "cause is precision" in said for said in found[8.0].cannot_tell)
+    asked = [
+        any("penalty" in said and "cause is precision" in said for said in one.cannot_tell) for one in found.values()
+    ]
+    assert asked == [False, True]
 
 
 def test_a_policy_that_is_certain_of_its_tokens_was_not_stored_in_bf16():
@@ -1343,13 +1356,10 @@ def test_a_bias_of_one_token_among_rounding_is_no_sure_precision():
         columns["rollout_logp"][columns["completion_ids"] == 3] += 0.3
 
     made = world("precision")
-    made.edits = [simulated.versions(0, now=0)]
-    assert diagnose(made.records()).confidence > 0.5
-    made.edits = [simulated.versions(0, now=0), end]
+    made.edits = [end]
     evidence = Evidence.of(made.records())
     assert policies.of_one_id(evidence) and not policies.of_one_id(Evidence.of(world("precision").records()))
-    found = CAUSES["precision"].found(evidence)
-    assert found is not None and found.surest == 0.5
+    assert any("a bias or a ban of the token id" in one for one in open_questions(evidence, ["precision"]))
 
 
 @pytest.mark.parametrize(("kept", "asked"), [(0.98, True), (1.0, False)])
@@ -1461,10 +1471,14 @@ LOGGED_WRONGLY = {
 
 @pytest.mark.parametrize("quantity", LOGGED_WRONGLY)
 def test_a_fault_of_logp_is_no_sure_update(quantity):
+    """It, too, may move a token in the same way everywhere, here of a policy that mostly looks at the token id."""
     updated = {"rollout_version": 3, "trainer_version": 4}
+    alike = simulated.noise(3.0, shared=True)
+    rounding = simulated.noise(0.003)
+    made = simulated.World(trainer=lambda logits, world: alike(0.3 * logits, world))
+    made.sampler = lambda logits, world: rounding(made.trainer(logits, world), world)
     records = [
-        dataclasses.replace(one, logp=LOGGED_WRONGLY[quantity](one.old_logp), **updated)
-        for one in world("precision").records()
+        dataclasses.replace(one, logp=LOGGED_WRONGLY[quantity](one.old_logp), **updated) for one in made.records()
     ]
     report = diagnose(records)
     assert [one.confidence for one in report.causes if one.cause == "policy_updates"] == [0.5]
@@ -2295,6 +2309,20 @@ def test_one_impossible_value_is_a_placeholder():
     assert "sentinel" not in {one.cause for one in diagnose(records).causes}
 
 
+def test_tokens_that_were_forced_are_no_temperature():
+    """The only token that a grammar allows has a log-prob of 0, and surprises the trainer."""
+    rng, records = np.random.default_rng(0), []
+    for one in world("clean", sequences=64).records():
+        forced = (rng.random(len(one)) < 0.1) & (np.arange(len(one)) > 0)
+        values = np.where(forced, 0.0, one.rollout_logp), np.where(forced, -6.0, one.old_logp)
+        records.append(dataclasses.replace(one, rollout_logp=values[0], old_logp=values[1]))
+    report = diagnose(records)
+    (found,) = report.causes
+    assert (found.cause, found.confidence) == ("sentinel", 0.5)
+    assert "exactly 0 from the sampler, and -6 on average from the trainer" in found.evidence
+    assert any("structured decoding left alone" in one for one in report.cannot_tell)
+
+
 @pytest.mark.parametrize("elsewhere", [0, 40])
 def test_whole_sequences_of_zeros_are_placeholders_where_zeros_stand_in_no_other(elsewhere):
     """A truncation of older weights leaves tokens alone, and short sequences, that the trainer finds unlikely."""
@@ -2568,7 +2596,7 @@ def test_several_runs_are_not_forward_passes_that_differ():
     records = []
     for run in ("a", "b"):
         for one in world("policy_updates", seed=3).records():
-            off = 0.0 if run == "a" else 0.3
+            off = 0.0 if run == "a" else 0.2
             records.append(
                 dataclasses.replace(
                     one,
@@ -3076,7 +3104,7 @@ def test_a_penalty_moves_all_new_tokens_after_one_prefix_alike():
     found = []
     for size in (0.0, 0.05):
         made = world("repetition_penalty", sequences=64)
-        made.edits += [simulated.versions(0)]
+        made.edits += [simulated.versions(0, now=0)]
         uneven = size * np.random.default_rng(0).uniform(-1, 0, 3 * simulated.VOCABULARY)
         records = [
             dataclasses.replace(

@@ -166,8 +166,13 @@ def test_reward_functions_that_can_be_called(function):
 
 @pytest.mark.parametrize(
     ("option", "value", "least"),
-    [("num_generations", 0, 2), ("num_generations", 1, 2), ("max_completion_length", 0, 1)],
+    [
+        ("num_generations", 0, 2),
+        ("num_generations", 1, 2),
+        ("max_completion_length", 0, 1),
+        ("steps_per_generation", 2.5, 1),
+    ],
 )
-def test_counts_that_are_too_small(tmp_path, option, value, least):
+def test_counts_that_are_too_small_or_not_whole(tmp_path, option, value, least):
     with pytest.raises(ValueError, match=f"{option} is {value}, expected a whole number, {least} or more"):
         GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, **{option: value})

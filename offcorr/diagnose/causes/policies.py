@@ -605,6 +605,7 @@ def _as_rounding(evidence: Evidence) -> Found | None:
         evidence.floor,
         0.15 + 0.1 * float(np.log(largest / max(profile.mean, 1e-9))),
         f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, {size}{profile.course}",
+        surest=UNSURE,  # weights that are a little older leave the same, and so may another prompt or a little dropout
     )
 
 
@@ -617,7 +618,6 @@ def _growing(evidence: Evidence) -> Found | None:
         margin=min(0.35, 0.1 * float(np.log(grown[1] / max(grown[0], 1e-9)))),
         sentence=f"{found.sentence}; but it grows over the optimizer steps, from {grown[0]:.2g} to {grown[1]:.2g}, and "
         "rounding does not",
-        surest=UNSURE,
     )
 
 
@@ -691,18 +691,8 @@ class PrecisionOf(Cause):
             return None
         if grown := small_growth(evidence):
             said = found.sentence + GROWS_WITH_WEIGHTS.format(*grown)
-            return found._replace(sentence=said, surest=UNSURE) if _age_elsewhere(evidence) else None
-        # A little dropout or another change of the logits is as likely, and so are weights that are a little older, or
-        # an update that is missing, which the versions exclude only before any.
-        doubted = more_than_fine(evidence) or not as_even_as_rounding(evidence) or of_one_id(evidence)
-        if differs_by_itself(evidence) or doubted or not before_any_update(evidence):
-            return found._replace(surest=UNSURE)
+            return found._replace(sentence=said) if _age_elsewhere(evidence) else None
         return found
-
-
-def more_than_fine(evidence: Evidence) -> bool:
-    """Whether d is larger than rounding to bf16 or int8 makes it, as a rule."""
-    return Profile.of(evidence).mean > MOSTLY
 
 
 OF_ONE_ID, MORE_OFTEN = 0.2, 10.0

@@ -10,7 +10,7 @@ import numpy as np
 from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth
 from offcorr.diagnose.causes.prefixes import CHOICES, Factor, choices, factor, logged, multiplies, multiplies_new_tokens
-from offcorr.diagnose.causes.versions import same_version
+from offcorr.diagnose.causes.versions import before_any_update, same_version
 from offcorr.diagnose.evidence import LARGEST, Estimate, Evidence, mean
 from offcorr.diagnose.record import Floats
 
@@ -662,7 +662,7 @@ class RepetitionPenalty(Cause):
             "older weights of the sampler, whatever the versions say, where the updates since rewarded tokens of the "
             "prompt, or repetitions",
             "read the engine's sampling options, or give --model and, as --checkpoint, the weights that sampled",
-            settled=lambda evidence: surely_penalised(evidence) and same_version(evidence),
+            settled=lambda evidence: surely_penalised(evidence) and before_any_update(evidence),
         ),
     )
 
@@ -679,7 +679,7 @@ class RepetitionPenalty(Cause):
         typical = (np.median(of_ids) - new.mean()) / difference if len(of_ids) >= ENOUGH_IDS else 1.0
         if typical < FEW_REWARDED:  # a few tokens that updates rewarded
             return None
-        surest = AS_LIKELY if not surely_penalised(evidence) else 1.0 if same_version(evidence) else ALSO_UPDATES
+        surest = AS_LIKELY if not surely_penalised(evidence) else 1.0 if before_any_update(evidence) else ALSO_UPDATES
         most = _unpenalised(evidence) < UNPENALISED and typical >= MOST_PENALISED
         after = np.where(evidence.seen, seen.mean(), new.mean()) * able
         left = evidence.unbalanced().explained(after)

@@ -190,8 +190,9 @@ def _kept_among_others(evidence: Evidence, lost: Estimate) -> Kept | None:
 
 
 ADVICE = (
-    "sample without truncation (top_p=1.0, top_k=0, min_p=0.0), or, only in a loop of your own, renormalise the "
-    "trainer's log-probs over the tokens that the engine kept, with offcorr.linear_logprob(..., support=)"
+    "sample without truncation (top_p=1.0, top_k=0, min_p=0.0, typical_p=1.0), or, only in a loop of your own, "
+    "renormalise the trainer's log-probs over the tokens that the engine kept, with "
+    "offcorr.linear_logprob(..., support=)"
 )
 
 

@@ -55,6 +55,16 @@ SUREST = 0.95
 """Confidence at most: a fault of logp that leaves no pattern looks the same."""
 
 
+SHARED = 0.4
+"""Split-half correlation of logp - old_logp by token id above which it is an update's: of our runs', .54 to .96, and
+of rounding, dropout or another prompt up to .3."""
+
+
+def _shared(evidence: Evidence) -> bool:
+    """Whether logp moved in the same way everywhere, as an update makes it and no noise does."""
+    return evidence.updates is not None and evidence.updates.by_token_id.value > SHARED
+
+
 OF_A_PROMPT = ("chat_template", "truncated_prompt", "position")
 """Causes that another prompt of the forward pass of logp looks like."""
 
@@ -107,6 +117,7 @@ class PolicyUpdates(Cause):
         if len(spread) >= REPEATED and spread.mean() > max(0.02, 0.1 * moved, 5 * other.mean()):
             return None  # each forward pass of the trainer differs
         share = moved / (moved + evidence.gap)
+        sure = updated(evidence) and not fault and repeats_itself_now(evidence) and _shared(evidence)
         return Found(
             moved,
             evidence.moved_error,
@@ -116,6 +127,6 @@ class PolicyUpdates(Cause):
             f"(old_logp) by {moved:.2g} nats on average{fault}",
             evidence,
             share,
-            surest=SUREST if updated(evidence) and not fault and repeats_itself_now(evidence) else 0.5,
+            surest=SUREST if sure else 0.5,
             of_d=False,
         )

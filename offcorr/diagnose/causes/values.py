@@ -121,14 +121,19 @@ class Sentinel(Cause):
         elsewhere = ((evidence.sampler == 0) & ~whole).sum() >= FEWEST
         doubtful = not impossible and value == 0 and (elsewhere or _truncated(evidence.d[~odd]))
         doubtful |= not (evidence.sampler != 0).any()  # a greedy sampler's are 0
+        said = f"a value from the sampler that cannot be their log-prob, most often {value:g}"
+        left = evidence.without_values(~(odd | np.isin(evidence.sampler, values[times >= FEWEST])))
+        if doubtful:  # the tokens may have been the only ones to choose from, as the trainer does not know
+            exact = "mostly " * bool(evidence.sampler[odd].any()) + "exactly 0"
+            said = f"{exact} from the sampler, and {evidence.trainer[odd].mean():.2g} on average from the trainer"
+            left = left.unbalanced()
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence))),
             (1 if impossible else FEWEST) / len(evidence),
             max(float(odd.sum()) / FEWEST, 3.0 if impossible else 0.0),
-            f"{odd.sum()} of {len(evidence)} tokens have a value from the sampler that cannot be their log-prob, most "
-            f"often {value:g}",
-            evidence.without_values(~(odd | np.isin(evidence.sampler, values[times >= FEWEST]))),
+            f"{odd.sum()} of {len(evidence)} tokens have {said}",
+            left,
             surest=0.5 if doubtful or _many(times, values) or _differ_above(evidence.sampler[odd]) else 1.0,
             of_zeros=value == 0,
         )
