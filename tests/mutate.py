@@ -2266,8 +2266,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: rounding decides which of two causes comes first",
         "offcorr/diagnose/diagnosis.py",
-        "(round(rank(one), 2), one.confidence > UNSURE)",
-        "rank(one)",
+        "return round(rank(one), 2), ",
+        "return rank(one), ",
         "tests/diagnose/test_causes.py whatever_rounding_leaves",
     ),
     Mutation(
@@ -2388,6 +2388,27 @@ MUTATIONS = [
         "            left = left.unbalanced()\n",
         "",
         "tests/diagnose/test_causes.py tokens_that_were_forced",
+    ),
+    Mutation(
+        "diagnose: a ban of a flat policy is another base",
+        "offcorr/diagnose/causes/quantities.py",
+        "_among(values - wanted, evidence) < _among(natural - wanted, evidence)",
+        "False",
+        "tests/diagnose/test_causes.py is_no_other_base",
+    ),
+    Mutation(
+        "diagnose: updates that are surer precede what is drawn wrongly",
+        "offcorr/diagnose/diagnosis.py",
+        "CAUSES[one.cause].stage in OF_FAULTS, one.confidence > UNSURE",
+        "False, one.confidence > UNSURE",
+        "tests/diagnose/test_causes.py precedes_updates_that_are_surer",
+    ),
+    Mutation(
+        "diagnose: a division of the trainer's is another temperature besides",
+        "offcorr/diagnose/causes/sampling.py",
+        'if not side and off["trainer"] < BALANCED:',
+        "if False:",
+        "tests/diagnose/test_causes.py of_either_side_is_no_other",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",

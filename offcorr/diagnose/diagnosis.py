@@ -171,9 +171,12 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
             return one.share * of_d
         return one.share if one.of_d else min(one.share, fault)
 
-    # Of ranks that are equal but for rounding a cause that is surer than .5 comes first; then the order is that of the
-    # stages, in which updates come last.
-    findings.sort(key=lambda one: (round(rank(one), 2), one.confidence > UNSURE), reverse=True)
+    # Of ranks that are equal but for rounding a fault precedes the trainer's updates, and a cause that is surer than .5
+    # comes first; then the order is that of the stages.
+    def order(one: Finding) -> tuple[float, bool, bool]:
+        return round(rank(one), 2), CAUSES[one.cause].stage in OF_FAULTS, one.confidence > UNSURE
+
+    findings.sort(key=order, reverse=True)
     if findings:
         return with_verdict(Report("", 0.0, findings, cannot, numbers, evidence))
     verdict, sure = without_cause(left)

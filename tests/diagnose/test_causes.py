@@ -2309,6 +2309,28 @@ def test_one_impossible_value_is_a_placeholder():
     assert "sentinel" not in {one.cause for one in diagnose(records).causes}
 
 
+def test_what_is_drawn_wrongly_precedes_updates_that_are_surer():
+    """What a truncation leaves of d is nothing, so that the updates have all of the rest."""
+    of_ids = np.random.default_rng(0).normal(0, 0.1, simulated.VOCABULARY)
+
+    def moved(columns, world):
+        columns["logp"] = columns["old_logp"] + of_ids[columns["completion_ids"]]
+
+    made = world("top_k")
+    made.edits, made.entropy = [simulated.versions(1), moved], False
+    report = diagnose(made.records())
+    assert (report.verdict, report.confidence) == ("top_k", 0.5)
+    updates = report.causes[-1]
+    assert updates.cause == "policy_updates" and updates.confidence > 0.5
+
+
+@pytest.mark.parametrize("divisor", [1.03, 1.04, 1.05, 1.06, 1.07])
+def test_a_division_of_either_side_is_no_other_temperature_besides(divisor):
+    """The trainer's, where d does not say whose it is, makes the tokens less surprising to it."""
+    records = [dataclasses.replace(one, old_logp=one.old_logp / divisor) for one in world("clean").records()]
+    assert [one.cause for one in diagnose(records).causes] == ["unnormalised"]
+
+
 def test_tokens_that_were_forced_are_no_temperature():
     """The only token that a grammar allows has a log-prob of 0, and surprises the trainer."""
     rng, records = np.random.default_rng(0), []
@@ -2345,6 +2367,20 @@ def test_zeros_of_sequences_of_one_token_are_no_sure_placeholders():
         sampler = np.where(at % 4 == 0, 0.0, one.rollout_logp[:1])
         records.append(dataclasses.replace(one, rollout_logp=sampler, **first))
     assert all(one.confidence <= 0.5 for one in diagnose(records).causes if one.cause == "sentinel")
+
+
+def test_a_ban_of_a_flat_policy_is_no_other_base():
+    """It leaves the difference of two tokens after one prefix as it is, and another base does not."""
+    rng, records = np.random.default_rng(0), []
+    for row in range(64):
+        first = np.random.default_rng(row // 8).normal(1.18, 0.15)  # of one prompt
+        trainer = rng.normal(-3.85, 0.3, 12)
+        sampler = trainer + np.r_[first, rng.normal(1.18, 0.15, 11)]
+        columns = {"completion_ids": rng.integers(0, 99, 12), "rollout_logp": sampler, "old_logp": trainer}
+        records.append(Record.of({"prompt_ids": [row // 8], **columns}))
+    assert not any("to base 2" in one.evidence for one in diagnose(records).causes)
+    in_base = [dataclasses.replace(one, old_logp=one.rollout_logp / np.log(2)) for one in records]
+    assert any("to base 2" in one.evidence for one in diagnose(in_base).causes)
 
 
 def test_one_context_that_all_samples_have_is_no_bound():

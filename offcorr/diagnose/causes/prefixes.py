@@ -62,7 +62,7 @@ def factor(evidence: Evidence) -> Factor | None:
     rows, prefix = choices(evidence)
     if len(rows) < CHOICES:
         return None
-    trainer, sampler = (_centred(side[rows], prefix) for side in (evidence.trainer, evidence.sampler))
+    trainer, sampler = (centred(side[rows], prefix) for side in (evidence.trainer, evidence.sampler))
     if (spread := float(np.abs(trainer).mean())) < APART:
         return None
     value = float((trainer * sampler).sum() / np.square(trainer).sum())
@@ -92,7 +92,7 @@ def _choices(evidence: Evidence, which: Booleans) -> tuple[Integers, Integers]:
     return rows[several], prefix[several]
 
 
-def _centred(values: Floats, prefix: Integers) -> Floats:
+def centred(values: Floats, prefix: Integers) -> Floats:
     """The values less the mean of their prefix."""
     return np.asarray(values - (np.bincount(prefix, values) / np.maximum(np.bincount(prefix), 1))[prefix])
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
+from offcorr.diagnose.causes.prefixes import CHOICES, centred, choices
 from offcorr.diagnose.causes.versions import same_version
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.record import Floats
@@ -253,7 +254,9 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
     for base in (2, 10):
         fits = FITS if _is_base(values, wanted, base) else FITS_BASE
         natural = values * np.log(base)
-        if _distance(natural - wanted) < NO_BASE * _of_a_factor(values, wanted):
+        if _distance(natural - wanted) < NO_BASE * _of_a_factor(values, wanted) and not (
+            _among(values - wanted, evidence) < _among(natural - wanted, evidence)  # as a ban leaves them
+        ):
             yield f"logarithms to base {base}", fits, natural
     yield from _sums(values, wanted, evidence)
     yield from _of_sequences(values, wanted, evidence)
@@ -286,6 +289,12 @@ def _of_a_factor(values: Floats, wanted: Floats) -> float:
     uncertain = (wanted < -0.5) & (values < 0)
     factor = float(np.median(wanted[uncertain] / values[uncertain])) if uncertain.any() else 1.0
     return _distance(factor * values - wanted)
+
+
+def _among(d: Floats, evidence: Evidence) -> float:
+    """Mean distance (nats) of the d of tokens after one prefix from each other; 0 of fewer than ``CHOICES`` tokens."""
+    rows, prefix = choices(evidence)
+    return float(np.abs(centred(d[rows], prefix)).mean()) if len(rows) >= CHOICES else 0.0
 
 
 def _is_base(values: Floats, wanted: Floats, base: int) -> bool:

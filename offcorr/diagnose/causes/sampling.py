@@ -119,6 +119,8 @@ def _without_division(evidence: Evidence) -> tuple[str, Evidence]:
     side, other = sorted(sides, key=lambda side: off[side])
     side = side if off[side] < BALANCED and off[other] > SIGNIFICANT else ""
     rest = sides[side or "sampler"]
+    if not side and off["trainer"] < BALANCED:  # which explains the balance, if it was the trainer's
+        rest = rest.unbalanced()
     return side, rest.with_floor(max(rest.floor, OF_ITS_FIT * evidence.gap))
 
 
