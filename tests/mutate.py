@@ -2411,6 +2411,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py of_either_side_is_no_other",
     ),
     Mutation(
+        "diagnose: what a rounding leaves was rounded once more",
+        "offcorr/diagnose/causes/stored.py",
+        "and not evidence.shrunk  # by",
+        "and True  # by",
+        "tests/diagnose/test_causes.py not_rounded_once_more",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

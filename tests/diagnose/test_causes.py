@@ -2404,12 +2404,15 @@ def test_numbers_of_bfloat16_return_by_chance(seed):
     assert {one.cause for one in report.causes} == {"stored_bf16", "stale_weights"}
 
 
-def test_few_numbers_of_bfloat16_are_not_rounded_once_more():
-    """The trainer's, of a sampler with other weights: what bfloat16 leaves takes few values, too."""
+@pytest.mark.parametrize("name", ["old_logp", "rollout_logp"])
+def test_few_numbers_of_bfloat16_are_not_rounded_once_more(name):
+    """What bfloat16 leaves takes few values, too, and so it does where half a step was taken off each difference."""
     made = simulated.World(sequences=256, sampler=simulated.noise(0.3, shared=True), entropy=False)
+    if name == "rollout_logp":
+        made.sampler = lambda logits, world: logits / 1.2
 
     def stored(columns, world):
-        columns["old_logp"] = torch.as_tensor(columns["old_logp"]).bfloat16().double().numpy()
+        columns[name] = torch.as_tensor(columns[name]).bfloat16().double().numpy()
 
     made.edits = [stored]
     named = {one.cause for one in diagnose(made.records()).causes}

@@ -61,6 +61,7 @@ class StoredRounded(Cause):
                 return _rounded(evidence, side, values, np.maximum(_binary_half(values, digits), FINEST / 2), said)
             if (
                 not one_number
+                and not evidence.shrunk  # by a rounding that leaves few values
                 and not all_bf16(values)  # which are few, and another cause
                 and not one_for_each(evidence, values)
                 and (spacing := few_values(values, others, once)) is not None
