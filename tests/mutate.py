@@ -2418,6 +2418,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py not_rounded_once_more",
     ),
     Mutation(
+        "diagnose: a placeholder of the trainer is its log-prob",
+        "offcorr/diagnose/causes/values.py",
+        "_zeros_of_the_trainer(evidence) | _impossible_of_the_trainer(evidence)",
+        "_zeros_of_the_trainer(evidence)",
+        "tests/diagnose/test_causes.py placeholders_of_the_trainer",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",
@@ -4194,8 +4201,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: zeros of the trainer are its log-probs",
         "offcorr/diagnose/causes/values.py",
-        "if (filled := _zeros_of_the_trainer(evidence)).any():",
-        "if (filled := _zeros_of_the_trainer(evidence)).all():",
+        "if (filled := _zeros_of_the_trainer(evidence) | ",
+        "if (filled := ",
         "tests/diagnose/test_causes.py zeros_in_place",
     ),
     Mutation(

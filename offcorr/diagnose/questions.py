@@ -90,8 +90,9 @@ trainer_version, or give --model'
         )
     if not draws_known and not named and evidence.gap <= evidence.floor:
         said.append(
-            "whether the tokens were drawn under a penalty, or a temperature or truncation that shows in too few of "
-            "them, that neither side's log-probs carry. To find out, give --model"
+            "whether the tokens were drawn under a penalty, or a bias or ban of some tokens, however large "
+            "(logit_bias, bad_words, min_tokens), or under a temperature or truncation that shows in too few of them, "
+            "that neither side's log-probs carry. To find out, give --model"
         )
     if named and not any(CAUSES[id].stage == "sampling" for id in named) and zeros_of_truncation(evidence):
         zeros = int((evidence.sampler == 0).sum())

@@ -2331,6 +2331,24 @@ def test_a_division_of_either_side_is_no_other_temperature_besides(divisor):
     assert [one.cause for one in diagnose(records).causes] == ["unnormalised"]
 
 
+@pytest.mark.parametrize("number", [-100.0, -9999.0])
+@pytest.mark.parametrize("where", ["anywhere", "last"])
+def test_placeholders_of_the_trainer_are_named(number, where):
+    rng, records = np.random.default_rng(0), []
+    for one in world("clean").records():
+        filled = rng.random(len(one)) < 0.01 if where == "anywhere" else np.arange(len(one)) == len(one) - 1
+        records.append(dataclasses.replace(one, old_logp=np.where(filled, number, one.old_logp)))
+    (found,) = diagnose(records).causes
+    assert found.cause == "sentinel" and found.confidence > 0.9
+    assert f"have exactly {number:g} from the trainer" in found.evidence
+
+
+def test_clean_asks_about_a_bias_of_any_size():
+    """One that neither side's log-probs carry leaves no trace in them."""
+    (asked,) = (one for one in diagnose(world("clean").records()).cannot_tell if "under a penalty" in one)
+    assert "a bias or ban of some tokens, however large (logit_bias, bad_words, min_tokens)" in asked
+
+
 def test_tokens_that_were_forced_are_no_temperature():
     """The only token that a grammar allows has a log-prob of 0, and surprises the trainer."""
     rng, records = np.random.default_rng(0), []

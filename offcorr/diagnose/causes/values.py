@@ -87,17 +87,19 @@ class Sentinel(Cause):
         one_number = constant(evidence)
         if one_number is not None or _mostly_above(evidence):
             return one_number
-        if (filled := _zeros_of_the_trainer(evidence)).any():
+        if (filled := _zeros_of_the_trainer(evidence) | _impossible_of_the_trainer(evidence)).any():
+            numbers, count = np.unique(evidence.trainer[filled], return_counts=True)
+            value = numbers[count.argmax()]
             return Found(
                 float(filled.mean()),
                 0.0,
                 FEWEST / len(evidence),
                 float(filled.sum()) / FEWEST,
-                f"{filled.sum()} of {len(evidence)} tokens have exactly 0 from the trainer, where the sampler has "
-                f"{evidence.sampler[filled].mean():.2g} on average: these are not the trainer's log-probs of them, as "
-                "where it scored fewer tokens than were sampled, or multiplied by a mask (then mask these tokens, or "
-                "log NaN)",
-                evidence.keep(evidence.trainer != 0),
+                f"{filled.sum()} of {len(evidence)} tokens have exactly {value:g} from the trainer, where "
+                f"the sampler has {evidence.sampler[filled].mean():.2g} on average: these are not the trainer's "
+                "log-probs of them, as where it scored fewer tokens than were sampled, or multiplied by a mask (then "
+                "mask these tokens, or log NaN)",
+                evidence.keep(~filled),
             )
         odd, value = _placeholders(evidence)
         alone = _zeros(evidence) & (not zeros_of_truncation(evidence))
@@ -188,6 +190,13 @@ def _zeros_of_the_trainer(evidence: Evidence) -> Booleans:
     nearly = int(((evidence.trainer < 0) & (evidence.trainer > -0.01)).sum())
     few = doubted.sum() < max(FEWEST, 0.002 * len(evidence)) or nearly > doubted.sum() / 2
     return np.zeros_like(zeros) if few or doubted.sum() < 0.25 * zeros.sum() else zeros
+
+
+def _impossible_of_the_trainer(evidence: Evidence) -> Booleans:
+    """[N] values of the trainer that no sampled token has, and that stand often, such as -100 or -9999."""
+    impossible = (evidence.trainer <= IMPOSSIBLE) & (evidence.sampler > evidence.trainer / 2)
+    values, times = np.unique(evidence.trainer[impossible], return_counts=True)
+    return np.isin(evidence.trainer, values[times >= FEWEST]) & impossible
 
 
 def _nearly_zero(evidence: Evidence) -> bool:
