@@ -46,7 +46,7 @@ class Accumulator:
     @staticmethod
     def of(values: Tensor, where: Tensor, start: int = 0) -> Tensor:
         """The vector of ``values[where]``; dimensions from ``start`` on are reduced, those before stay."""
-        raise NotImplementedError
+        raise NotImplementedError("an Accumulator needs a staticmethod of(values, where, start=0), its vector")
 
     @staticmethod
     def merged(a: Tensor, b: Tensor) -> Tensor:
