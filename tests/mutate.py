@@ -1858,13 +1858,6 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py clean_is_unsure",
     ),
     Mutation(
-        "diagnose: a lag over a warm-up is a sure update",
-        "offcorr/diagnose/causes/policies.py",
-        "if not versioned(evidence) and growth(evidence) is not None:",
-        "if False:",
-        "tests/diagnose/test_causes.py grows_with_every_step",
-    ),
-    Mutation(
         "diagnose: a forced token's zero is a sure placeholder",
         "offcorr/diagnose/causes/values.py",
         "and (elsewhere or _truncated(evidence.d[~odd]))",
@@ -2423,6 +2416,20 @@ MUTATIONS = [
         "_zeros_of_the_trainer(evidence) | _impossible_of_the_trainer(evidence)",
         "_zeros_of_the_trainer(evidence)",
         "tests/diagnose/test_causes.py placeholders_of_the_trainer",
+    ),
+    Mutation(
+        "diagnose: updates are sure that grow with nothing",
+        "offcorr/diagnose/causes/updates.py",
+        "and not _grows_with_updates(evidence)",
+        "and False",
+        "tests/diagnose/test_causes.py moves_by_their_number",
+    ),
+    Mutation(
+        "diagnose: samples without an update do not show that logp is of updates",
+        "offcorr/diagnose/causes/updates.py",
+        "age_shows(now) or (0 < len(fresh) and fresh.mean() < NEXT_TO_NOTHING * old.mean())",
+        "age_shows(now)",
+        "tests/diagnose/test_causes.py moves_by_their_number",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",

@@ -481,6 +481,16 @@ def test_a_difference_that_is_larger_in_older_samples_is_of_their_age():
     assert truncated["stale_weights"] == 0.5  # the mean ratio is below 1
 
 
+def over_updates(records, first=0):
+    """Of up to three updates after the first age, the same for the four samples of a prompt."""
+    by_updates = []
+    for at, one in enumerate(records):
+        age = first + at // 4 % 4
+        logp = one.old_logp + np.sqrt(age) * (one.logp - one.old_logp)
+        by_updates.append(dataclasses.replace(one, logp=logp, rollout_version=7 - age, trainer_version=7))
+    return by_updates
+
+
 def test_an_old_logp_that_is_a_copy_may_hide_any_difference():
     """logp then differs from it by all that trainer and sampler differ by, with no update."""
     asked = "old_logp is rollout_logp, number for number"
@@ -491,7 +501,7 @@ def test_an_old_logp_that_is_a_copy_may_hide_any_difference():
         report = diagnose(copied)
         assert report.verdict == "policy_updates" and report.confidence == 0.5
         assert any(asked in one for one in report.cannot_tell)
-        older = diagnose([dataclasses.replace(one, rollout_version=3, trainer_version=5) for one in copied])
+        older = diagnose(over_updates(copied))
         assert older.confidence > 0.9 if cause == "stale_weights" else older.confidence == 0.5
         assert not any(asked in one for one in older.cannot_tell)
 
@@ -866,9 +876,7 @@ def test_clean_is_less_sure_without_entropy():
 
 
 def test_updates_are_told_from_dropout_by_contexts_that_were_scored_more_than_once():
-    made = world("policy_updates")
-    made.edits = [*made.edits, simulated.versions(1)]
-    records = made.records()
+    records = over_updates(world("policy_updates").records())
     report = diagnose(records)
     assert report.verdict == "policy_updates" and 0.5 < report.confidence <= 0.95
     assert not any("dropout" in one for one in report.cannot_tell)
@@ -882,7 +890,7 @@ def test_updates_are_told_from_dropout_by_contexts_that_were_scored_more_than_on
 def test_updates_are_told_from_noise_of_logp_by_what_contexts_share(shared):
     """Such as of a forward pass in bfloat16, or after another prompt."""
     made = world("clean")
-    made.edits = [simulated.versions(1), simulated.moved]
+    made.edits = [simulated.moved]
     records = made.records()
     if not shared:
         rng = np.random.default_rng(0)
@@ -890,7 +898,7 @@ def test_updates_are_told_from_noise_of_logp_by_what_contexts_share(shared):
         for at, one in enumerate(records):
             noise = np.r_[size[one.completion_ids[0]], rng.normal(0, 0.01, len(one) - 1)]
             records[at] = dataclasses.replace(one, logp=one.old_logp + noise)
-    report = diagnose(records)
+    report = diagnose(over_updates(records))
     assert report.verdict == "policy_updates" and (report.confidence > 0.5) == shared
 
 
@@ -1488,9 +1496,24 @@ def test_a_fault_of_logp_is_no_sure_update(quantity):
 def test_updates_are_no_fault_of_logp():
     for seed in range(3):
         records = world("policy_updates", seed=seed).records()
-        report = diagnose([dataclasses.replace(one, rollout_version=3, trainer_version=4) for one in records])
+        report = diagnose(over_updates(records))
         assert report.verdict == "policy_updates" and report.confidence > 0.9
         assert any("a fault of logp itself, alone or beside updates" in one for one in report.cannot_tell)
+
+
+def test_updates_are_sure_where_logp_moves_by_their_number():
+    """A fault of the forward pass that computes logp is in every sample, whatever their versions."""
+    made = world("policy_updates")
+    made.sequences = 64
+    records = made.records()
+    some, first = over_updates(records), over_updates(records, first=1)
+    alike = [dataclasses.replace(one, rollout_version=3, trainer_version=4) for one in records]
+    fault = [dataclasses.replace(one, logp=of.logp) for one, of in zip(some, records, strict=True)]
+    two_ages = [one for one in some if one.rollout_version in (7, 5)]
+    for given, sure in ((some, True), (two_ages, True), (first, False), (alike, False), (fault, False)):
+        report = diagnose(given)
+        assert report.verdict == "policy_updates" and (report.confidence > 0.5) == sure
+        assert ("do not show that it grows with the number" in report.causes[0].evidence) != sure
 
 
 @pytest.mark.parametrize("cause", ["chat_template", "truncated_prompt"])
@@ -2317,8 +2340,8 @@ def test_what_is_drawn_wrongly_precedes_updates_that_are_surer():
         columns["logp"] = columns["old_logp"] + of_ids[columns["completion_ids"]]
 
     made = world("top_k")
-    made.edits, made.entropy = [simulated.versions(1), moved], False
-    report = diagnose(made.records())
+    made.edits, made.entropy = [moved], False
+    report = diagnose(over_updates(made.records()))
     assert (report.verdict, report.confidence) == ("top_k", 0.5)
     updates = report.causes[-1]
     assert updates.cause == "policy_updates" and updates.confidence > 0.5
@@ -2882,8 +2905,7 @@ def test_updates_that_the_versions_deny_are_half_sure():
     report = diagnose(records)
     assert (report.verdict, report.confidence) == ("policy_updates", 0.5)
     assert any("with a fault that rollout_logp has, too" in one for one in report.cannot_tell)
-    updated = [dataclasses.replace(one, trainer_version=4) for one in records]
-    assert diagnose(updated).confidence > 0.9
+    assert diagnose(over_updates(records)).confidence > 0.9
 
 
 @pytest.mark.parametrize("temperature", [0.9, 0.8])
@@ -3727,6 +3749,7 @@ def test_a_temperature_of_logp_is_no_sure_update(factor):
     ]
     report = diagnose(moved)
     assert (report.verdict, report.confidence) == ("policy_updates", 0.5)
+    assert "temperature explains nearly all of it" in report.causes[0].evidence
 
 
 @pytest.mark.parametrize("base", [2, 10])

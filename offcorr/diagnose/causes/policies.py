@@ -557,7 +557,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         f"; the mean d of each token id in one half of the sequences correlates by {drift.value:.2f} with that in the "
         "other half, so d is no noise"
     )
-    of_age = age_shows(evidence) and _of_the_age(evidence) and not loses_mass(evidence, SIGNIFICANT)
+    of_age = _of_the_age(evidence) and not loses_mass(evidence, SIGNIFICANT)
     return Found(
         profile.mean,
         profile.error,
@@ -570,12 +570,9 @@ def _other_weights(evidence: Evidence) -> Found | None:
 
 
 def _of_the_age(evidence: Evidence) -> bool:
-    """Whether d is of older weights, by the versions or its growth, and no temperature explains it."""
-    if _grows_as_an_option(evidence):
-        return False
-    if not versioned(evidence) and growth(evidence) is not None:  # a lag over a warm-up grows, too
-        return False
-    return OTHER_TEMPERATURE.settled(evidence) and lag_in_d(evidence)
+    """Whether d is of older weights, as it grows with their age, and no temperature explains it."""
+    explained = _grows_as_an_option(evidence) or not OTHER_TEMPERATURE.settled(evidence)
+    return age_shows(evidence) and lag_in_d(evidence) and not explained
 
 
 CERTAIN_TO_BOTH, OF_CERTAIN_TOKENS = float(np.log(0.99)), 0.5

@@ -7,7 +7,7 @@ import numpy as np
 from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
 from offcorr.diagnose.causes.policies import REPEATED, noisy, repeats_itself_now, updated
 from offcorr.diagnose.causes.profile import Profile
-from offcorr.diagnose.causes.versions import VERSIONS, same_version
+from offcorr.diagnose.causes.versions import VERSIONS, age, age_shows, same_version
 from offcorr.diagnose.evidence import SAME, Evidence
 
 
@@ -65,6 +65,17 @@ def _shared(evidence: Evidence) -> bool:
     return evidence.updates is not None and evidence.updates.by_token_id.value > SHARED
 
 
+def _grows_with_updates(evidence: Evidence) -> bool:
+    """Whether logp - old_logp is nothing where no update lies between, or grows with their number: a fault of the
+    forward pass that computes logp is in every sample.
+    """
+    if (now := evidence.updates) is None:
+        return False
+    ages = np.array([np.nan if (one := age(record)) is None else one for record in now.records])[now.sequence]
+    fresh, old = now.size[ages == 0], now.size[ages > 0]
+    return age_shows(now) or (0 < len(fresh) and fresh.mean() < NEXT_TO_NOTHING * old.mean())
+
+
 OF_A_PROMPT = ("chat_template", "truncated_prompt", "position")
 """Causes that another prompt of the forward pass of logp looks like."""
 
@@ -117,6 +128,8 @@ class PolicyUpdates(Cause):
         if len(spread) >= REPEATED and spread.mean() > max(0.02, 0.1 * moved, 5 * other.mean()):
             return None  # each forward pass of the trainer differs
         share = moved / (moved + evidence.gap)
+        if not fault and updated(evidence) and not _grows_with_updates(evidence):
+            fault = "; these data do not show that it grows with the number of updates"
         sure = updated(evidence) and not fault and repeats_itself_now(evidence) and _shared(evidence)
         return Found(
             moved,
