@@ -112,6 +112,7 @@ class Evidence:
         aside: further sampled tokens, whose log-prob of the sampler is not known.  They count in ``balance``: it may
             be known of the likely tokens alone.
         ageless: the versions say nothing of d: sequences of the same age agree.
+        newer_agree: sequences of newer weights, which are not among these, agree.
         shrunk: what rounding may leave was taken off each |d|, so that most tokens agree whatever the rest comes from.
     """
 
@@ -127,6 +128,7 @@ class Evidence:
     whole: Evidence | None = None
     aside: Aside = Aside()
     ageless: bool = False
+    newer_agree: bool = False
     shrunk: bool = False
 
     @classmethod

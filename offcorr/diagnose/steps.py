@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from offcorr.diagnose.causes.over_steps import growth, ranges, steps_of
 from offcorr.diagnose.causes.profile import Profile
 from offcorr.diagnose.causes.versions import age
 from offcorr.diagnose.evidence import Evidence
-from offcorr.diagnose.record import Floats, Record
+from offcorr.diagnose.record import Floats
 
 AGREE = 0.02
 """Mean |d| / (1 - p) of a step up to which trainer and sampler agree, but for rounding."""
@@ -71,14 +70,12 @@ def differing_sequences(evidence: Evidence) -> tuple[Evidence, str] | None:
         f"; this is of {len(far)} of the {len(evidence.records)} sequences: in the others the log-probs agree "
         f"(|d| / (1 - p) is {np.nanmean(gaps[gaps <= bound]):.2g} on average)"
     )
-    return dataclasses.replace(Evidence.of(far), ageless=_as_old(far, near)), said
-
-
-def _as_old(far: Sequence[Record], near: Sequence[Record]) -> bool:
-    """Whether the versions of both kinds say that the sampler's weights are older, and as much of the one as of the
-    other."""
+    part = Evidence.of(far)
     ages = [[one for record in records if (one := age(record)) is not None] for records in (far, near)]
-    return all(ages) and bool(0 < np.median(ages[0]) <= np.median(ages[1]))
+    if all(ages):
+        as_old = bool(0 < np.median(ages[0]) <= np.median(ages[1]))
+        part = dataclasses.replace(part, ageless=as_old, newer_agree=max(ages[1]) < min(ages[0]))
+    return part, said
 
 
 def _between(step: Floats, gaps: Floats) -> float | None:

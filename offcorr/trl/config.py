@@ -380,6 +380,14 @@ def _warn_about_ignored(args: Any, correction: offcorr.Correction, where: str) -
         ignored["delta"] = "nothing: at 1 + epsilon_high or below it bounds positive advantages, too"
     if getattr(args, "importance_sampling_level", None) == "sequence" and isinstance(correction.ratio, Geometric):
         ignored.pop("importance_sampling_level", None)  # which the correction has
+    unread = [name for name in ignored if name.startswith("vllm_") and not getattr(args, "use_vllm", True)]
+    if unread:
+        listed = ", ".join(f"{name}={getattr(args, name)!r}" for name in unread)
+        warnings.warn(
+            f"without use_vllm nothing reads {listed}: neither TRL's own losses nor {correction.method!r}",
+            stacklevel=outside(),
+        )
+    ignored = {name: instead for name, instead in ignored.items() if name not in unread}
     if ignored:
         listed = ", ".join(
             f"{name}={getattr(args, name)!r} ({_has_instead(correction.method, instead or _engine_weight(args))})"

@@ -2997,12 +2997,31 @@ def test_completions_of_one_token_have_no_appended_end():
     assert not any(one.cause == "appended_eos" for one in diagnose(records).causes)
 
 
-def test_zeros_everywhere_may_be_a_greedy_samplers():
-    records = [dataclasses.replace(one, rollout_logp=0 * one.rollout_logp) for one in world("clean").records()]
-    report = diagnose(records)
-    assert report.verdict == "sentinel" and report.confidence == 0.5
-    assert any("greedy sampling" in one for one in report.cannot_tell)
-    ones = diagnose([dataclasses.replace(one, rollout_logp=0 * one.rollout_logp - 1) for one in records])
+@pytest.mark.parametrize("share", [1, 4])
+def test_sequences_of_zeros_may_be_a_greedy_samplers(share):
+    """Of all requests or of some; the entropy tells its tokens, the likeliest, from those that were drawn."""
+
+    def greedy(logits, world):
+        return np.where(logits == logits.max(-1, keepdims=True), logits, -np.inf)
+
+    def zeros(records):
+        each = enumerate(records)
+        return [one if at % share else dataclasses.replace(one, rollout_logp=0 * one.rollout_logp) for at, one in each]
+
+    def likeliest(records):
+        likely = world("clean")
+        likely.sampler = greedy
+        return [
+            one if at % share else other for at, (one, other) in enumerate(zip(records, likely.records(), strict=True))
+        ]
+
+    drawn = world("clean").records()
+    without = [dataclasses.replace(one, entropy=None) for one in zeros(drawn)]
+    for given, sure in ((zeros(drawn), True), (without, False), (likeliest(drawn), False)):
+        report = diagnose(given)
+        assert report.verdict == "sentinel" and (report.confidence > 0.5) == sure
+        assert any("greedy sampling" in one for one in report.cannot_tell) != sure
+    ones = diagnose([dataclasses.replace(one, rollout_logp=0 * one.rollout_logp - 1) for one in drawn])
     assert ones.verdict == "sentinel" and ones.confidence > 0.9 and not any("greedy" in one for one in ones.cannot_tell)
 
 
@@ -3641,18 +3660,25 @@ def test_a_factor_of_the_first_tokens_is_no_sure_temperature(rounding):
     assert all(named.get(cause, 0.0) <= 0.5 for cause in ("temperature", "raw_logprobs")), named
 
 
-@pytest.mark.parametrize("mended", [True, False])
-def test_a_gap_that_jumps_with_the_age_is_no_sure_age(mended):
-    """As where samples from before some version have a fault that was mended then."""
+GAPS_BY_AGE = {
+    "grows": lambda age: 0.06 * age + 0.01,
+    "mended": lambda age: 0.3 if age > 2 else 0.002,
+    "beside another": lambda age: 0.06 * age + 0.04,
+}
+
+
+@pytest.mark.parametrize("how", GAPS_BY_AGE)
+def test_a_gap_that_jumps_with_the_age_or_is_there_without_it_is_no_sure_age(how):
+    """As where samples from before some version have a fault that was mended then, or all samples have another."""
     records = []
     for age in range(6):
-        size = (0.3 if age > 2 else 0.002) if mended else 0.06 * age + 0.01
+        size = GAPS_BY_AGE[how](age)
         made = World(seed=age, sampler=noise(size, shared=True))
         of_age = {"rollout_version": 19 - age, "trainer_version": 19}
         records += [dataclasses.replace(one, **of_age) for one in made.records()]
     report = diagnose(records)
-    assert report.verdict == "stale_weights" and (report.confidence == 0.5) == mended
-    assert any("another prompt, template" in one for one in report.cannot_tell) == mended
+    assert report.verdict == "stale_weights" and (report.confidence > 0.5) == (how == "grows")
+    assert any("another prompt, template" in one for one in report.cannot_tell) == (how != "grows")
 
 
 def test_zeros_in_place_of_unlikely_tokens_are_no_sure_mask_and_leave_no_silent_temperature():

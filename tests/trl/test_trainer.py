@@ -978,15 +978,25 @@ def test_the_first_line_says_that_the_kl_is_weighted(make_trainer, replay, caplo
 
 def test_each_switch_of_trls_engine_correction_is_named_where_it_was_set():
     """Nothing is said of a correction that is off under a loss that compares with no engine."""
-    (off,) = warnings_of_ignored("tis", vllm_importance_sampling_correction=False)
+    (off,) = warnings_of_ignored("tis", use_vllm=True, vllm_importance_sampling_correction=False)
     assert "vllm_importance_sampling_correction=False (here: weight=None" in off and "'tis' ignores this" in off
-    assert warnings_of_ignored("minpro", vllm_importance_sampling_correction=False) == []
+    assert warnings_of_ignored("minpro", use_vllm=True, vllm_importance_sampling_correction=False) == []
     assert warnings_of_ignored("tis") == []
-    (cap,) = warnings_of_ignored("tis", vllm_importance_sampling_cap=7.0)
+    (cap,) = warnings_of_ignored("tis", use_vllm=True, vllm_importance_sampling_cap=7.0)
     assert "read vllm_importance_sampling_cap=7.0 (" in cap and "clip_max" not in cap
     for name, value in {"mode": "token_mask", "clip_max": 7.0, "clip_min": 0.5}.items():
-        (said,) = warnings_of_ignored("tis", **{f"vllm_importance_sampling_{name}": value})
+        (said,) = warnings_of_ignored("tis", use_vllm=True, **{f"vllm_importance_sampling_{name}": value})
         assert f"read vllm_importance_sampling_{name}={value!r} (" in said
+
+
+def test_an_option_of_trls_vllm_is_not_replaced_where_vllm_is_off():
+    """Nor does TRL read it then; a weight of the engine in its place would have nothing to compare with."""
+    args = GRPOConfig("out", vllm_importance_sampling_mode="token_mask", bf16=False, use_cpu=True, loss_type="ppo")
+    with pytest.warns(UserWarning, match="without use_vllm nothing reads vllm_importance_sampling_mode='token_mask'"):
+        choose_correction(args)
+    assert warnings_of_ignored("ppo", vllm_importance_sampling_mode="token_mask") == []
+    (said,) = warnings_of_ignored("ppo", vllm_importance_sampling_mode="token_mask", epsilon=0.1)
+    assert "epsilon=0.1" in said and "vllm" not in said
 
 
 def test_epsilon_is_the_cap_of_a_method_that_has_one_and_a_low_delta_is_nothing_here():
@@ -1003,7 +1013,8 @@ def test_epsilon_is_the_cap_of_a_method_that_has_one_and_a_low_delta_is_nothing_
 @pytest.mark.parametrize("method", ["tis", "seq_mis", "minpro"])
 def test_the_weight_that_is_named_is_that_of_trls_mode(method):
     def said(**options):
-        (words,) = warnings_of_ignored(method, **{f"vllm_importance_sampling_{one}": options[one] for one in options})
+        given = {f"vllm_importance_sampling_{one}": options[one] for one in options}
+        (words,) = warnings_of_ignored(method, use_vllm=True, **given)
         return offcorr.get("ppo", weight=ast.literal_eval(re.search(r"weight=({.*?})", words)[1])).weight
 
     assert said(clip_max=5.0) == weights.Mask(None, 5.0, level="sequence")

@@ -7,7 +7,7 @@ import numpy as np
 from offcorr.diagnose.causes.base import CAUSES, Alternative, Cause, Found
 from offcorr.diagnose.causes.policies import REPEATED, noisy, repeats_itself_now, updated
 from offcorr.diagnose.causes.profile import Profile
-from offcorr.diagnose.causes.versions import VERSIONS, age, age_shows, same_version
+from offcorr.diagnose.causes.versions import VERSIONS, age, same_version
 from offcorr.diagnose.evidence import SAME, Evidence
 
 
@@ -66,14 +66,16 @@ def _shared(evidence: Evidence) -> bool:
 
 
 def _grows_with_updates(evidence: Evidence) -> bool:
-    """Whether logp - old_logp is nothing where no update lies between, or grows with their number: a fault of the
-    forward pass that computes logp is in every sample.
+    """Whether hardly any of logp - old_logp is there where the fewest updates lie between: a fault of the forward pass
+    that computes logp is in every sample.
     """
     if (now := evidence.updates) is None:
         return False
     ages = np.array([np.nan if (one := age(record)) is None else one for record in now.records])[now.sequence]
-    fresh, old = now.size[ages == 0], now.size[ages > 0]
-    return age_shows(now) or (0 < len(fresh) and fresh.mean() < NEXT_TO_NOTHING * old.mean())
+    if not len(known := np.unique(ages[np.isfinite(ages)])):
+        return False
+    newest, oldest = (float(now.size[ages == one].mean()) for one in (known[0], known[-1]))
+    return newest < NEXT_TO_NOTHING * oldest
 
 
 OF_A_PROMPT = ("chat_template", "truncated_prompt", "position")

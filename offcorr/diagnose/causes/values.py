@@ -45,9 +45,11 @@ class Sentinel(Cause):
     )
     not_told_from = (
         Alternative(
-            "greedy sampling (temperature 0, top_k=1), whose log-probs are 0: it is no distribution to correct for",
-            "read the engine's sampling options",
-            settled=lambda evidence: bool((evidence.sampler != 0).any()),
+            "greedy sampling (temperature 0, top_k=1) of these sequences, whose log-probs are 0: it is no distribution "
+            "to correct for",
+            "read the engine's sampling options, of each request",
+            fields=("entropy",),
+            settled=lambda evidence: not _may_be_greedy(evidence),
         ),
         Alternative(
             "end tokens that were appended, and that the model did not sample (appended_eos)",
@@ -122,7 +124,7 @@ class Sentinel(Cause):
         # 0 is the log-prob of a token that was left alone, as hardly in every place of a sequence.
         elsewhere = ((evidence.sampler == 0) & ~whole).sum() >= FEWEST
         doubtful = not impossible and value == 0 and (elsewhere or _truncated(evidence.d[~odd]))
-        doubtful |= not (evidence.sampler != 0).any()  # a greedy sampler's are 0
+        doubtful |= not impossible and value == 0 and _may_be_greedy(evidence)
         said = f"a value from the sampler that cannot be their log-prob, most often {value:g}"
         left = evidence.without_values(~(odd | np.isin(evidence.sampler, values[times >= FEWEST])))
         if doubtful:  # the tokens may have been the only ones to choose from, as the trainer does not know
@@ -302,6 +304,23 @@ def _whole_of_zeros(evidence: Evidence) -> Booleans:
         for which in (evidence.sampler == 0, _zeros(evidence), np.ones(len(evidence)))
     )
     return np.asarray(((zero == times) & (times > 1) & (unlikely > 0))[evidence.sequence])
+
+
+def _may_be_greedy(evidence: Evidence) -> bool:
+    """Whether some sequences are 0 throughout, as greedy ones are, and no entropy shows that their tokens were drawn.
+
+    -log p of the likeliest token is never above the entropy, and of draws it often is.
+    """
+    here = _whole_of_zeros(evidence)
+    if not here.any() or evidence.entropy is None:
+        return bool(here.any())
+    here &= np.isfinite(evidence.entropy)
+    above = -evidence.trainer[here] > evidence.entropy[here] + ABOVE_ENTROPY
+    return len(above) < TOLD or float(above.mean()) < OF_DRAWS
+
+
+ABOVE_ENTROPY, OF_DRAWS = 0.05, 0.1
+"""Nats by which -log p is above the entropy, and the share of such tokens from which they were drawn."""
 
 
 def _not_sampled(evidence: Evidence) -> int:
@@ -594,7 +613,7 @@ def constant(evidence: Evidence) -> Found | None:
         f"in {len(same)} of {len(rows)} sequences with uncertain tokens the sampler's value is the same at every token "
         f"({what}), so it is no log-prob of single tokens",
         share=1.0,
-        surest=1.0 if (evidence.sampler != 0).any() else 0.5,  # a greedy sampler's are 0
+        surest=0.5 if not (evidence.sampler != 0).any() and _may_be_greedy(evidence) else 1.0,
     )
 
 

@@ -83,7 +83,8 @@ def age_shows(evidence: Evidence) -> bool:
     """Whether d itself says that it is of the age: of samples of three ages or more it is larger by the age, and by no
     jump between two of them.
 
-    Versions that are older say nothing of what else differs: one update may be a hundredth of another prompt's d.  Nor
+    Versions that are older say nothing of what else differs: one update may be a hundredth of another prompt's d, and
+    what is beside the age shows where the newest sequences have a tenth of the oldest ones' d, or more.  Nor
     does a d that grows over the optimizer steps while the age is one, as a setting that changes, or a precision, leaves
     it, too; and what was mended at some version leaves a jump.
     """
@@ -96,15 +97,16 @@ def age_shows(evidence: Evidence) -> bool:
         return False
     rise = by_age[-1] - by_age[0]
     smooth = float(np.diff(by_age).max()) < BY_A_JUMP * rise
-    return bool(by_age[-1] > GROWS * by_age[0] and smooth and np.corrcoef(ages[known], gaps[known])[0, 1] > WITH_AGE)
+    grows = by_age[-1] > GROWS * by_age[0] or (evidence.newer_agree and by_age[-1] > LEAST_GROWS * by_age[0])
+    return bool(grows and smooth and np.corrcoef(ages[known], gaps[known])[0, 1] > WITH_AGE)
 
 
 LEAST_AGES, BY_A_JUMP = 3, 0.7
 """Ages, at least, and the share of the whole rise from which that between two of them is a jump."""
 
-GROWS, WITH_AGE = 2.0, 0.5
-"""Mean |d| of the oldest sequences over that of the newest, and the correlation of a sequence's with its age, from
-which d is of the age."""
+GROWS, LEAST_GROWS, WITH_AGE = 10.0, 2.0, 0.5
+"""Mean |d| of the oldest sequences over that of the newest, or, where newer ones agree, of the newest that differ, and
+the correlation of a sequence's with its age, from which d is of the age."""
 
 
 def lag_by_versions(evidence: Evidence) -> bool:
