@@ -2196,8 +2196,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a greedy sampler's zeros are surely placeholders",
         "offcorr/diagnose/causes/values.py",
-        "0.5 if not (evidence.sampler != 0).any() and _may_be_greedy(evidence) else 1.0",
-        "1.0",
+        "values == {0.0} and _may_be_greedy(evidence) else 1.0",
+        "False else 1.0",
         "tests/diagnose/test_causes.py zeros_may_be_a_greedy",
     ),
     Mutation(
@@ -2451,6 +2451,41 @@ MUTATIONS = [
         'name.startswith("vllm_") and not getattr(args, "use_vllm", True)',
         "False",
         "tests/trl/test_trainer.py where_vllm_is_off",
+    ),
+    Mutation(
+        "diagnose: log-probs of one curve are a sure temperature",
+        "offcorr/diagnose/causes/sampling.py",
+        "and _changes_all(evidence) and not _of_one_curve(evidence)",
+        "and _changes_all(evidence)",
+        "tests/diagnose/test_causes.py of_one_curve",
+    ),
+    Mutation(
+        "diagnose: a trainer that has 0 everywhere has no name",
+        "offcorr/diagnose/causes/values.py",
+        'constant(evidence) or constant(evidence, "trainer")',
+        "constant(evidence)",
+        "tests/diagnose/test_causes.py zeros_of_the_trainer_everywhere",
+    ),
+    Mutation(
+        "diagnose: the negative of a logarithm to base 2 is a division, too",
+        "offcorr/diagnose/causes/quantities.py",
+        "in _bases(-values, wanted, evidence)",
+        "in ()",
+        "tests/diagnose/test_causes.py negative_of_a_logarithm",
+    ),
+    Mutation(
+        "diagnose: values that were cut off are sure placeholders",
+        "offcorr/diagnose/causes/values.py",
+        "_many(times, values) or _cut_off(evidence, times, values)",
+        "_many(times, values)",
+        "tests/diagnose/test_causes.py cut_off_beside",
+    ),
+    Mutation(
+        "diagnose: a sharper temperature has no truncation beside it",
+        "offcorr/diagnose/causes/sampling.py",
+        "settled=lambda evidence: not _below_one(evidence) or loses_more(evidence)",
+        "settled=lambda evidence: _kept(evidence) == 1 or loses_more(evidence)",
+        "tests/diagnose/test_causes.py mean_ratio_below_1",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3949,8 +3984,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: clamped logits are placeholders for sure",
         "offcorr/diagnose/causes/values.py",
-        "doubtful or _many(times, values)",
-        "doubtful",
+        "_many(times, values) or _cut_off(",
+        "_cut_off(",
         "tests/diagnose/test_causes.py clamped_logits_are_no_sure",
     ),
     Mutation(

@@ -3660,6 +3660,80 @@ def test_a_factor_of_the_first_tokens_is_no_sure_temperature(rounding):
     assert all(named.get(cause, 0.0) <= 0.5 for cause in ("temperature", "raw_logprobs")), named
 
 
+@pytest.mark.parametrize("rescaled", [True, False])
+def test_log_probs_that_are_of_one_curve_are_no_sure_temperature(rescaled):
+    """As those that were multiplied by a factor, and a number added: a temperature's normaliser is of the context."""
+    made = World(sequences=64)
+    if rescaled:
+        made.edits = [lambda columns, world: columns.update(rollout_logp=0.7 * columns["old_logp"] - 0.3)]
+    else:
+        made.sampler = lambda logits, world: logits / 0.7
+    report = diagnose(made.records())
+    named = {one.cause: one.confidence for one in report.causes}
+    assert (named.get("temperature", 0.0) > 0.5) != rescaled, named
+    assert any("rescaled after the softmax" in one for one in report.cannot_tell) == rescaled
+
+
+def test_greedy_sequences_of_tokens_that_the_trainer_finds_likely_are_no_sure_placeholders():
+    """Where no token is unlikely to the trainer, either, a 0 everywhere may be of a sampler that is as good as
+    greedy."""
+    likely = world("clean", sequences=64)
+    likely.trainer = lambda logits, world: np.where(logits == logits.max(-1, keepdims=True), logits + 3, logits)
+    likely.sampler = lambda logits, world: np.where(logits == logits.max(-1, keepdims=True), logits, -np.inf)
+    report = diagnose(likely.records())
+    assert report.confidence == 0.5 and any("greedy sampling" in one for one in report.cannot_tell)
+
+
+@pytest.mark.parametrize("base", [2, 10])
+@pytest.mark.parametrize("side", ["rollout_logp", "old_logp"])
+def test_the_negative_of_a_logarithm_to_another_base_is_one_cause(side, base):
+    made = World(sequences=64)
+    made.edits = [lambda columns, world: columns.update({side: -columns[side] / np.log(base)})]
+    report = diagnose(made.records())
+    assert [one.cause for one in report.causes] == ["other_quantity"]
+    assert f"are the negatives of logarithms to base {base}" in report.causes[0].evidence
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("logged", [True, False])
+def test_zeros_of_the_trainer_everywhere_are_placeholders(entropy, logged):
+    """As of a buffer that nobody filled; a right logp beside them makes no update."""
+    records = [
+        dataclasses.replace(one, old_logp=0 * one.old_logp, logp=one.old_logp if logged else None)
+        for one in world("clean", entropy=entropy).records()
+    ]
+    report = diagnose(records)
+    assert report.verdict == "sentinel" and report.confidence > 0.9
+    assert "the trainer's value is the same at every token (it is 0 everywhere)" in report.causes[0].evidence
+
+
+@pytest.mark.parametrize(("factor", "value"), [(1.0, -9.0), (1 / 0.7, -4.0)])
+def test_values_that_were_cut_off_beside_another_fault_are_no_sure_placeholders(factor, value):
+    """No value is below them, and they stand at unlikely tokens, as placeholders of an engine's top tokens may."""
+
+    def edit(columns, world):
+        divided = factor * columns["rollout_logp"]
+        unlikely = divided < (value if factor > 1 else -3.0)
+        columns["rollout_logp"] = np.where(unlikely, value, divided)
+
+    made = World(sequences=64)
+    made.edits = [edit]
+    found = {one.cause: one.confidence for one in diagnose(made.records()).causes}
+    assert found["sentinel"] == 0.5
+    assert any("that were cut off (clamped)" in one for one in diagnose(made.records()).cannot_tell)
+
+
+@pytest.mark.parametrize("top_p", [0.98, None])
+def test_a_mean_ratio_below_1_asks_about_a_truncation_beside_a_sharper_temperature(top_p):
+    made = World(sequences=128)
+    nucleus = simulated.nucleus(top_p) if top_p else lambda logits, world: logits
+    made.sampler = lambda logits, world: nucleus(logits / 0.9, world)
+    report = diagnose(made.records())
+    assert [one.cause for one in report.causes] == ["temperature"]
+    asked = any("the same beside a truncation (top_p, top_k, min_p)" in one for one in report.cannot_tell)
+    assert asked == bool(top_p)
+
+
 GAPS_BY_AGE = {
     "grows": lambda age: 0.06 * age + 0.01,
     "mended": lambda age: 0.3 if age > 2 else 0.002,

@@ -121,7 +121,9 @@ def _ends(values: Floats) -> float:
         return 0.0
     count, total, end = len(values), float(values.sum()), float(values.max())
     rates = np.concatenate([-np.geomspace(0.01, 30, 60), np.geomspace(0.01, 60, 120)])
-    cut = count * np.log(np.abs(rates / (1 - np.exp(-rates * end)))) - rates * total
+    size = np.abs(rates)
+    left_out = np.log1p(-np.exp(-size * end)) + size * end * (rates < 0)  # log |1 - e^(-rate end)|, of any size
+    cut = count * (np.log(size) - left_out) - rates * total
     return max(float(cut.max() - count * np.log(count / total) + count), 0.0)
 
 

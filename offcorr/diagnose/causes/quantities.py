@@ -250,14 +250,10 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
         yield "the negatives of log-probs", FITS if probabilities else most, -values
         if probabilities:
             yield "probabilities, not their logarithms", most, np.log(np.maximum(values, 1e-30))
+        for words, fits, natural in _bases(-values, wanted, evidence):
+            yield f"the negatives of {words}", fits, natural
         return
-    for base in (2, 10):
-        fits = FITS if _is_base(values, wanted, base) else FITS_BASE
-        natural = values * np.log(base)
-        if _distance(natural - wanted) < NO_BASE * _of_a_factor(values, wanted) and not (
-            _among(values - wanted, evidence) < _among(natural - wanted, evidence)  # as a ban leaves them
-        ):
-            yield f"logarithms to base {base}", fits, natural
+    yield from _bases(values, wanted, evidence)
     yield from _sums(values, wanted, evidence)
     yield from _of_sequences(values, wanted, evidence)
     summed = np.exp(np.minimum(values, 1))  # above 1 where the number was added to nearly 1
@@ -272,6 +268,17 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
     if (at_bound & evidence.once).sum() >= AT_BOUND and (wanted[at_bound] < values.min()).mean() > 0.9:
         words = f"cut off at {values.min():.4g}, where {at_bound.sum()} of {len(values)} of them stand"
         yield words, FITS, np.where(at_bound, wanted, values)
+
+
+def _bases(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tuple[str, float, Floats]]:
+    """The same of logarithms to another base than e."""
+    for base in (2, 10):
+        fits = FITS if _is_base(values, wanted, base) else FITS_BASE
+        natural = values * np.log(base)
+        if _distance(natural - wanted) < NO_BASE * _of_a_factor(values, wanted) and not (
+            _among(values - wanted, evidence) < _among(natural - wanted, evidence)  # as a ban leaves them
+        ):
+            yield f"logarithms to base {base}", fits, natural
 
 
 NEAR_A_BASE = 0.005

@@ -293,6 +293,14 @@ SCALE = Alternative(
 )
 
 
+RESCALED = Alternative(
+    "log-probs that one side rescaled after the softmax, by a factor and a number, or by another function: one side's "
+    "log-prob of a token says the other's, whatever the context, as under a temperature where all contexts are alike",
+    "compute the log-prob of one token by hand",
+    settled=lambda evidence: not _of_one_curve(logged(evidence)),
+)
+
+
 BESIDES = Alternative(
     "older weights, a lower precision or another prompt besides, as a temperature that is fitted without entropy "
     "leaves what they leave",
@@ -323,6 +331,7 @@ class Temperature(Cause):
         BESIDES,
         PART_OF_IT,
         OTHER_TRANSFORM,
+        RESCALED,
         SCALE,
         Alternative(
             "log-probs without the temperature that the engine samples at (raw_logprobs), where the completions are "
@@ -332,9 +341,10 @@ class Temperature(Cause):
         ),
         Alternative(
             "the same beside a truncation (top_p, top_k, min_p), a part of which the fit of a temperature takes: the "
-            "mean ratio e^d is below 1",
+            "mean ratio e^d is below 1, as a truncation makes it, and as it is without one where no unlikely token "
+            "happened to be drawn",
             "read the engine's sampling options",
-            settled=lambda evidence: _kept(evidence) == 1 or loses_more(evidence),
+            settled=lambda evidence: not _below_one(evidence) or loses_more(evidence),
         ),
     )
 
@@ -354,6 +364,7 @@ class RawLogprobs(Cause):
         BESIDES,
         PART_OF_IT,
         OTHER_TRANSFORM,
+        RESCALED,
         SCALE,
         Alternative(
             "a temperature that the trainer does not apply, where the completions are few, or were chosen by their "
@@ -390,6 +401,23 @@ def _tells_whose(evidence: Evidence) -> bool:
     off = (other.value - 1) / max(other.error, 1e-12)
     return decided and off < SIGNIFICANT and (off > -SIGNIFICANT or whose < 0)
 
+
+def _of_one_curve(evidence: Evidence) -> bool:
+    """Whether one side's log-prob of a token says the other's, whatever its context.
+
+    The normaliser of a temperature has another value in each context, unless all are alike.
+    """
+    from_here, at = np.unique(evidence.trainer, return_index=True)
+    to = evidence.sampler[at]
+    if len(at) < ENOUGH_FOR_A_FIT or not np.isfinite(to).all() or not np.isfinite(from_here).all():
+        return False
+    line = to[:-2] + (to[2:] - to[:-2]) * (from_here[1:-1] - from_here[:-2]) / (from_here[2:] - from_here[:-2])
+    return float(np.abs(to[1:-1] - line).mean()) < OF_ONE_CURVE * evidence.gap
+
+
+OF_ONE_CURVE = 0.15
+"""Share of mean |d| by which a token's log-prob differs on average from a line between those of its neighbours in size,
+below which all are of one curve: under temperatures it has been .25 to 1.2."""
 
 UNKNOWN_DRAWS = 0.5
 """Confidence at most in one of the two causes, where the tokens do not say it."""
@@ -484,6 +512,7 @@ def _multiplied(evidence: Evidence, among: Factor, fit: Power, sampled_by_traine
         rest = rest.explained(rest.d - evidence.d * among.left / among.gap)
     if evidence.with_entropy is None:
         rest = rest.with_floor(1.01 * rest.gap)
+    sure = _tells_whose(evidence) and _changes_all(evidence) and not _of_one_curve(evidence)
     return Found(
         among.value,
         among.left,
@@ -492,7 +521,7 @@ def _multiplied(evidence: Evidence, among: Factor, fit: Power, sampled_by_traine
         f"{_said(among)}; {_whose(sampled_by_trainer)}",
         rest,
         share=_share_beside_truncation(evidence, rest.gap) if _kept(evidence) < 1 else None,
-        surest=ONE_FACTOR_SURE if _tells_whose(evidence) and _changes_all(evidence) else UNKNOWN_DRAWS,
+        surest=ONE_FACTOR_SURE if sure else UNKNOWN_DRAWS,
         at_most=True,
     )
 
@@ -514,6 +543,11 @@ def _flatter(evidence: Evidence) -> bool:
 
 BELOW = 2.0
 """Standard errors by which the mean ratio is below 1 where a truncation beside a temperature is asked about."""
+
+
+def _below_one(evidence: Evidence) -> bool:
+    """Whether the mean ratio e^d is below 1 by more than chance."""
+    return evidence.ratio_identity.value + BELOW * evidence.ratio_identity.error < 1
 
 
 def _kept(evidence: Evidence) -> float:
@@ -540,7 +574,8 @@ def _same_way(fitted: Estimate, among: Factor) -> bool:
 
 def _beside_truncation(evidence: Evidence) -> Found | None:
     """A temperature besides, as all tokens after one prefix have the truncation in common."""
-    among = factor(logged(evidence))
+    was = logged(evidence)
+    among = factor(was)
     if among is None or not among.alone:
         return None
     return Found(
@@ -550,7 +585,7 @@ def _beside_truncation(evidence: Evidence) -> Found | None:
         MULTIPLIED,
         f"{_said(among)}; a truncation makes no such difference, but hides how much of d the temperature makes",
         evidence.explained(evidence.d),
-        surest=ONE_FACTOR_SURE if _changes_all(logged(evidence)) else UNKNOWN_DRAWS,
+        surest=ONE_FACTOR_SURE if _changes_all(was) and not _of_one_curve(was) else UNKNOWN_DRAWS,
     )
 
 

@@ -74,6 +74,12 @@ class Sentinel(Cause):
             settled=lambda evidence: not _many(*_repeats(evidence)),
         ),
         Alternative(
+            "log-probs that were cut off (clamped) at the value that stands most often, as none is below it, and the "
+            "tokens with it are unlikely ones",
+            "compare one such token's log-prob of both sides",
+            settled=lambda evidence: not _cut_off(evidence, *_repeats(evidence)),
+        ),
+        Alternative(
             "tokens that a truncation (top_p, top_k, min_p) or structured decoding left alone, though the trainer "
             "finds them unlikely",
             "compare the sampler's options, and look what these tokens are",
@@ -86,7 +92,7 @@ class Sentinel(Cause):
     )
 
     def found(self, evidence: Evidence) -> Found | None:
-        one_number = constant(evidence)
+        one_number = constant(evidence) or constant(evidence, "trainer")
         if one_number is not None or _mostly_above(evidence):
             return one_number
         if (filled := _zeros_of_the_trainer(evidence) | _impossible_of_the_trainer(evidence)).any():
@@ -131,6 +137,7 @@ class Sentinel(Cause):
             exact = "mostly " * bool(evidence.sampler[odd].any()) + "exactly 0"
             said = f"{exact} from the sampler, and {evidence.trainer[odd].mean():.2g} on average from the trainer"
             left = left.unbalanced()
+        of_clamps = _many(times, values) or _cut_off(evidence, times, values)
         return Found(
             share,
             float(np.sqrt(share * (1 - share) / len(evidence))),
@@ -138,7 +145,7 @@ class Sentinel(Cause):
             max(float(odd.sum()) / FEWEST, 3.0 if impossible else 0.0),
             f"{odd.sum()} of {len(evidence)} tokens have {said}",
             left,
-            surest=0.5 if doubtful or _many(times, values) or _differ_above(evidence.sampler[odd]) else 1.0,
+            surest=0.5 if doubtful or of_clamps or _differ_above(evidence.sampler[odd]) else 1.0,
             of_zeros=value == 0,
         )
 
@@ -165,6 +172,19 @@ def _many(times: Integers, values: Floats) -> bool:
     often = (times >= FEWEST) & (values < 0) & np.isfinite(values)
     written = (values < LEAST_WRITTEN) | (np.abs(values - values.round(1)) < 1e-6)
     return int(often.sum()) >= MANY or bool(often.any() and not written[often].any())
+
+
+def _cut_off(evidence: Evidence, times: Integers, values: Floats) -> bool:
+    """Whether the value that stands most often among these is the least that the sampler has, at unlikely tokens."""
+    if not len(times) or not IMPOSSIBLE < (value := values[times.argmax()]) < 0 or evidence.sampler.min() < value:
+        return False
+    at = evidence.sampler == value
+    return bool(at.all() or (evidence.trainer[at] < np.median(evidence.trainer[~at])).mean() > NEARLY_EACH)
+
+
+NEARLY_EACH = 0.9
+"""Share of the tokens with one value that are less likely to the trainer than half of the others, where log-probs were
+cut off."""
 
 
 def _repeats(evidence: Evidence) -> tuple[Integers, Floats]:
@@ -311,7 +331,8 @@ def _may_be_greedy(evidence: Evidence) -> bool:
 
     -log p of the likeliest token is never above the entropy, and of draws it often is.
     """
-    here = _whole_of_zeros(evidence)
+    times, zeros = np.bincount(evidence.sequence), np.bincount(evidence.sequence, evidence.sampler == 0)
+    here = (zeros == times)[evidence.sequence]
     if not here.any() or evidence.entropy is None:
         return bool(here.any())
     here &= np.isfinite(evidence.entropy)
@@ -594,26 +615,32 @@ UNCERTAIN = -0.05
 """The trainer's log-prob (nats) below which a token was not certain."""
 
 
-def constant(evidence: Evidence) -> Found | None:
-    """The sampler's value is the same at every token of nearly every sequence, where the trainer's is not."""
+NOT_SCORED = ", as where old_logp was never filled: log what the trainer computes"
+
+
+def constant(evidence: Evidence, side: str = "sampler") -> Found | None:
+    """One side's value is the same at every token of nearly every sequence, where the other's is not."""
+    filled, other = evidence.sampler, evidence.trainer
+    if side == "trainer":
+        filled, other = other, filled
     rows = [evidence.of_sequence(at) for at in range(len(evidence.records))]
-    rows = [row for row in rows if (evidence.trainer[row] < UNCERTAIN).sum() >= 4]
-    same = [row for row in rows if np.ptp(evidence.sampler[row]) == 0 and np.ptp(evidence.trainer[row]) > 0.1]
+    rows = [row for row in rows if (other[row] < UNCERTAIN).sum() >= 4]
+    same = [row for row in rows if np.ptp(filled[row]) == 0 and np.ptp(other[row]) > 0.1]
     if len(same) < max(2, 0.9 * len(rows)):
         return None
-    values = {float(evidence.sampler[row][0]) for row in same}
+    values = {float(filled[row][0]) for row in same}
     # Where the mean or the sum over the sequence fits, that is another cause, and precedes this one.
-    what = f"it is {values.pop():g} everywhere" if len(values) == 1 else "an average or a sum, perhaps"
+    what = f"it is {min(values) + 0.0:g} everywhere" if len(values) == 1 else "an average or a sum, perhaps"
     share = len(same) / len(rows)
     return Found(
         share,
         float(np.sqrt(share * (1 - share) / len(rows))),
         0.9,
         3.0,
-        f"in {len(same)} of {len(rows)} sequences with uncertain tokens the sampler's value is the same at every token "
-        f"({what}), so it is no log-prob of single tokens",
+        f"in {len(same)} of {len(rows)} sequences with uncertain tokens the {side}'s value is the same at every token "
+        f"({what}), so it is no log-prob of single tokens" + NOT_SCORED * (side == "trainer"),
         share=1.0,
-        surest=0.5 if not (evidence.sampler != 0).any() and _may_be_greedy(evidence) else 1.0,
+        surest=0.5 if side == "sampler" and values == {0.0} and _may_be_greedy(evidence) else 1.0,
     )
 
 
