@@ -1237,9 +1237,9 @@ MUTATIONS = [
     Mutation(
         "diagnose: the headline is silent on what no cause explains",
         "offcorr/diagnose/text.py",
-        "* (left > MOST and not bounded)",
+        "* (left > MOST and not rough)",
         "* (left > 1)",
-        "tests/diagnose/test_text.py upper_bound",
+        "tests/diagnose/test_text.py that_of_a_fit",
     ),
     Mutation(
         "check: the default slope beside another measure is not looked at",
@@ -1909,8 +1909,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: zeros count among the steps of a grid",
         "offcorr/diagnose/causes/grids.py",
-        "once & (values < 0)  # 0 stands",
-        "once & (values < 1)  # 0 stands",
+        "once & (values < 0) &",
+        "once & (values < 1) &",
         "tests/diagnose/test_causes.py few_values_of",
     ),
     Mutation(
@@ -2196,8 +2196,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a greedy sampler's zeros are surely placeholders",
         "offcorr/diagnose/causes/values.py",
-        "values == {0.0} and _may_be_greedy(evidence) else 1.0",
-        "False else 1.0",
+        "0.5 if of_zeros and _may_be_greedy(evidence) else",
+        "0.5 if False else",
         "tests/diagnose/test_causes.py zeros_may_be_a_greedy",
     ),
     Mutation(
@@ -2486,6 +2486,27 @@ MUTATIONS = [
         "settled=lambda evidence: not _below_one(evidence) or loses_more(evidence)",
         "settled=lambda evidence: _kept(evidence) == 1 or loses_more(evidence)",
         "tests/diagnose/test_causes.py mean_ratio_below_1",
+    ),
+    Mutation(
+        "diagnose: a temperature that goes with the version is a sure age",
+        "offcorr/diagnose/causes/policies.py",
+        "not _drawn_sharper(evidence) and evidence.with_entropy is not None",
+        "not _drawn_sharper(evidence)",
+        "tests/diagnose/test_causes.py goes_with_the_version",
+    ),
+    Mutation(
+        "diagnose: the value of a top_p is read beside other weights",
+        "offcorr/diagnose/causes/truncation.py",
+        "        if found.among_others:\n            said",
+        "        if False:\n            said",
+        "tests/diagnose/test_causes.py value_of_a_top_p_is_not_read",
+    ),
+    Mutation(
+        "diagnose: a factor between two bases is a sure division",
+        "offcorr/diagnose/causes/sampling.py",
+        " or between_bases(middle):",
+        ":",
+        "tests/diagnose/test_causes.py two_other_bases",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3879,9 +3900,9 @@ MUTATIONS = [
     Mutation(
         "diagnose: shares are exact",
         "offcorr/diagnose/diagnosis.py",
-        "found.at_most or (",
+        "found.rough or (",
         "False and (",
-        "tests/diagnose/test_text.py upper_bound",
+        "tests/diagnose/test_text.py that_of_a_fit",
     ),
     Mutation(
         "the start of a run is silent on a lag that no ratio has",

@@ -41,10 +41,12 @@ GUIDE: dict[str, Advice] = {
         "Mean |d| over tokens.",
         "No source names a range. Of our runs of the demo the one that collapsed has almost five times as much as "
         "MinPRO's. For scale: a clip range of .2 begins to act at |d| = .18.",
-        "A value at lag 0, where nothing has moved, is noise of the trainer's own, as [dropout](mismatch.md#dropout) "
-        "makes it. "
-        "A rise at a constant lag means that each update moves the policy further: lower the learning rate, or "
-        "scale it by `ess_lr`. A rise with the lag: see `lag`.",
+        "Where the sampler's log-probs are the anchor (`anchor='rollout'`, as with vLLM), the engine's gap is in it, "
+        "at lag 0, too, and a rise at a constant lag may be the engine's, as of its precision or its sampling options: "
+        "dump a batch and ask `offcorr diagnose`. Under other anchors a value at lag 0, where nothing has moved, is "
+        "noise of the trainer's own, as [dropout](mismatch.md#dropout) makes it, and a rise at a constant lag means "
+        "that each update moves the policy further: lower the learning rate, or scale it by `ess_lr`. A rise with the "
+        "lag: see `lag`.",
     ),
     "offcorr/staleness/ess_seq": Advice(
         "(sum w)^2 / (n sum w^2) over sequences, w = e^(sum of d), unclamped: the share of the sequences that is "
@@ -54,8 +56,10 @@ GUIDE: dict[str, Advice] = {
         "([rollout_corr.md](https://github.com/volcengine/verl/blob/main/docs/algo/rollout_corr.md), of its own "
         "weights). Ours: MinPRO's run is below .3 in 3 of its 40 entries, the one that collapsed in 28, among them "
         "nearly all from update 60 on. It falls with length, since log-ratios add up.",
-        "A fall at a constant lag has two causes. Either each update moves the policy further, and `abs_mean` rises as "
-        "well: lower the learning rate, or scale it by `ess_lr`. Or the outputs grow longer (TRL's "
+        "A fall at a constant lag has two causes, and a third where the sampler's log-probs are the anchor "
+        "(`anchor='rollout'`, as with vLLM): a larger gap of the engine (see `abs_mean`). Otherwise either each update "
+        "moves the policy further, and `abs_mean` rises as well: lower the learning rate, or scale it by `ess_lr`. Or "
+        "the outputs grow longer (TRL's "
         "`completions/mean_length`) while `abs_mean` stays: methods with token ratios do not feel that. A fall with "
         "the lag: fewer updates per generation, or a method that bears it ([which one](which.md)). Near 1/n (n "
         "sequences) a sequence-level weight trains on one sequence: take token or prefix ratios, or `ess_lr`.",

@@ -398,7 +398,7 @@ def _explain(evidence: Evidence, of_steps: str = "", of_updates: bool = True) ->
             if best in FITTED:  # what one of them leaves looks like the other, and both cannot be
                 causes = {id: cause for id, cause in causes.items() if id not in FITTED}
             if left.selected:  # where d is above 0, beside a truncation
-                one = dataclasses.replace(one, at_most=False, at_least=True)
+                one = dataclasses.replace(one, rough=True)
             if stage == "policies" and any(other.cause == "retokenised" for other in findings):
                 one = dataclasses.replace(one, confidence=min(one.confidence, LEFT_OVER))
             if (
@@ -463,9 +463,8 @@ def _finding(cause: Cause, found: Found, share: float, of_steps: str) -> Finding
         cause.title,
         found.sentence + of_steps,
         cause.advice,
-        found.at_most or (cause.stage == "policies" and found.share is None),
+        found.rough or (cause.stage == "policies" and found.share is None),
         found.of_d,
-        found.at_least,
     )
 
 

@@ -447,7 +447,8 @@ def described(rescored: Rescored, versions: Sequence[int] = (), most: int = 6) -
     if rescored.as_the_model and rescored.best_drawn[1] <= rescored.threshold:
         said.append(
             f"the trainer's logged ones differ from the sampler's by {rescored.logged:.2g} nats, so the sampler did "
-            "what the model does: look for the cause in how the trainer computes log-probs"
+            "what the model does: look for the cause in how the trainer computes log-probs, or, where the model has "
+            "the weights that sampled, in the trainer's own, which may be newer"
         )
         said += [
             f"{one.words} [{one.cause}], of the trainer, explains {one.share:.0%} of that; {one.gap:.2g} nats are left"

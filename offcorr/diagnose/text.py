@@ -54,7 +54,9 @@ GLOSSARY = (
     "a token that is nearly certain, so their difference is also given relative to 1 - p: |d| / (1 - p), the relative "
     "difference, of the tokens with p below 0.99, and with 0.01 added to 1 - p. Surprisal balance: how much less "
     "likely the sampled tokens are to the trainer than draws from its own distributions would be, the mean of (- "
-    "log-prob - entropy). +- is one standard error. Confidence: how clearly the cause is told from others that leave "
+    "log-prob - entropy). +- is one standard error. What a fit takes of the mean |d| is what is gone once that is "
+    "taken away, one cause after the other: the cause may make more or less of it, as others move the same tokens. "
+    "Confidence: how clearly the cause is told from others that leave "
     "similar numbers; 0.5: only just, 1: certainly."
 )
 
@@ -72,8 +74,8 @@ def headline(report: Report) -> str:
             more += f"; no known cause fits the gap d itself, {report.numbers['abs_mean']:.2g} nats"
         else:
             left = _unexplained(report)
-            bounded = any(one.at_least for one in report.causes)
-            more += f"; {left:.0%} of the mean |d| is not accounted for" * (left > MOST and not bounded)
+            rough = any(one.rough for one in report.causes)
+            more += f"; {left:.0%} of the mean |d| is not accounted for" * (left > MOST and not rough)
         unsure = ": it may as well be another, see what these data cannot tell" * (report.confidence <= UNSURE)
         return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}{unsure}){more}"
     said = {
@@ -211,8 +213,8 @@ def _numbered(place: int, finding: Finding) -> str:
 def how_sure(finding: Finding) -> str:
     """The confidence in a cause, and its share of mean |d|; of updates and of what neither side logs, d has none."""
     of_gap = finding.part_of_d and finding.share >= 0.005
-    bound = "up to " * finding.at_most + "at least " * finding.at_least
-    share = f", explains {bound}{finding.share:.0%} of the mean |d|" if of_gap else ""
+    takes = "its fit takes" if finding.rough else "explains"
+    share = f", {takes} {finding.share:.0%} of the mean |d|" if of_gap else ""
     return f"confidence {finding.confidence:.2f}{share}"
 
 

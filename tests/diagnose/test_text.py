@@ -33,11 +33,11 @@ def test_a_cause_is_said_with_evidence_and_advice(reports):
     assert re.search(r"mean \|d\| +0\.\d+ nats, largest 0\.\d+", said)
 
 
-def test_a_share_that_others_may_have_made_is_an_upper_bound_and_what_is_left_is_said():
+def test_a_share_that_others_may_have_made_is_that_of_a_fit_and_what_is_left_is_said():
     told = diagnose(world("stale_weights").records())
     said = " ".join(text(told).split())
-    assert "explains up to 100% of the mean |d|" in said and "is not accounted for" not in said
-    half = dataclasses.replace(told, causes=[dataclasses.replace(told.causes[0], share=0.3, at_most=False)])
+    assert "its fit takes 100% of the mean |d|" in said and "is not accounted for" not in said
+    half = dataclasses.replace(told, causes=[dataclasses.replace(told.causes[0], share=0.3, rough=False)])
     assert headline(half).endswith("; 70% of the mean |d| is not accounted for")
     assert "accounted for" not in headline(told)
     for said in (" ".join(text(half).split()), page(half)):
@@ -46,15 +46,15 @@ def test_a_share_that_others_may_have_made_is_an_upper_bound_and_what_is_left_is
     assert "is not accounted for" not in text(drawn)
 
 
-def test_a_truncation_hides_what_else_differs_so_that_its_share_is_a_bound():
+def test_a_truncation_hides_what_else_differs_so_that_its_share_is_rough():
     """Where d is below 0 it holds the difference of other weights, too, of which those above 0 show a part."""
     besides = {"sequences": 64, "trainer": noise(0.03)}
     report = diagnose(World(sampler=nucleus(0.95), **besides).records())
     first, second = report.causes
-    assert (first.cause, first.at_most, first.at_least) == ("top_p", True, False)
-    assert (second.cause, second.at_most, second.at_least) == ("precision", False, True)
+    assert [(one.cause, one.rough) for one in report.causes] == [("top_p", True), ("precision", True)]
     said = " ".join(text(report).split())
-    assert "explains up to 99% of the mean |d|" in said and "explains at least 1% of the mean |d|" in said
+    assert "its fit takes 99% of the mean |d|" in said and "its fit takes 1% of the mean |d|" in said
+    assert "others move the same tokens" in said
     assert (
         "it is below 0, and hides there what a lower precision, a temperature, older weights or another prompt make"
         in said

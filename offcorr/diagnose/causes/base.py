@@ -26,8 +26,7 @@ class Found(NamedTuple):
         left: the evidence without what the cause explains; None: nothing that a further cause could explain.
         share: of the mean |d|, what the cause explains; None: the part that is missing in ``left``.
         surest: the confidence at most, where another cause can leave the same.
-        at_most: the share is that of a fit, which takes some of what other causes leave.
-        at_least: it is that of a fit which removes a part of what the cause makes.
+        rough: the share is that of a fit, which takes some of what other causes make, or leaves some of this one's.
         of_d: False: the cause leaves a difference of ``logp`` and ``old_logp``, which the share compares with d.
         of_zeros: it is read of log-probs that are exactly 0, as those of tokens are that a truncation leaves alone.
     """
@@ -40,8 +39,7 @@ class Found(NamedTuple):
     left: Evidence | None = None
     share: float | None = None
     surest: float = 1.0
-    at_most: bool = False
-    at_least: bool = False
+    rough: bool = False
     of_d: bool = True
     of_zeros: bool = False
 
@@ -123,10 +121,9 @@ class Finding:
         cause: the id.
         confidence: between 0 and 1.
         statistic, se, threshold: of the test that found it.
-        share: of the mean |d|, what this cause explains.
-        at_most: the share is an upper bound: the cause was put down for all that others leave, or fits some of it.
-        at_least: it is a lower bound: where d is below 0 a truncation hides what this cause makes, or the cause's fit
-            removes a part of it.
+        share: of the mean |d|, what is gone once the cause is taken away.
+        rough: the cause makes more or less of mean |d| than that: it was put down for all that others leave, or what
+            is taken away is a fit of it, and other causes move the same tokens.
         of_d: False: it is of no d, but of ``logp`` and ``old_logp``.
         title, evidence, advice: in words.
     """
@@ -140,9 +137,8 @@ class Finding:
     title: str
     evidence: str
     advice: str
-    at_most: bool = False
+    rough: bool = False
     of_d: bool = True
-    at_least: bool = False
 
     @property
     def part_of_d(self) -> bool:

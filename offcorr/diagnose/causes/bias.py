@@ -154,7 +154,7 @@ class LogitBias(Cause):
             f"d is {few.where} at tokens with the id {_listed(few.ids)}, on average {apart:.2g} nats from it, and not "
             f"so at the others, for {100 * few.follows:.3g} % of both or more; other weights make such a difference "
             "between ids only where updates rewarded or punished these tokens everywhere",
-            at_most=True,
+            rough=True,
             surest=UNSURE,
         )
 

@@ -63,7 +63,8 @@ def few_values(values: Floats, others: Floats, once: Booleans) -> Floats | None:
     Args:
         once: one token of each id after one context, as a value that returns there says nothing.
     """
-    below = once & (values < 0)  # 0 stands at any token that is certain, or that a truncation left alone
+    # 0 stands at any token that is certain, or that a truncation left alone, and the least value where it was cut off.
+    below = once & (values < 0) & (values > values.min())
     different = len(np.unique(values[below]))
     if below.sum() < ENOUGH_VALUES or len(_values(values)) == 0 or different > FEW_VALUES * below.sum():
         return None

@@ -111,7 +111,7 @@ class Retokenised(Cause):
             + ("" if sure or fit_again else MOVED),
             evidence.keep(~after),
             surest=(1.0 if fit_again or len(firsts) >= SEVERAL else FEW) if sure else OF_ANOTHER_POLICY,
-            at_most=not sure,
+            rough=not sure,
         )
 
 

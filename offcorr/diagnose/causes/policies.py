@@ -334,15 +334,8 @@ OTHER_TEMPERATURE = Alternative(
     "a temperature that one side applies and the other does not, alone or besides",
     "give --model",
     fields=("entropy",),
-    # Where the updates since have moved logp from old_logp, that difference has the age, or some of it.
     settled=lambda evidence: (
-        len(evidence) >= ENOUGH_FOR_A_FIT
-        and not _drawn_sharper(evidence)
-        and (
-            evidence.with_entropy is not None
-            or growth(evidence) is not None
-            or (older(evidence) and evidence.moved < 10 * SAME)
-        )
+        len(evidence) >= ENOUGH_FOR_A_FIT and not _drawn_sharper(evidence) and evidence.with_entropy is not None
     ),
     cause="temperature",
 )
@@ -570,7 +563,8 @@ def _other_weights(evidence: Evidence) -> Found | None:
 
 
 def _of_the_age(evidence: Evidence) -> bool:
-    """Whether d is of older weights, as it grows with their age, and no temperature explains it."""
+    """Whether d is of older weights, as it grows with their age, and no temperature explains it, as without an entropy
+    one that goes with the version may."""
     explained = _grows_as_an_option(evidence) or not OTHER_TEMPERATURE.settled(evidence)
     return age_shows(evidence) and lag_in_d(evidence) and not explained
 

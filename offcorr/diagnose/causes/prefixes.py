@@ -24,6 +24,18 @@ that squeezes the logits to a quarter has left .072), and above the third it is 
 else besides."""
 
 
+NEAR_A_BASE = 0.005
+"""Relative distance from 1 / ln 2, or 1 / ln 10, of the median quotient of two log-probs, up to which another
+difference may stand beside the base; a division by .7 is .01 away."""
+
+
+def between_bases(factor: float) -> bool:
+    """Whether a factor on log-probs is that between logarithms to two of the bases e, 2 and 10."""
+    logarithms = np.log(np.log([np.e, 2, 10]))
+    apart = np.abs(np.log(factor) - (logarithms[:, None] - logarithms))
+    return bool(apart[~np.eye(3, dtype=bool)].min() < NEAR_A_BASE)
+
+
 class Factor(NamedTuple):
     """The factor between both sides' log-probs of different tokens after one prefix, less their means.
 

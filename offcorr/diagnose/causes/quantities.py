@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
-from offcorr.diagnose.causes.prefixes import CHOICES, centred, choices
+from offcorr.diagnose.causes.prefixes import CHOICES, NEAR_A_BASE, centred, choices
 from offcorr.diagnose.causes.versions import same_version
 from offcorr.diagnose.evidence import SAME, Evidence
 from offcorr.diagnose.record import Floats
@@ -249,7 +249,8 @@ def _undone(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tupl
         probabilities = values.max() <= 1 + 1e-6
         yield "the negatives of log-probs", FITS if probabilities else most, -values
         if probabilities:
-            yield "probabilities, not their logarithms", most, np.log(np.maximum(values, 1e-30))
+            logarithms, rounded = np.log(np.maximum(values, 1e-30)), (values == 0) & bool((values > 0).mean() > 0.5)
+            yield "probabilities, not their logarithms", most, np.where(rounded, wanted, logarithms)
         for words, fits, natural in _bases(-values, wanted, evidence):
             yield f"the negatives of {words}", fits, natural
         return
@@ -279,11 +280,6 @@ def _bases(values: Floats, wanted: Floats, evidence: Evidence) -> Iterator[tuple
             _among(values - wanted, evidence) < _among(natural - wanted, evidence)  # as a ban leaves them
         ):
             yield f"logarithms to base {base}", fits, natural
-
-
-NEAR_A_BASE = 0.005
-"""Relative distance from 1 / ln 2, or 1 / ln 10, of the median quotient of two log-probs, up to which another
-difference may stand beside the base; a division by .7 is .01 away."""
 
 
 NO_BASE = 10

@@ -9,7 +9,16 @@ import numpy as np
 
 from offcorr.diagnose.causes.base import NEARLY_GREEDY, Alternative, Cause, Found
 from offcorr.diagnose.causes.over_steps import growth
-from offcorr.diagnose.causes.prefixes import CHOICES, Factor, choices, factor, logged, multiplies, multiplies_new_tokens
+from offcorr.diagnose.causes.prefixes import (
+    CHOICES,
+    Factor,
+    between_bases,
+    choices,
+    factor,
+    logged,
+    multiplies,
+    multiplies_new_tokens,
+)
 from offcorr.diagnose.causes.versions import before_any_update, same_version
 from offcorr.diagnose.evidence import LARGEST, Estimate, Evidence, mean
 from offcorr.diagnose.record import Floats
@@ -95,7 +104,7 @@ class Unnormalised(Cause):
             f"the probabilities of one side, which are e to its log-probs, do not sum to 1{unless}; {which}",
             rest,
             surest=1.0 if _surely_divided(evidence) else NOT_PROPORTIONAL,
-            at_most=not proportional,
+            rough=not proportional,
         )
 
 
@@ -153,14 +162,17 @@ FACTORS, LEAST_FACTOR = 0.05, 0.15
 
 
 def _one_multiple(evidence: Evidence) -> bool:
-    """Whether one factor, as of a temperature, lies between the log-probs of all sequences, whatever their lengths."""
+    """Whether one factor, as of a temperature, lies between the log-probs of all sequences, whatever their lengths, and
+    is none between logarithms to two bases."""
     several = len(evidence.records)
     finite = np.isfinite(evidence.d)
     rows, t, s = evidence.sequence[finite], evidence.trainer[finite], evidence.sampler[finite]
     squares = np.bincount(rows, t * t, several)
     factors = (np.bincount(rows, t * s, several) / np.maximum(squares, 1e-12))[squares > 0]
     middle = float(np.median(factors))
-    return LEAST_FACTOR < middle < 1 / LEAST_FACTOR and float(factors.std()) < FACTORS * middle
+    if not LEAST_FACTOR < middle < 1 / LEAST_FACTOR or between_bases(middle):
+        return False
+    return float(factors.std()) < FACTORS * middle
 
 
 def _near_a_multiple(evidence: Evidence) -> tuple[bool, bool]:
@@ -407,8 +419,9 @@ def _of_one_curve(evidence: Evidence) -> bool:
 
     The normaliser of a temperature has another value in each context, unless all are alike.
     """
-    from_here, at = np.unique(evidence.trainer, return_index=True)
-    to = evidence.sampler[at]
+    inside = (evidence.trainer != 0) & (evidence.sampler != 0)  # a 0 may stand for no log-prob
+    from_here, at = np.unique(evidence.trainer[inside], return_index=True)
+    to = evidence.sampler[inside][at]
     if len(at) < ENOUGH_FOR_A_FIT or not np.isfinite(to).all() or not np.isfinite(from_here).all():
         return False
     line = to[:-2] + (to[2:] - to[:-2]) * (from_here[1:-1] - from_here[:-2]) / (from_here[2:] - from_here[:-2])
@@ -499,7 +512,7 @@ def _tempered(evidence: Evidence, sampled_by_trainer: bool) -> Found | None:
         f"{fit.explained:.0%} of the spread of d{more}; {_whose(sampled_by_trainer)}",
         _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit),
         surest=BY_ITS_FIT,
-        at_most=True,
+        rough=True,
     )
 
 
@@ -508,9 +521,8 @@ def _multiplied(evidence: Evidence, among: Factor, fit: Power, sampled_by_traine
     truncated = one_sign or loses_mass(evidence)
     margin = max(8 * (fit.explained - 0.5), BESIDE_TRUNCATION if truncated else MULTIPLIED)
     rest = _rest(evidence if sampled_by_trainer else evidence.unbalanced(), fit)
-    if evidence.with_entropy is None and not truncated:  # the normalisers are those that the temperature leaves
+    if evidence.with_entropy is None:  # what the normalisers are, of a temperature or of a truncation too, is not known
         rest = rest.explained(rest.d - evidence.d * among.left / among.gap)
-    if evidence.with_entropy is None:
         rest = rest.with_floor(1.01 * rest.gap)
     sure = _tells_whose(evidence) and _changes_all(evidence) and not _of_one_curve(evidence)
     return Found(
@@ -522,7 +534,7 @@ def _multiplied(evidence: Evidence, among: Factor, fit: Power, sampled_by_traine
         rest,
         share=_share_beside_truncation(evidence, rest.gap) if _kept(evidence) < 1 else None,
         surest=ONE_FACTOR_SURE if sure else UNKNOWN_DRAWS,
-        at_most=True,
+        rough=True,
     )
 
 
@@ -731,5 +743,5 @@ class RepetitionPenalty(Cause):
             "another amount, makes more of d than that",
             left.with_floor(1.1 * left.gap),
             surest=surest if most else AS_LIKELY,
-            at_least=True,
+            rough=True,
         )

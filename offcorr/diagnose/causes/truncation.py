@@ -218,7 +218,7 @@ def _truncated(evidence: Evidence, found: Kept, sentence: str, margin: float) ->
         f"{1 - found.lost.value:.3f} of the trainer's probability on average; {sentence}",
         found.left,
         surest=LOOK_ALIKE,
-        at_most=True,
+        rough=True,
     )
 
 
@@ -375,6 +375,11 @@ class TopP(Cause):
             f"it has at least {least:.3f} nearly everywhere, and hardly ever more tokens than this share needs, "
             "as under top_p"
         )
+        if found.among_others:
+            said = (
+                "the tokens that it leaves alone are as under a top_p, whose value these numbers do not tell beside "
+                "what else differs"
+            )
         if not found.exact_nucleus:
             said = (
                 f"it is much the same in every context, from {found.least:.3f} on, as under a top_p whose border is "

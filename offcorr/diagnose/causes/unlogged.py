@@ -117,7 +117,7 @@ class TopPSilent(Cause):
 
     id = "top_p_silent"
     stage = "unlogged"
-    title = "the sampler truncates (top_p), and both sides log log-probs of the untruncated distribution"
+    title = "the sampler truncates (top_p, top_k, min_p), and both sides log log-probs of the full distribution"
     advice = f"sample with top_p=1.0, top_k=0, min_p=0.0 and the trainer's temperature, and {PROCESSED}"
     not_told_from = (
         SELECTED,

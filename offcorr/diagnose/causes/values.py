@@ -631,6 +631,7 @@ def constant(evidence: Evidence, side: str = "sampler") -> Found | None:
     values = {float(filled[row][0]) for row in same}
     # Where the mean or the sum over the sequence fits, that is another cause, and precedes this one.
     what = f"it is {min(values) + 0.0:g} everywhere" if len(values) == 1 else "an average or a sum, perhaps"
+    of_zeros = side == "sampler" and values == {0.0}
     share = len(same) / len(rows)
     return Found(
         share,
@@ -640,7 +641,7 @@ def constant(evidence: Evidence, side: str = "sampler") -> Found | None:
         f"in {len(same)} of {len(rows)} sequences with uncertain tokens the {side}'s value is the same at every token "
         f"({what}), so it is no log-prob of single tokens" + NOT_SCORED * (side == "trainer"),
         share=1.0,
-        surest=0.5 if side == "sampler" and values == {0.0} and _may_be_greedy(evidence) else 1.0,
+        surest=0.5 if of_zeros and _may_be_greedy(evidence) else 1.0,
     )
 
 
