@@ -2509,6 +2509,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py two_other_bases",
     ),
     Mutation(
+        "first batch: zeros of the trainer are not told beside a division",
+        "offcorr/training/semantics.py",
+        "(t == 0) & (e < -0.5)",
+        "(t == 0) & (e > 0.5)",
+        "tests/training/test_semantics.py either_side_may_have",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

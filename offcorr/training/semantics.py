@@ -157,8 +157,8 @@ class Semantics:
             - "raw": the engine sampled from the trainer's distribution, and reported log-probs at another temperature;
             - "kept_mass": the engine renormalised over the tokens that top-p, top-k or min-p kept, the trainer did not;
             - "unnormalised": the engine's probabilities do not sum to 1, as where a log-prob was divided by T;
-            - "unlogged": the two agree, but the tokens were drawn from another distribution;
-            - "shifted": the engine's log-probs belong to the next or the previous token;
+            - "unlogged": the two agree, but the tokens were drawn from another distribution than the entropy's;
+            - "shifted": the engine's log-probs belong to the next or the previous token, or the trainer's do;
             - "placeholders": some of the engine's log-probs are 0, or another constant, in place of numbers;
             - "per_sequence": the engine's log-probs are averages or sums over a sequence, in place of one number per
               token; or those of ``old_logp`` are;
@@ -355,7 +355,9 @@ def logprob_semantics(
         finding += AS_NEARLY_GREEDY * greedy or colder * (constant == 0)
         return replace(result("placeholders", finding), shifted=bool(neighbour), colder=greedy)
     if neighbour := _shift(ours, theirs, seen):
-        return result("shifted", f"the engine's log-probs are those of the {neighbour} token")
+        trainers = "next" if neighbour == "previous" else "previous"
+        finding = f"the engine's log-probs are those of the {neighbour} token, or the trainer's those of the {trainers}"
+        return result("shifted", finding)
 
     above, below = d.clamp(min=0).mean().item(), -d.clamp(max=0).mean().item()
     # A constant d (the log of the kept mass) looks proportional to t, too, where t hardly varies.
@@ -364,6 +366,11 @@ def logprob_semantics(
     related = not _unrelated(t, e, gap)
     if gap > 0.005 and related and (above > 20 * below or (below > 20 * above and proportional)):
         finding = "the engine's probabilities do not sum to 1 if the trainer's do"
+        if zeros := int(((t == 0) & (e < -0.5)).sum()):
+            finding += (
+                f"; {zeros} of the trainer's log-probs are exactly 0 where the engine's are not, as where it scored "
+                "fewer tokens or multiplied by a mask: look at these first"
+            )
         finding += AS_NEARLY_GREEDY * (certain < NEARLY_GREEDY) or colder
         return replace(result("unnormalised", finding), colder=certain < NEARLY_GREEDY)
 
@@ -437,7 +444,8 @@ def logprob_semantics(
         return result(
             "unlogged",
             f"the engine's log-probs {near} the trainer's, but the tokens {were}: mean of -logp - entropy "
-            f"{surprising.value:.2g} +- {surprising.error:.1g} in place of 0",
+            f"{surprising.value:.2g} +- {surprising.error:.1g} in place of 0, unless the entropy is of other "
+            "distributions than the trainer's log-probs, as of raw logits beside a temperature, or in bits",
         )
     if gap > HEALTHY:
         sentence = (

@@ -553,8 +553,10 @@ def test_tokens_that_a_policy_gave_up_are_no_sure_other_text():
     """A policy that has moved far since it sampled finds some tokens next to impossible, and differs before them."""
     moved = world("retokenised", sequences=32)
     moved.trainer = simulated.noise(0.05, shared=True)
-    (found,) = (one for one in diagnose(moved.records()).causes if one.cause == "retokenised")
+    report = diagnose(moved.records())
+    (found,) = (one for one in report.causes if one.cause == "retokenised")
     assert found.confidence == 0.5 and "may have given up such tokens" in found.evidence
+    assert any("tokens that one side forbids (min_tokens, ignore_eos" in one for one in report.cannot_tell)
     (found,) = diagnose(world("retokenised", sequences=32).records()).causes
     assert found.confidence > 0.9 and "given up" not in found.evidence
 

@@ -715,6 +715,19 @@ def test_an_old_logp_with_the_mistake_of_the_engines_bears_nothing_out(kind):
     assert later.kind == "agrees"
 
 
+def test_a_fault_that_either_side_may_have_is_not_put_down_to_the_engine():
+    """A trainer that is late by one, an entropy of other distributions, and zeros among the trainer's log-probs."""
+    logp, engine, mask, entropy = sampled()
+    late = logprob_semantics(logp.roll(-1, 1), engine, mask, entropy=entropy)
+    assert late.kind == "shifted" and "or the trainer's those of the next" in late.sentence
+    raw = logprob_semantics(logp, engine, mask, entropy=2 * entropy)
+    assert raw.kind == "unlogged" and "unless the entropy is of other distributions" in raw.sentence
+    zeros = torch.arange(logp.numel()).reshape(logp.shape) % 20 == 0
+    filled = logprob_semantics(torch.where(zeros, 0.0, logp), engine, mask, entropy=entropy)
+    assert filled.kind == "unnormalised" and "of the trainer's log-probs are exactly 0" in filled.sentence
+    assert "exactly 0" not in logprob_semantics(0.7 * logp, engine, mask, entropy=entropy).sentence
+
+
 def test_surprising_tokens_may_be_none_of_the_models():
     """A tool's text that the model scored, within the mask: both log-probs agree, whatever the sampler is set to."""
     logp, _, mask, entropy = sampled()

@@ -48,8 +48,8 @@ class Retokenised(Cause):
             settled=lambda evidence: _behind_masked(evidence) < HALF,
         ),
         Alternative(
-            "tokens that the trainer's side forbids, as by a mask of its logits, or that a penalty on repeated tokens "
-            "makes the sampler draw from a policy that is nearly certain of others",
+            "tokens that one side forbids (min_tokens, ignore_eos, bad_words, a mask of its logits), where the other "
+            "is nearly certain of them, or a penalty on repeated tokens that makes the sampler draw others",
             "see what each side does with its logits",
             settled=lambda evidence: (
                 (found := CAUSES["retokenised"].found(evidence)) is None or found.surest > OF_ANOTHER_POLICY
