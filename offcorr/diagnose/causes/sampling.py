@@ -307,7 +307,7 @@ SCALE = Alternative(
 
 RESCALED = Alternative(
     "log-probs that one side rescaled after the softmax, by a factor and a number, or by another function: one side's "
-    "log-prob of a token says the other's, whatever the context, as under a temperature where all contexts are alike",
+    "log-prob of a token determines the other's in every context, as a temperature's does where all contexts are alike",
     "compute the log-prob of one token by hand",
     settled=lambda evidence: not _of_one_curve(logged(evidence)),
 )
@@ -415,7 +415,7 @@ def _tells_whose(evidence: Evidence) -> bool:
 
 
 def _of_one_curve(evidence: Evidence) -> bool:
-    """Whether one side's log-prob of a token says the other's, whatever its context.
+    """Whether one side's log-prob of a token determines the other's, whatever its context.
 
     The normaliser of a temperature has another value in each context, unless all are alike.
     """
