@@ -599,8 +599,12 @@ class History(TrainerCallback):
             self.file.with_suffix(".png").unlink(missing_ok=True)  # of that run, too
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps:
-            control.should_log = True  # the last updates, where logging_steps does not divide their number
+        # The last updates before the end or a checkpoint, where logging_steps does not divide their number: a run that
+        # is resumed from there has no metrics of updates that were not logged.
+        control.should_log |= control.should_save or state.global_step >= state.max_steps
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log |= control.should_save
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -79,7 +79,7 @@ class Report:
     Args:
         verdict: the id of the cause that explains most; "clean" or "unknown" where there is none; "unknown" also beside
             updates of the trainer that are smaller than a d without a cause.
-        confidence: in the verdict, between 0 and 1.
+        confidence: in the verdict, between 0 and 1, among the known causes: a fault without a name may leave the same.
         causes: the causes found, the one that explains most first.
         cannot_tell: what the data cannot decide, and which further field would.
         numbers: sequences and tokens of the dump (``dump_*``) and of the sample that the tests read, and of the sample

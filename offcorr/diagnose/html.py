@@ -106,8 +106,9 @@ ERRORS = (
 READING = (
     "p is the probability that the trainer gives a token. Two models hardly differ about one that is nearly certain (p "
     "close to 1), so their difference is also given relative to 1 - p: |d| / (1 - p), the relative difference, of the "
-    "tokens with p below 0.99, and with 0.01 added to 1 - p. A confidence of 0.5 means that a test only just finds a "
-    "cause, and 1 that it is certain."
+    "tokens with p below 0.99, and with 0.01 added to 1 - p. A confidence of 0.5 means that a cause is only just "
+    "told from the other known ones, those that offcorr has a name for, and 1 that it certainly is. It is no "
+    "probability, and a fault that has no name may leave the numbers of one that has."
 )
 
 

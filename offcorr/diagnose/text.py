@@ -56,8 +56,10 @@ GLOSSARY = (
     "likely the sampled tokens are to the trainer than draws from its own distributions would be, the mean of (- "
     "log-prob - entropy). +- is one standard error. What a fit takes of the mean |d| is what is gone once that is "
     "taken away, one cause after the other: the cause may make more or less of it, as others move the same tokens. "
-    "Confidence: how clearly the cause is told from others that leave "
-    "similar numbers; 0.5: only just, 1: certainly."
+    "Confidence: how clearly the cause is told from the other known ones, those that offcorr has a name for; 0.5: "
+    "only just, 1: certainly. It is no probability, and a fault that has no name may leave the numbers of one that "
+    "has: before much is changed, compute the log-probs of one short sequence by hand, and compare them with both "
+    "sides'."
 )
 
 
@@ -76,8 +78,10 @@ def headline(report: Report) -> str:
             left = _unexplained(report)
             rough = any(one.rough for one in report.causes)
             more += f"; {left:.0%} of the mean |d| is not accounted for" * (left > MOST and not rough)
-        unsure = ": it may as well be another, see what these data cannot tell" * (report.confidence <= UNSURE)
-        return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}{unsure}){more}"
+        among = f" among the {len(CAUSES)} known causes"
+        if report.confidence <= UNSURE:
+            among = ": it may as well be another, see what these data cannot tell"
+        return f"{report.verdict}: {report.causes[0].title} (confidence {report.confidence:.2f}{among}){more}"
     said = {
         "clean": "the log-probs of trainer and sampler agree",
         "unknown": "trainer and sampler disagree, and no known cause fits",
@@ -116,8 +120,11 @@ def to_do(report: Report) -> list[str]:
     return [
         f"{checked} None explains {'d, ' * bool(report.causes)}a difference of {report.numbers['abs_mean']:.2g} nats "
         "per token.",
-        f"To do: {_further(report)}; or give --model, the trainer's model, which scores some sequences again under one "
-        "hypothesis after the other.",
+        "It may be another checkpoint, prompt, template or other positions on one side, rows in another order, or a "
+        "mistake in how one side computes, rescales or stores its log-probs.",
+        "To do: compute the log-probs of one short sequence by hand, and compare them with both sides'; or give "
+        "--model, the trainer's model, which scores some sequences again under one hypothesis after the other; or "
+        f"{_further(report)}.",
     ]
 
 

@@ -62,7 +62,7 @@ class Alarm:
         severity: "warning" or "critical".
         cause: an id of ``offcorr.diagnose.CAUSES``; "unknown" or "clean" where none was found.  "clean": the last
             sequences show no difference at all, so that nothing is masked or stopped.
-        confidence: of the cause, from 0 to 1.
+        confidence: of the cause, from 0 to 1, among the known causes.
         evidence: sentences with the numbers.
         advice: what to change.
         actions: those that were taken.
@@ -105,7 +105,7 @@ class Alarm:
         if self.revises:
             named = "no cause was" if self.revises in ("clean", "unknown") else f"{self.revises!r} was"
             before = f"; {named} named before"
-        return f"cause: {self.cause} (confidence {self.confidence:.2f}{before})"
+        return f"cause: {self.cause} (confidence {self.confidence:.2f} among the known causes{before})"
 
 
 def checked_actions(name: str, given: str | Iterable[str]) -> tuple[str, ...]:

@@ -15,6 +15,9 @@ OVERRIDE = (
 )
 
 
+DOUBT = "Another fault may leave the same numbers: compute the log-probs of one sequence by hand before much is changed"
+
+
 def check_self_test(choice: str) -> None:
     """Raise ``ValueError`` for anything but one of ``SELF_TESTS``."""
     if choice not in SELF_TESTS:
@@ -34,7 +37,9 @@ def refusal(found: Semantics | None, sampling: Mapping[str, float], dropout: flo
     """
     if found is None or not found.fatal or (dropout and found.kind in NOISY):
         return ""
-    return f"the training was not begun: in the first batch {found.sentence}: {mend(found, sampling)}. {OVERRIDE}"
+    return (
+        f"the training was not begun: in the first batch {found.sentence}: {mend(found, sampling)}. {DOUBT}. {OVERRIDE}"
+    )
 
 
 def warning(found: Semantics, sampling: Mapping[str, float], dropout: float = 0.0) -> str:
@@ -45,7 +50,7 @@ def warning(found: Semantics, sampling: Mapping[str, float], dropout: float = 0.
             f"{found.gap:.2g} over {found.tokens} tokens), and the trainer's dropout is on (up to {dropout:g}), which "
             "alone can make that: set it to 0 (disable_dropout=True); what differs then has another cause"
         )
-    return f"in the first batch {found.sentence}: {mend(found, sampling)}"
+    return f"in the first batch {found.sentence}: {mend(found, sampling)}. {DOUBT}"
 
 
 def mend(found: Semantics, sampling: Mapping[str, float]) -> str:

@@ -352,6 +352,7 @@ def logprob_semantics(
         if neighbour := _shift(ours, theirs, others):
             finding += f", and its other log-probs are those of the {neighbour} token"
         greedy = certain < NEARLY_GREEDY and constant == 0
+        finding += LEFT_ALONE * (constant == 0)
         finding += AS_NEARLY_GREEDY * greedy or colder * (constant == 0)
         return replace(result("placeholders", finding), shifted=bool(neighbour), colder=greedy)
     if neighbour := _shift(ours, theirs, seen):
@@ -366,10 +367,12 @@ def logprob_semantics(
     related = not _unrelated(t, e, gap)
     if gap > 0.005 and related and (above > 20 * below or (below > 20 * above and proportional)):
         finding = "the engine's probabilities do not sum to 1 if the trainer's do"
-        if zeros := int(((t == 0) & (e < -0.5)).sum()):
+        filled = ((t == 0) & (e < -0.5)) | _filled_in(e, t)
+        if filled.any():
             finding += (
-                f"; {zeros} of the trainer's log-probs are exactly 0 where the engine's are not, as where it scored "
-                "fewer tokens or multiplied by a mask: look at these first"
+                f"; {int(filled.sum())} of the trainer's log-probs are exactly {t[filled].mode().values.item():g} "
+                "where the engine's are not, as where it scored fewer tokens, multiplied by a mask, or cut its "
+                "log-probs off at a value: look at these first"
             )
         finding += AS_NEARLY_GREEDY * (certain < NEARLY_GREEDY) or colder
         return replace(result("unnormalised", finding), colder=certain < NEARLY_GREEDY)
@@ -403,13 +406,12 @@ def logprob_semantics(
                 f"{surprise.value:+.2g} +- {surprise.error:.1g}, and far below 0 under top-p, top-k or min-p)"
             )
             return replace(result("unnormalised", finding), raised=True)
-        or_else = (
-            ""
-            if likelier
-            else "; or some tokens are forbidden (logit_bias, bad_words), or they were divided by a temperature above "
-            "1 after the softmax, or are of other tokens than the sampled ones, which "
-            f"{'entropy' if surprise is None else 'more tokens'} would show"
-        )
+        or_else = "; or some tokens are forbidden (logit_bias, bad_words), or the trainer's softmax is over more ids"
+        if not likelier:
+            or_else += (
+                ", or they were divided by a temperature above 1 after the softmax, or are of other tokens than the "
+                f"sampled ones, which {'entropy' if surprise is None else 'more tokens'} would show"
+            )
         or_else += AS_NEARLY_GREEDY * (certain < NEARLY_GREEDY) or colder
         finding = (
             f"the engine's log-probs are renormalised over the tokens that top-p, top-k or min-p kept, {mass} of the "
@@ -455,8 +457,7 @@ def logprob_semantics(
         return Semantics("agrees", len(d), gap, ratio, None, surprise, sentence, same_weights)
     if gap > NOTABLE:
         sentence = (
-            f"the engine's log-probs are the sampler's probabilities, and mean |d| is {gap:.2g} over {len(d)} tokens"
-            f"{WORTH_IT}"
+            f"the engine's log-probs are near the trainer's: mean |d| is {gap:.2g} over {len(d)} tokens{WORTH_IT}"
         )
         return Semantics("agrees", len(d), gap, ratio, None, surprise, sentence, same_weights)
     return result("agrees", "the engine's log-probs agree with the trainer's")
@@ -465,6 +466,8 @@ def logprob_semantics(
 COLDER, NEARLY_GREEDY = 0.5, 0.3
 """Entropy of the engine's distributions over that of the trainer's below which one temperature is far below the other
 one, as no rounding of weights makes it; and below which it is near 0 and leaves zeros and a missing mass."""
+
+LEFT_ALONE = "; but a token that structured decoding, or a truncation, left alone has a true 0"
 
 AS_NEARLY_GREEDY = "; a sampler at a temperature near 0 leaves the same"
 

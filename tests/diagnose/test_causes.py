@@ -1163,6 +1163,16 @@ def test_before_any_update_none_is_missing():
     report = diagnose(first)
     assert (report.verdict, report.confidence) == ("precision", 0.5)
     assert any("weights that the engine was not given" in one for one in report.cannot_tell)
+    assert "none is missing (int4 has left 0.16 in a toy model)" in report.causes[0].evidence
+
+
+def test_no_rounding_is_as_coarse_as_another_checkpoint():
+    """Before any update no version explains it either: it has no name."""
+    made = world()
+    made.trainer = noise(1.0, shared=True)
+    report = diagnose([dataclasses.replace(one, rollout_version=0, trainer_version=0) for one in made.records()])
+    assert report.verdict == "unknown" and not report.causes
+    assert any("It may be another checkpoint, prompt, template" in one for one in to_do(report))
 
 
 def test_a_gap_that_is_there_before_any_update_is_of_none():

@@ -162,8 +162,8 @@ def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
 def test_the_last_updates_are_logged_and_count_as_many_as_they_are(capsys):
     """30 updates with a log after every fourth: 28 of them, and the last two."""
     history = grpo.History(Path("runs"))
-    for step, max_steps, logs in ((28, 30, False), (30, 30, True), (7, 7, True)):
-        control = SimpleNamespace(should_log=False)
+    for step, max_steps, saves, logs in ((28, 30, False, False), (30, 30, False, True), (2, 7, True, True)):
+        control = SimpleNamespace(should_log=False, should_save=saves)
         history.on_step_end(None, SimpleNamespace(global_step=step, max_steps=max_steps), control)
         assert control.should_log == logs
     logs = [{"step": 4 * window, "lag": float(window)} for window in range(1, 8)] + [{"step": 30, "lag": 20.0}]

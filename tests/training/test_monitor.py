@@ -465,7 +465,10 @@ def test_the_cause_is_named_on_the_batches_at_hand():
         monitor.end(version)
     (alarm,) = monitor.alarms
     assert (alarm.cause, alarm.confidence, alarm.advice) == ("stale_weights", 0.75, "sync")
-    assert "(warning); cause: stale_weights (confidence 0.75): sync. Evidence (d: the trainer's" in str(alarm)
+    assert (
+        "(warning); cause: stale_weights (confidence 0.75 among the known causes): sync. Evidence (d: the trainer's"
+        in str(alarm)
+    )
     assert str(alarm).endswith("; stale_weights!.")
     assert seen == [[28] * 64]
 
@@ -496,7 +499,10 @@ FATAL = {name: settings for name, (kind, settings) in FAULTS.items() if kind != 
 
 @pytest.mark.parametrize("fault", FATAL)
 def test_the_first_batch_is_refused(fault):
-    with pytest.raises(MismatchError, match=r'not begun: in the first batch the engine.*self_test="warn"'):
+    with pytest.raises(
+        MismatchError,
+        match=r'not begun: in the first batch the engine.*Another fault may leave the same numbers.*self_test="warn"',
+    ):
         Monitor().observe(first_batch(**FATAL[fault]))
 
 
@@ -522,7 +528,7 @@ def test_a_shift_is_refused_and_can_be_overridden(packed):
     with pytest.raises(MismatchError, match="those of the previous token.*move one of the two"):
         Monitor().observe(shifted())
     monitor = Monitor(self_test="warn")
-    with pytest.warns(UserWarning, match="in the first batch .* previous token") as caught:
+    with pytest.warns(UserWarning, match="in the first batch .* previous token.*Another fault may") as caught:
         monitor.observe(shifted())
         monitor.observe(shifted())
     assert len(caught) == 1

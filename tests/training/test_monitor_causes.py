@@ -79,7 +79,7 @@ def test_the_cause_is_looked_at_again_after_20_steps_and_said_if_it_changed():
         (28, "precision", ""),
         (68, "dropout", "precision"),
     ]
-    assert "cause: dropout (confidence 1.00; 'precision' was named before)" in str(changed[1])
+    assert "cause: dropout (confidence 1.00 among the known causes; 'precision' was named before)" in str(changed[1])
 
 
 def test_the_cause_is_looked_at_again_when_the_gap_has_grown():

@@ -579,17 +579,18 @@ def test_a_ban_is_told_from_a_truncation_or_asked_about():
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_p": 0.8, "peaked": True}, {"top_k": 5}, {"top_k": 50}])
 def test_a_truncation_is_one(settings):
-    """Its tokens are likelier than draws from the trainer's distributions, so nothing else is said."""
+    """Its tokens are likelier than the trainer's draws: not divided after the softmax, but maybe banned."""
     results = [found(seed, **settings) for seed in range(8)]
     assert {result.kind for result in results} == {"kept_mass"}
-    assert not any("softmax" in result.sentence for result in results)
+    assert not any("after the softmax" in result.sentence for result in results)
+    assert all("or some tokens are forbidden (logit_bias, bad_words)" in result.sentence for result in results)
 
 
 @pytest.mark.parametrize(
     ("noise", "said"),
     [
         (0.005, r"agree with the trainer's \(mean \|d\| 0\.00\d+ over 512 tokens\)$"),
-        (0.06, r"are the sampler's probabilities, and mean \|d\| is 0\.0\d+ over 512 tokens \(above 0\.01 an engine w"),
+        (0.06, r"are near the trainer's: mean \|d\| is 0\.0\d+ over 512 tokens \(above 0\.01 an engine w"),
         (0.12, r"differ .* by mean \|d\| 0\.0\d+ over"),
     ],
 )
@@ -620,7 +621,7 @@ def test_a_loss_that_takes_no_engine_weight_is_not_told_that_one_may_be_worth_it
     logp, rollout_logp, mask, _ = sampled(noise=0.06)
     step = Step(offcorr.get(loss), anchor=Rollout() if anchor else None)
     sentence = step.semantics(step.place(batch_of(logp, rollout_logp, mask, None, old_logp=logp))).sentence
-    assert "are the sampler's probabilities" in sentence
+    assert "are near the trainer's: mean |d| is" in sentence
     assert ("an engine weight may be worth it" in sentence) == hinted
 
 
@@ -689,6 +690,7 @@ def test_zeros_at_a_few_unlikely_tokens_are_no_truncation():
     rollout_logp[rows[:8], places[:8]] = 0.0
     found = logprob_semantics(logp, rollout_logp, mask, entropy=entropy)
     assert found.kind == "placeholders" and "a placeholder, 0, for" in found.sentence
+    assert "a token that structured decoding, or a truncation, left alone has a true 0" in found.sentence
 
 
 def test_an_old_logp_that_is_a_copy_of_the_engines_bears_nothing_out():
@@ -726,6 +728,8 @@ def test_a_fault_that_either_side_may_have_is_not_put_down_to_the_engine():
     filled = logprob_semantics(torch.where(zeros, 0.0, logp), engine, mask, entropy=entropy)
     assert filled.kind == "unnormalised" and "of the trainer's log-probs are exactly 0" in filled.sentence
     assert "exactly 0" not in logprob_semantics(0.7 * logp, engine, mask, entropy=entropy).sentence
+    cut_off = logprob_semantics(logp.clamp(min=-1), engine, mask, entropy=entropy)
+    assert "of the trainer's log-probs are exactly -1 where the engine's are not" in cut_off.sentence
 
 
 def test_surprising_tokens_may_be_none_of_the_models():

@@ -119,7 +119,7 @@ class Finding:
 
     Args:
         cause: the id.
-        confidence: between 0 and 1.
+        confidence: between 0 and 1, among the known causes.
         statistic, se, threshold: of the test that found it.
         share: of the mean |d|, what is gone once the cause is taken away.
         rough: the cause makes more or less of mean |d| than that: it was put down for all that others leave, or what
