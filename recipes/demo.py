@@ -15,6 +15,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -424,6 +425,7 @@ def plot(logs: dict[str, list[dict[str, Any]]], file: Path, title: str) -> Path:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as at Ctrl-C: the runs end with it
     try:
         sys.exit(main())
     except KeyboardInterrupt:
