@@ -174,6 +174,7 @@ def _stop(process: subprocess.Popen[Any]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as at Ctrl-C: servers and runs end with it
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -450,12 +451,17 @@ def test_an_interrupted_run_says_what_is_on_disk(tmp_path):
     assert grpo.what_is_left(trainer, history).endswith(f"{tmp_path}/checkpoint-12 goes on from there")
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("script", ["demo.py", "demo_vllm.py"])
-def test_an_interrupted_demo_has_the_exit_code_of_an_interrupt(script, monkeypatch, tmp_path, capsys):
+def test_an_interrupted_demo_has_the_exit_code_of_an_interrupt(script, sent, monkeypatch, tmp_path, capsys, request):
+    """Ctrl-C, or a kill, of which its runs would hear nothing."""
     import runpy
 
+    before = signal.getsignal(signal.SIGTERM)
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
+
     def interrupted(*_, **__):
-        raise KeyboardInterrupt
+        signal.raise_signal(sent)
 
     monkeypatch.setattr("offcorr.folders.check_writable", interrupted)
     monkeypatch.setattr(
