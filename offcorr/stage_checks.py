@@ -188,7 +188,8 @@ STEP, ROUNDED = 1e-5, 1e-5
 
 
 def check_slope(plan: Plan, batch: Batch) -> None:
-    """Raise AssertionError where the slope that a ratio's rule states is not the derivative of its log-ratio.
+    """Raise AssertionError where the slope that a ratio's rule states is not the derivative of its log-ratio, or where
+    this is 0 everywhere.
 
     It is that with respect to the token's own log-prob, over what the span alone makes of a token's measure (1/T for a
     mean over T tokens, which belongs to the aggregation).  Of a span over several tokens a slope of 1 is the token form
@@ -196,8 +197,6 @@ def check_slope(plan: Plan, batch: Batch) -> None:
     """
     ratio = plan.ratio
     if ratio is None or ratio.mismatch == "engine":
-        return
-    if ratio.rule is ratios.token_form and (ratio.span != "token" or ratio.measure is own):
         return
 
     def rule(logp: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +210,13 @@ def check_slope(plan: Plan, batch: Batch) -> None:
         return reference.carried(ratio._replace(measure=lambda log_ratio: measured), batch.tokens)
 
     mask, logp = batch.tokens.mask, batch.logp.detach()
-    slope = rule(logp)[1]
+    log_ratio, slope = rule(logp)
+    if not log_ratio[mask].any():
+        raise AssertionError(
+            f"the log-ratio of {ratio.owner} is 0 at every token, however far logp is from old_logp: write ratio=None"
+        )
+    if ratio.rule is ratios.token_form and (ratio.span != "token" or ratio.measure is own):
+        return
     if ratio.span != "token" and (slope[mask] == 1).all():
         return
     of_span = _derivative(carried, torch.zeros_like(logp))

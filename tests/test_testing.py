@@ -239,6 +239,21 @@ def test_the_default_slope_is_that_of_the_log_ratio_alone():
             check(offcorr.Correction(ratio=type("Half", (ratios.Ratio,), parts)(), gate=gates.Unclipped()))
 
 
+def test_a_ratio_that_is_always_1_is_found():
+    """A slope of 1 over several tokens passes, and nothing else would tell that its span forgot them."""
+
+    @offcorr.spans.register("test_forgets")
+    def forgets(x, rows):
+        return x * 0
+
+    try:
+        ratio = type("Forgets", (ratios.Ratio,), {"span": "test_forgets", "__module__": __name__})()
+        with pytest.raises(AssertionError, match="log-ratio of Forgets is 0 at every token, .*: write ratio=None"):
+            testing.check(offcorr.Correction(ratio=ratio))
+    finally:
+        offcorr.spans.unregister("test_forgets")
+
+
 def test_a_span_that_lets_masked_tokens_in_is_found():
     @offcorr.spans.register("test_unmasked_maximum")
     def unmasked(x, rows):
