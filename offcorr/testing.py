@@ -59,6 +59,9 @@ class OnReference(AssertionError):
 def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
     """Run every check on a method; returns the names of the checks that it passed.
 
+    The batches have rows of up to 256 tokens, advantages from -9 to 9 and log-ratios of up to about 20 nats (where
+    finite numbers are enough, 1e4): what a stage does beyond these is not compared.
+
     Args:
         method: what ``offcorr.resolve`` takes (a name, a spec, FILE.py:NAME), a registered function or class, any
             callable from options to a Correction, or a Correction.
@@ -283,7 +286,8 @@ def coefficient_is_the_gradient(loss_fn: Correction) -> None:
     above = _per_token_advantages(example(seed=3, spread=8.0))
     exchanged: dict[str, Any] = {"logp": above.old_logp, "old_logp": above.logp}
     below = dataclasses.replace(above, **exchanged)
-    for batch in (example(), _per_token_advantages(example(seed=1)), example(seed=2, spread=2.0), above, below):
+    short = (example(), _per_token_advantages(example(seed=1)), example(seed=2, spread=2.0), above, below)
+    for batch in (*short, _long_rows()):
         logp = batch.logp.clone().requires_grad_()
         batch = dataclasses.replace(batch, logp=logp)
         out = loss_fn(batch)
@@ -553,6 +557,12 @@ def _off_corners(logp: Tensor) -> Tensor:
     moves = torch.empty_like(logp).uniform_(1e-3, 2e-3, generator=torch.Generator().manual_seed(0))
     signs = torch.where(torch.arange(logp.shape[-1]) % 2 == 0, 1, -1)
     return (logp.detach() + signs * moves).requires_grad_()
+
+
+def _long_rows() -> Batch:
+    """Rows of about 180 tokens of 256, with large advantages and one of 0, where a stage may treat them otherwise."""
+    batch = example(seed=5, sequences=4, width=256, spread=0.1)
+    return dataclasses.replace(batch, advantages=torch.tensor([9.0, 1.0, -9.0, 0.0], dtype=torch.float64))
 
 
 def _per_token_advantages(batch: Batch) -> Batch:

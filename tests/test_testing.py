@@ -239,6 +239,24 @@ def test_the_default_slope_is_that_of_the_log_ratio_alone():
             check(offcorr.Correction(ratio=type("Half", (ratios.Ratio,), parts)(), gate=gates.Unclipped()))
 
 
+def late(log_ratio, position):
+    """No derivative after the first 60 tokens, as of a bound that is wider there."""
+    ratio = ops.exp(log_ratio)
+    return ratio, ops.where(position > 60, 0.0, ratio)
+
+
+def large(log_ratio, advantage):
+    ratio = ops.exp(log_ratio)
+    return ratio, ops.where(abs(advantage) > 5, 0.0, ratio)
+
+
+@pytest.mark.parametrize("surrogate", [late, large])
+def test_a_derivative_that_is_wrong_in_long_rows_or_at_large_advantages_alone_is_found(surrogate):
+    off = type("Off", (gates.Gate,), {"surrogate": staticmethod(surrogate), "__module__": __name__})()
+    with pytest.raises(AssertionError, match="stated derivative against autograd of Off.surrogate"):
+        testing.check(offcorr.Correction(gate=off))
+
+
 def test_a_ratio_that_is_always_1_is_found():
     """A slope of 1 over several tokens passes, and nothing else would tell that its span forgot them."""
 

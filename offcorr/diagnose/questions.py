@@ -94,6 +94,11 @@ trainer_version, or give --model'
             "(logit_bias, bad_words, min_tokens), or under a temperature or truncation that shows in too few of them, "
             "that neither side's log-probs carry. To find out, give --model"
         )
+    if not named and evidence.gap <= evidence.floor:
+        said.append(
+            "whether other weights sampled than those that scored, where rollout_logp is not the engine's own, but was "
+            "computed after the sampling from the trainer's weights. To find out, look where rollout_logp comes from"
+        )
     if named and not any(CAUSES[id].stage == "sampling" for id in named) and zeros_of_truncation(evidence):
         zeros = int((evidence.sampler == 0).sum())
         said.append(

@@ -98,7 +98,8 @@ def to_do(report: Report) -> list[str]:
     >>> from offcorr.diagnose import Record, diagnose
     >>> rows = [{"prompt_ids": [1], "completion_ids": [2, 3], "rollout_logp": [-1, -2], "logp": [-1, -2.0000001]}] * 40
     >>> to_do(diagnose(map(Record.of, rows)))[1]
-    'To do: nothing about the log-probs. A correction for the engine is not needed for data like these.'
+    "To do: nothing about the log-probs. A correction for the engine is not needed for data like these if rollout_logp \
+is as the engine reported it; computed afterwards, from the trainer's weights, it says nothing of those that sampled."
     """
     if report.causes and not report.d_unexplained:
         return []
@@ -108,13 +109,18 @@ def to_do(report: Report) -> list[str]:
             f"None was found: the log-probs differ by {report.numbers['abs_mean']:.2g} nats per token, no more than "
             "float32 rounding makes."
         )
-        nothing = "To do: nothing about the log-probs. A correction for the engine is not needed for data like these."
+        nothing = (
+            "To do: nothing about the log-probs. A correction for the engine is not needed for data like these if "
+            "rollout_logp is as the engine reported it; computed afterwards, from the trainer's weights, it says "
+            "nothing of those that sampled."
+        )
         if of_one_side(report.evidence.records)[0] > MANY:
             nothing = "To do: log the log-probs of both sides for every token: the others may differ."
         elif report.evidence.copied:
             nothing = (
-                "To do: see that the trainer computed its log-probs itself: they are the sampler's, number for number. "
-                "If it did, a correction for the engine is not needed for data like these."
+                "To do: see that each side computed its log-probs itself, the sampler as it sampled: they are the "
+                "same, number for number, as where one side's are a copy of the other's. If each did, a correction for "
+                "the engine is not needed for data like these."
             )
         return [f"{checked} {floor}", nothing]
     return [

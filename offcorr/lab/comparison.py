@@ -240,8 +240,9 @@ def _about(world: World) -> list[tuple[str, str]]:
     return [
         (
             "world",
-            f"{world.tree.sequences:,} sequences of {setting.length} tokens over {setting.vocabulary} symbols, "
-            f"{setting.policy} policy, {setting.advantages} advantages, seed {setting.seed}",
+            f"{world.tree.sequences:,} sequences of {setting.length} token{'s' * (setting.length != 1)} over "
+            f"{setting.vocabulary} symbols, {setting.policy} policy, {setting.advantages} advantages, seed "
+            f"{setting.seed}",
         ),
         (
             "reward",

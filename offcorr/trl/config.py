@@ -174,7 +174,7 @@ class CorrectionOptions:
 
     def _check_options(self) -> None:
         """Raise ``ValueError`` for values that an option cannot have; make ``ess_base`` a number if it is text."""
-        if self.anchor is not None and self.anchor not in ANCHORS:
+        if self.anchor is not None and self.anchor not in list(ANCHORS):  # a list has no hash
             raise ValueError(f"anchor is {self.anchor!r}{one_of(self.anchor, ANCHORS)}, or None")
         if self.ess_lr is not None and self.ess_lr not in RULES:
             raise ValueError(f"ess_lr is {self.ess_lr!r}{one_of(self.ess_lr, RULES)}, or None")
