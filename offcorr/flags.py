@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
     def unrecognized(self, given: Sequence[str]) -> NoReturn:
         """Ends the program with the flags and values that it does not have, and the flag that is nearest."""
-        flags = [flag for action in self._actions for flag in action.option_strings]
+        flags = [flag for action in self._actions for flag in action.option_strings if action.dest != "help"]
         flag = given[0].partition("=")[0]
         close = nearest(flag, flags) if flag.startswith("--") else ""
         self.error(f"unrecognized arguments: {' '.join(given)}{close}")

@@ -66,6 +66,7 @@ def test_an_example_is_a_line_to_copy(name, monkeypatch):
         "bench exat": ", did you mean 'exact'?\n",
         "diagnose dump --fail-on stale_weigths": ", did you mean 'stale_weights'?\n",
         "compare ppo --gapp 0.8": "offcorr compare: error: unrecognized arguments: --gapp 0.8, did you mean '--gap'?\n",
+        "methods minpro --eps 3": "offcorr methods: error: unrecognized arguments: --eps 3\n",
         "bench arena --quik": "offcorr bench arena: error: unrecognized arguments: --quik, did you mean '--quick'?\n",
     }.items(),
 )
