@@ -431,13 +431,23 @@ def _declared(name: str) -> bool:
     return found.on_policy if isinstance(found, Method) else True
 
 
+def _method_of(method: Any) -> Method | None:
+    """The method that a name or a function is, registered or not; None for a finished Correction."""
+    if isinstance(method, Correction):
+        return None
+    if not isinstance(method, str):
+        return registered(method) or Method(getattr(method, "__name__", repr(method)), method)
+    found = find(method)
+    return found if isinstance(found, Method) else None
+
+
 def _options_matter(method: Any) -> None:
     """Each number or choice among a method's options reaches its correction: none is accepted and then ignored.
 
     An option may act in one mode alone: it is tried under the options of a spec, and beside every choice of another.
     """
-    known = find(method) if isinstance(method, str) else registered(method)
-    if not isinstance(known, Method):
+    known = _method_of(method)
+    if known is None:
         return
     given = dict(known.example) | (split_spec(method)[1] if isinstance(method, str) else {})
     values, annotations = _values(known) | given, _annotations(known)
@@ -490,8 +500,8 @@ def _ignored(known: Method, mode: dict[str, Any], name: str, annotation: Any) ->
 
 def untested_options(method: Any) -> list[str]:
     """The options that ``check`` cannot try other values of, as they are no numbers and no choices of a ``Literal``."""
-    known = find(method) if isinstance(method, str) else registered(method)
-    if not isinstance(known, Method):
+    known = _method_of(method)
+    if known is None:
         return []
     return [name for name, value in _values(known).items() if not _other_values(value, _annotations(known).get(name))]
 

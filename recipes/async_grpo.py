@@ -58,7 +58,9 @@ class Arguments(AsyncGRPOConfig):
     )
     precision: str = field(default="fp32", metadata={"help": "of the local sampler: fp32, bf16, int8, fp8_e4m3 ..."})
     train_size: int = field(default=4096, metadata={"help": "examples to train on"})
-    eval_size: int = field(default=256, metadata={"help": "held-out examples, one sample each, at temperature 1"})
+    eval_size: int = field(
+        default=256, metadata={"help": "held-out examples, one sample each, at the run's --temperature"}
+    )
 
     output_dir: str = field(default="runs/async_grpo")
     loss_type: str | None = field(default="ppo", metadata={"help": ASYNC_HELP})

@@ -86,7 +86,7 @@ class Arguments(GRPOConfig):
         default="fp32", metadata={"help": "of the sampler: fp32, bf16, fp16, int8, int4, fp8_e4m3 ..."}
     )
     train_size: int = field(default=4096, metadata={"help": "examples to train on"})
-    eval_size: int = field(default=256, metadata={"help": "held-out examples, one sample each, at temperature 1"})
+    eval_size: int = field(default=256, metadata={"help": "held-out examples, sampled at the run's --temperature"})
     picture: bool = field(default=True, metadata={"help": "draw history.png at the end of the run"})
 
     # 32 prompts x 8 samples per generation, four optimizer updates on each.
@@ -680,7 +680,7 @@ WEIGHT = {
 """What a weight did, such as one for the engine, to tokens with and without advantage; without one its mean is 1 in
 every step, and is not shown."""
 
-ACCURACIES = "Accuracies: of --eval_size new samples each (of 256: +- .03, of 32: +- .09)."
+ACCURACIES = "Accuracies: of --eval_size new samples each, at the run's temperature (of 256: +- .03, of 32: +- .09)."
 TERMS = (
     "ESS: effective sample size, 1 where all count alike, of the updates between two logs. Multiplier, tokens and "
     "their ESS: of those with an advantage; damped, amplified: by more than 1 %."

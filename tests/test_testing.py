@@ -239,6 +239,14 @@ def test_the_default_slope_is_that_of_the_log_ratio_alone():
             check(offcorr.Correction(ratio=type("Half", (ratios.Ratio,), parts)(), gate=gates.Unclipped()))
 
 
+def test_an_option_that_a_function_ignores_is_found_without_registering_it():
+    def plain(eps: float = 0.2, unread: float = 3.0):
+        return offcorr.Correction(gate=gates.Clip(eps, eps))
+
+    with pytest.raises(AssertionError, match="^plain: the option unread changes nothing"):
+        testing.check(plain)
+
+
 def late(log_ratio, position):
     """No derivative after the first 60 tokens, as of a bound that is wider there."""
     ratio = ops.exp(log_ratio)

@@ -92,7 +92,8 @@ trainer_version, or give --model'
         said.append(
             "whether the tokens were drawn under a penalty, or a bias or ban of some tokens, however large "
             "(logit_bias, bad_words, min_tokens), or under a temperature or truncation that shows in too few of them, "
-            "that neither side's log-probs carry. To find out, give --model"
+            "that neither side's log-probs carry. To find out, read the engine's sampling options, or give --model, "
+            "which tries temperatures, truncations and penalties on repetition, but no ban or bias"
         )
     if not named and evidence.gap <= evidence.floor:
         said.append(

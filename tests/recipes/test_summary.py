@@ -497,7 +497,9 @@ def test_the_folder_of_a_run_says_what_it_was(tmp_path, monkeypatch):
 
 
 def test_accuracies_are_explained_where_there_are_any():
-    assert "Accuracies: of --eval_size" in shown(history()) and "All else: means over the run" in shown(history())
+    assert "Accuracies: of --eval_size new samples each, at the run's temperature" in shown(
+        history()
+    ) and "All else: means over the run" in shown(history())
     said = shown([entry for entry in history() if "eval_reward" not in entry])
     assert "Accuracies" not in said and "Means over the run" in said
 

@@ -34,7 +34,7 @@ def _other_policies(evidence: Evidence) -> float:
     return 2 * (known.gap + known.moved)
 
 
-OPTIONS = "give --model, or read the engine's sampling options"
+OPTIONS = "read the engine's sampling options, or give --model"
 
 SELECTED = Alternative(
     "sequences that were chosen by their rewards or their likelihood, such as the correct ones or the best of several",
@@ -69,7 +69,10 @@ NOT_SAMPLED = Alternative(
     "decode the tokens with the lowest log-probs (env_mask of TRL's rollout_func leaves a tool's out)",
 )
 
-BANNED = Alternative("a ban or a bias of some tokens (logit_bias, bad_words, min_tokens)", OPTIONS)
+BANNED = Alternative(
+    "a ban or a bias of some tokens (logit_bias, bad_words, min_tokens)",
+    "read the engine's sampling options, as --model tries no ban or bias",
+)
 
 
 class TemperatureSilent(Cause):
