@@ -415,7 +415,12 @@ def _resolve(method: Any) -> tuple[Correction, bool]:
     if not callable(method):
         wanted = "a name, FILE.py:NAME, an offcorr.Correction, or a function that returns one"
         raise TypeError(f"method is {method!r}, expected {wanted}")
-    known = registered(method)
+    known, plain = registered(method), _method_of(method)
+    if known is None and plain is not None and plain.required:
+        raise TypeError(
+            f"{plain.name} requires {' and '.join(plain.required)}, without a default: give one, check the Correction "
+            "that it returns, or register it with example="
+        )
     built = known(**known.example) if known else method()
     if not isinstance(built, Correction):
         raise TypeError(f"{method!r} built a {type(built).__name__}, expected an offcorr.Correction")

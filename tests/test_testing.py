@@ -243,8 +243,13 @@ def test_an_option_that_a_function_ignores_is_found_without_registering_it():
     def plain(eps: float = 0.2, unread: float = 3.0):
         return offcorr.Correction(gate=gates.Clip(eps, eps))
 
+    def wants(cap: float):
+        return offcorr.Correction(weight=weights.Truncate(cap))
+
     with pytest.raises(AssertionError, match="^plain: the option unread changes nothing"):
         testing.check(plain)
+    with pytest.raises(TypeError, match="^wants requires cap, without a default: give one, .* register it with exam"):
+        testing.check(wants)
 
 
 def late(log_ratio, position):

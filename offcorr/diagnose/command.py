@@ -147,6 +147,8 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--html is {html}, which exists; --overwrite replaces it")
         if html.exists() and any(html.resolve().is_relative_to(path.resolve()) for path in options.paths):
             raise ValueError(f"--html is {html}, a file of the dump; expected another one")
+        if html.suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f"--html is {html}, expected a file that ends in .html")
         check_file("--html", html)
     if options.tokenizer is not None:
         if html is None:
@@ -213,10 +215,26 @@ def _unloadable(flag: str, name: str, error: Exception) -> ValueError:
     return ValueError(f"{flag} {name} cannot be loaded: {missing}{reason}")
 
 
+KEPT = ("config.json", "adapter_config.json", "tokenizer_config.json")
+"""The files of which the hub's cache has one, if it has the model."""
+
+
 def _say_where(flag: str, name: str) -> None:
-    """A line where the hub is asked, which without a network takes a minute."""
-    if not Path(name).exists():
-        print(f"{flag} {name} is no folder here: looking for it on the hub", file=sys.stderr, flush=True)
+    """A line where the hub is asked, and its answer within seconds: transformers asks for a minute without a network.
+
+    Raises:
+        ValueError: the hub has no such model, or does not answer.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if Path(name).exists():
+        return
+    print(f"{flag} {name} is no folder here: looking for it on the hub", file=sys.stderr, flush=True)
+    try:
+        if not any(isinstance(try_to_load_from_cache(name, file), str) for file in KEPT):
+            HfApi().model_info(name, timeout=10)
+    except Exception as error:  # the hub's library raises errors of many kinds
+        raise _unloadable(flag, name, error) from error
 
 
 def _decode(name: str) -> Decode:

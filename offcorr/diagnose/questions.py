@@ -86,7 +86,8 @@ trainer_version, or give --model'
         said.append(
             f"why the tokens are {off} surprising than draws from the trainer's distributions would be. To find out, "
             "give --model, or read the engine's sampling options (temperature, top_p, top_k, min_p, penalties), and "
-            "check that the weights that sampled are those that scored"
+            "check that the weights that sampled are those that scored, and that every sequence was dumped, not the "
+            "likelier or better ones alone"
         )
     if not draws_known and not named and evidence.gap <= evidence.floor:
         said.append(

@@ -249,6 +249,7 @@ def test_html_in_the_place_of_something_else(dumps, capsys, tmp_path):
     missing = tmp_path / "none.jsonl"
     assert "does not exist" in refused(capsys, missing, "--html", tmp_path / "folder" / "report.html")
     assert "expected a file" in refused(capsys, missing, "--html", tmp_path, "--overwrite")
+    assert "expected a file that ends in .html" in refused(capsys, missing, "--html", tmp_path / "report.txt")
     assert "--overwrite is given without --html" in refused(capsys, missing, "--overwrite")
     dump = written(tmp_path / "dump.jsonl", world("clean").records())
     before = dump.read_bytes()
@@ -402,10 +403,16 @@ def test_a_model_names_the_cause(capsys, tmp_path):
     assert found["rescored"]["hypotheses"][0]["words"] == "top_k 4"
 
 
-def test_a_model_that_neither_a_folder_nor_the_hub_has_says_so():
+def test_a_model_that_neither_a_folder_nor_the_hub_has_says_so(monkeypatch):
     """What transformers says of it speaks of the network alone."""
-    from offcorr.diagnose.command import _unloadable
+    from offcorr.diagnose.command import _say_where, _unloadable
 
+    def unreachable(*_, **__):
+        raise ConnectionError("no such host")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    with pytest.raises(ValueError, match="^--model checkpoint-30 cannot be loaded: .* no such host$"):
+        _say_where("--model", "checkpoint-30")
     said = str(_unloadable("--model", "checkpoint-30", OSError("We couldn't connect")))
     assert said == (
         "--model checkpoint-30 cannot be loaded: there is no folder checkpoint-30 here, and of the hub's: We couldn't "
