@@ -2516,6 +2516,41 @@ MUTATIONS = [
         "tests/training/test_semantics.py either_side_may_have",
     ),
     Mutation(
+        "diagnose: what the others leave is the fit of a cause",
+        "offcorr/diagnose/diagnosis.py",
+        "rough and found.share is None and found.left is None,",
+        "False,",
+        "tests/diagnose/test_text.py that_of_a_fit",
+    ),
+    Mutation(
+        "diagnose: any difference before the first update is a precision",
+        "offcorr/diagnose/causes/policies.py",
+        "if coarse.statistic > COARSEST:",
+        "if False:",
+        "tests/diagnose/test_causes.py as_coarse_as",
+    ),
+    Mutation(
+        "first batch: the trainer's values that were cut off are not named",
+        "offcorr/training/semantics.py",
+        "filled = ((t == 0) & (e < -0.5)) | _filled_in(e, t)",
+        "filled = (t == 0) & (e < -0.5)",
+        "tests/training/test_semantics.py either_side_may",
+    ),
+    Mutation(
+        "check: a gate is compared on short rows alone",
+        "offcorr/testing.py",
+        "for batch in (*short, _long_rows()):",
+        "for batch in short:",
+        "tests/test_testing.py long_rows",
+    ),
+    Mutation(
+        "check: a function's options are not tried",
+        "offcorr/testing.py",
+        'return registered(method) or Method(getattr(method, "__name__", repr(method)), method)',
+        "return registered(method)",
+        "tests/test_testing.py without_registering",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",
@@ -3907,8 +3942,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: shares are exact",
         "offcorr/diagnose/diagnosis.py",
-        "found.rough or (",
-        "False and (",
+        "rough = found.rough or (",
+        "rough = False and (",
         "tests/diagnose/test_text.py that_of_a_fit",
     ),
     Mutation(

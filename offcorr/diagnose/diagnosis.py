@@ -453,6 +453,7 @@ def _beside_dropout(one: Finding) -> Finding:
 
 
 def _finding(cause: Cause, found: Found, share: float, of_steps: str) -> Finding:
+    rough = found.rough or (cause.stage == "policies" and found.share is None)
     return Finding(
         cause.id,
         min(confidence(found.margin), found.surest),
@@ -463,8 +464,9 @@ def _finding(cause: Cause, found: Found, share: float, of_steps: str) -> Finding
         cause.title,
         found.sentence + of_steps,
         cause.advice,
-        found.rough or (cause.stage == "policies" and found.share is None),
+        rough,
         found.of_d,
+        rough and found.share is None and found.left is None,
     )
 
 

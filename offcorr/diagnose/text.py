@@ -56,6 +56,7 @@ GLOSSARY = (
     "likely the sampled tokens are to the trainer than draws from its own distributions would be, the mean of (- "
     "log-prob - entropy). +- is one standard error. What a fit takes of the mean |d| is what is gone once that is "
     "taken away, one cause after the other: the cause may make more or less of it, as others move the same tokens. "
+    "A cause for which nothing can be fitted is put down for all that the others leave, and may make less of it. "
     "Confidence: how clearly the cause is told from the other known ones, those that offcorr has a name for; 0.5: "
     "only just, 1: certainly. It is no probability, and a fault that has no name may leave the numbers of one that "
     "has: before much is changed, compute the log-probs of one short sequence by hand, and compare them with both "
@@ -226,7 +227,7 @@ def _numbered(place: int, finding: Finding) -> str:
 def how_sure(finding: Finding) -> str:
     """The confidence in a cause, and its share of mean |d|; of updates and of what neither side logs, d has none."""
     of_gap = finding.part_of_d and finding.share >= 0.005
-    takes = "its fit takes" if finding.rough else "explains"
+    takes = "put down for" if finding.remainder else "its fit takes" if finding.rough else "explains"
     share = f", {takes} {finding.share:.0%} of the mean |d|" if of_gap else ""
     return f"confidence {finding.confidence:.2f}{share}"
 

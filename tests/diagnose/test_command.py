@@ -101,7 +101,7 @@ def test_json(dumps, capsys, name):
     assert set(found) == {"verdict", "confidence", "causes", "d_unexplained", "cannot_tell", "numbers", "warnings"}
     assert found["verdict"] == name and 0.5 <= found["confidence"] <= 1
     for cause in found["causes"]:
-        numbers = {"confidence", "statistic", "se", "threshold", "share", "rough", "of_d"}
+        numbers = {"confidence", "statistic", "se", "threshold", "share", "rough", "of_d", "remainder"}
         assert {"cause", "advice", "evidence", "title", *numbers} == set(cause)
         assert cause["advice"] == CAUSES[cause["cause"]].advice
     assert [cause["cause"] for cause in found["causes"]] == ([] if name == "clean" else [name])

@@ -36,8 +36,10 @@ def test_a_cause_is_said_with_evidence_and_advice(reports):
 def test_a_share_that_others_may_have_made_is_that_of_a_fit_and_what_is_left_is_said():
     told = diagnose(world("stale_weights").records())
     said = " ".join(text(told).split())
-    assert "its fit takes 100% of the mean |d|" in said and "is not accounted for" not in said
-    half = dataclasses.replace(told, causes=[dataclasses.replace(told.causes[0], share=0.3, rough=False)])
+    assert "put down for 100% of the mean |d|" in said and "is not accounted for" not in said
+    half = dataclasses.replace(
+        told, causes=[dataclasses.replace(told.causes[0], share=0.3, rough=False, remainder=False)]
+    )
     assert headline(half).endswith("; 70% of the mean |d| is not accounted for")
     assert "accounted for" not in headline(told)
     for said in (" ".join(text(half).split()), page(half)):
@@ -53,7 +55,7 @@ def test_a_truncation_hides_what_else_differs_so_that_its_share_is_rough():
     first, second = report.causes
     assert [(one.cause, one.rough) for one in report.causes] == [("top_p", True), ("precision", True)]
     said = " ".join(text(report).split())
-    assert "its fit takes 99% of the mean |d|" in said and "its fit takes 1% of the mean |d|" in said
+    assert "its fit takes 99% of the mean |d|" in said and "put down for 1% of the mean |d|" in said
     assert "others move the same tokens" in said
     assert (
         "it is below 0, and hides there what a lower precision, a temperature, older weights or another prompt make"

@@ -125,6 +125,7 @@ class Finding:
         rough: the cause makes more or less of mean |d| than that: it was put down for all that others leave, or what
             is taken away is a fit of it, and other causes move the same tokens.
         of_d: False: it is of no d, but of ``logp`` and ``old_logp``.
+        remainder: nothing was fitted: the share is all that other causes leave, and it may make less of it.
         title, evidence, advice: in words.
     """
 
@@ -139,6 +140,7 @@ class Finding:
     advice: str
     rough: bool = False
     of_d: bool = True
+    remainder: bool = False
 
     @property
     def part_of_d(self) -> bool:
