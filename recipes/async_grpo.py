@@ -37,6 +37,7 @@ from grpo import (  # noqa: E402
     History,
     Task,
     check_saving,
+    length_of_run,
     load_task,
     model_and_tokenizer,
     parse,
@@ -64,7 +65,10 @@ class Arguments(AsyncGRPOConfig):
 
     output_dir: str = field(default="runs/async_grpo")
     loss_type: str | None = field(default="ppo", metadata={"help": ASYNC_HELP})
-    max_steps: int = field(default=160)
+    max_steps: int | None = field(
+        default=None, metadata={"help": "updates in all (default: 160, as in recipes/grpo.py)"}
+    )
+    num_train_epochs: float | None = field(default=None, metadata={"help": "passes over the training examples"})
     learning_rate: float = field(default=3e-4)
     adam_beta2: float = field(default=0.99)
     per_device_train_batch_size: int = field(default=64)
@@ -81,6 +85,7 @@ class Arguments(AsyncGRPOConfig):
     use_cpu: bool = field(default=not torch.cuda.is_available())
 
     def __post_init__(self) -> None:
+        self.max_steps, self.num_train_epochs = length_of_run(self.max_steps, self.num_train_epochs)
         super().__post_init__()
         check_saving(self)
         if self.sampler not in ("local", "vllm") and not self.sampler.startswith("vllm://"):

@@ -56,6 +56,9 @@ from offcorr.trl.config import choose_correction
 from offcorr.trl.resume import updates_of
 from offcorr.trl.step import check_anchor, check_steps
 
+UPDATES = 160
+"""Of a run for which neither --max_steps nor --num_train_epochs is given."""
+
 OF_CHECKPOINT = ", expected a run's checkpoint, such as runs/minpro/checkpoint-20 (--save_strategy steps saves them)"
 
 
@@ -91,7 +94,10 @@ class Arguments(GRPOConfig):
 
     # 32 prompts x 8 samples per generation, four optimizer updates on each.
     output_dir: str | None = field(default=None, metadata={"help": "default: runs/<loss_type>"})
-    max_steps: int = field(default=160)
+    max_steps: int | None = field(
+        default=None, metadata={"help": "updates in all (default: 160; those of --num_train_epochs, where it is given)"}
+    )
+    num_train_epochs: float | None = field(default=None, metadata={"help": "passes over the training examples"})
     learning_rate: float = field(default=3e-4)
     lr_scheduler_type: str = field(default="constant")
     adam_beta2: float = field(default=0.99)
@@ -117,6 +123,7 @@ class Arguments(GRPOConfig):
 
     def __post_init__(self) -> None:
         """What can be refused before data or models are loaded."""
+        self.max_steps, self.num_train_epochs = length_of_run(self.max_steps, self.num_train_epochs)
         if self.output_dir is None:
             self.output_dir = "runs/" + re.sub(r"[^\w.=-]+", "-", self.loss_type)
         check_writable("--output_dir", self.output_dir)
@@ -281,6 +288,22 @@ class Parser(TrlParser):
         if said and said[1] in self.keys and said[1] not in flags:
             message = f"{self.file}: {said[1]}: {said[2]}"
         super().error(message)
+
+
+def length_of_run(max_steps: int | None, epochs: float | None) -> tuple[int, float]:
+    """``max_steps`` and ``num_train_epochs`` as transformers reads them: -1 updates are those of the epochs.
+
+    Raises:
+        ValueError: both are given, of which transformers would ignore the epochs.
+    """
+    if max_steps is not None and max_steps > 0 and epochs is not None:
+        raise ValueError(
+            f"num_train_epochs is {epochs:g} and max_steps is {max_steps}, which ends the run whatever the epochs are: "
+            "leave one of them out"
+        )
+    if max_steps is None:
+        max_steps = UPDATES if epochs is None else -1
+    return max_steps, 3.0 if epochs is None else epochs
 
 
 def parse(arguments: type[Any]) -> Any:
@@ -680,7 +703,7 @@ WEIGHT = {
 """What a weight did, such as one for the engine, to tokens with and without advantage; without one its mean is 1 in
 every step, and is not shown."""
 
-ACCURACIES = "Accuracies: of --eval_size new samples each, at the run's temperature (of 256: +- .03, of 32: +- .09)."
+ACCURACIES = "Accuracies: --eval_size samples at the run's temperature (256: +- .03, 32: +- .09)."
 TERMS = (
     "ESS: effective sample size, 1 where all count alike, of the updates between two logs. Multiplier, tokens and "
     "their ESS: of those with an advantage; damped, amplified: by more than 1 %."

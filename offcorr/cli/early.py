@@ -28,6 +28,7 @@ from offcorr.training.snapshots import check_steps
 __all__ = ["check", "options_of"]
 
 NUMBERS = {"int": int, "float": float}
+NONE = ("none", "null")
 
 
 def check(recipe: Path, flags: Sequence[str], config: Path | None = None, processes: int | None = 1) -> None:
@@ -97,14 +98,31 @@ class _Parser(argparse.ArgumentParser):
         raise Refusal(message)
 
 
+def _kind(option: Option) -> str:
+    """The annotation without its None."""
+    return re.sub(r"\s*\|\s*None$|^(?:typing\.)?Optional\[(.*)\]$", r"\1", option.annotation)
+
+
+def _or_none(kind: str) -> Callable[[str], Any]:
+    """Reads a number, or none, in words; argparse names it in its error."""
+
+    def read(text: str) -> Any:
+        return None if text.lower() in NONE else NUMBERS[kind](text)
+
+    read.__name__ = kind
+    return read
+
+
 def _parser(options: Mapping[str, Option]) -> _Parser:
     """With the type of a number; every other value is text here, and read by the recipe's parser."""
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name, option in options.items():
         words = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        kind = re.sub(r"\s*\|\s*None$|^(?:typing\.)?Optional\[(.*)\]$", r"\1", option.annotation)
-        if kind in ("int", "float", "str"):  # an optional number may be none, in words
-            parser.add_argument(*words, dest=name, type=NUMBERS.get(option.annotation, str))
+        kind = _kind(option)
+        if kind in NUMBERS:
+            parser.add_argument(*words, dest=name, type=NUMBERS[kind] if kind == option.annotation else _or_none(kind))
+        elif kind == "str":
+            parser.add_argument(*words, dest=name)
         else:
             parser.add_argument(*words, dest=name, nargs="*")
         if kind == "bool":
@@ -122,7 +140,9 @@ def _file(config: Path) -> dict[str, Any]:
 def _check_file(config: Path, values: Mapping[str, Any], options: Mapping[str, Option]) -> None:
     """Numbers of a file that are none; those of flags are read by the parser."""
     for name, value in values.items():
-        kind = options[name].annotation if name in options else ""
+        kind = _kind(options[name]) if name in options else ""
+        if isinstance(value, str) and value.lower() in NONE and kind != options[name].annotation:
+            continue
         number = kind in NUMBERS and not (isinstance(value, str) and _is_number(value, NUMBERS[kind]))
         if number and isinstance(value, str | list | dict):
             raise Refusal(f"{config}: {name}: invalid {kind} value: {value!r}")

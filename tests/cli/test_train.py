@@ -186,6 +186,7 @@ MISTAKES = {
     "lag: [3]": "[3]",
     "{loss_type: minpro, loss_kwargs: [1, 2]}": "loss_kwargs is [1, 2], expected a mapping or a JSON object",
     "precision: [int8, 2]": "precision is ['int8', 2], expected one of fp32",
+    "num_train_epochs: 1\nmax_steps: 4": "num_train_epochs is 1 and max_steps is 4, which ends the run",
     "max_steps: three": "run.yaml: max_steps: invalid int value: 'three'",
     "use_cpu: perhaps": "run.yaml: use_cpu: Truthy value expected",
     "--per_device_train_batch_size 3 --steps_per_generation 1": "generation_batch_size (3) must be divisible by "

@@ -160,6 +160,15 @@ def test_the_model_of_that_command_is_one_that_sampled(tmp_path):
     assert "those after 3, 4, 8 and 10 were saved" in sampled(6)[1]
 
 
+def test_epochs_that_are_given_say_how_long_a_run_is():
+    """transformers would ignore them beside a max_steps."""
+    assert grpo.length_of_run(None, None) == (160, 3.0)
+    assert grpo.length_of_run(None, 1) == (-1, 1) and grpo.length_of_run(-1, 1) == (-1, 1)
+    assert grpo.length_of_run(12, None) == (12, 3.0)
+    with pytest.raises(ValueError, match="num_train_epochs is 1 and max_steps is 12, which ends the run"):
+        grpo.length_of_run(12, 1)
+
+
 def test_the_last_updates_are_logged_and_count_as_many_as_they_are(capsys):
     """30 updates with a log after every fourth: 28 of them, and the last two."""
     history = grpo.History(Path("runs"))
@@ -497,7 +506,7 @@ def test_the_folder_of_a_run_says_what_it_was(tmp_path, monkeypatch):
 
 
 def test_accuracies_are_explained_where_there_are_any():
-    assert "Accuracies: of --eval_size new samples each, at the run's temperature" in shown(
+    assert "Accuracies: --eval_size samples at the run's temperature" in shown(
         history()
     ) and "All else: means over the run" in shown(history())
     said = shown([entry for entry in history() if "eval_reward" not in entry])

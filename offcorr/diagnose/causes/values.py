@@ -39,9 +39,9 @@ class Sentinel(Cause):
     robust = True
     title = "placeholders among one side's log-probs"
     advice = (
-        "log the engine's log-prob of each sampled token itself, which vLLM reports whatever its rank, and where there "
-        "is none NaN or None, never -9999, -100 or 0; mask tokens only if the model did not sample them, as those "
-        "without a log-prob may be the unlikely ones"
+        "log each side's own log-prob of each sampled token, which vLLM reports whatever its rank, and where there is "
+        "none NaN or None, never -9999, -100 or 0; mask tokens that the model did not sample, but none for the lack of "
+        "the engine's log-prob, as those without one may be the unlikely ones"
     )
     not_told_from = (
         Alternative(
