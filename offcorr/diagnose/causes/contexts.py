@@ -367,7 +367,7 @@ class StalePrefixCache(Cause):
     title = "the sampler read the prompt with older weights, from its prefix cache"
     advice = "reset the prefix cache after every weight update (vLLM: reset_prefix_cache())"
     not_told_from = (
-        Alternative("weights that are a little older, or an fp8 cache", "compare with a run without prefix caching"),
+        Alternative("older weights, or an fp8 cache", "compare with a run without prefix caching"),
         Alternative("a shorter or other prompt on one side", "give --model and an earlier --checkpoint"),
         NOT_SYNCED,
         CHANGED_WITHIN,
