@@ -294,8 +294,10 @@ def length_of_run(max_steps: int | None, epochs: float | None) -> tuple[int, flo
     """``max_steps`` and ``num_train_epochs`` as transformers reads them: -1 updates are those of the epochs.
 
     Raises:
-        ValueError: both are given, of which transformers would ignore the epochs.
+        ValueError: both are given, of which transformers would ignore the epochs, or no epoch would be trained.
     """
+    if epochs is not None and epochs <= 0:
+        raise ValueError(f"num_train_epochs is {epochs:g}, expected more than 0")
     if max_steps is not None and max_steps > 0 and epochs is not None:
         raise ValueError(
             f"num_train_epochs is {epochs:g} and max_steps is {max_steps}, which ends the run whatever the epochs are: "

@@ -270,19 +270,12 @@ def test_a_derivative_that_is_wrong_in_long_rows_or_at_large_advantages_alone_is
         testing.check(offcorr.Correction(gate=off))
 
 
+@pytest.mark.usefixtures("_unregistered")
 def test_a_ratio_that_is_always_1_is_found():
     """A slope of 1 over several tokens passes, and nothing else would tell that its span forgot them."""
-
-    @offcorr.spans.register("test_forgets")
-    def forgets(x, rows):
-        return x * 0
-
-    try:
-        ratio = type("Forgets", (ratios.Ratio,), {"span": "test_forgets", "__module__": __name__})()
-        with pytest.raises(AssertionError, match="log-ratio of Forgets is 0 at every token, .*: write ratio=None"):
-            testing.check(offcorr.Correction(ratio=ratio))
-    finally:
-        offcorr.spans.unregister("test_forgets")
+    ratio = of_span("test_mine", lambda x, rows: x * 0)
+    with pytest.raises(AssertionError, match="log-ratio of Mine is 0 at every token, .*: write ratio=None"):
+        testing.check(offcorr.Correction(ratio=ratio))
 
 
 def test_a_span_that_lets_masked_tokens_in_is_found():

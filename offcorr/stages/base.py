@@ -305,11 +305,11 @@ class Controller(Stage, kind="controller"):
 
     def statistics(self, tokens: Tokens) -> Any:
         """Its statistics of a micro-batch: a frozen dataclass of tensors with a method ``merge(other)``."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs statistics(self, tokens), of a micro-batch")
 
     def resolve(self, statistics: Any) -> Stage:
         """An ordinary stage whose numbers are computed from the merged statistics of the optimizer batch."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs resolve(self, statistics), the stage that it becomes")
 
     def logged(self, resolved: Any) -> dict[str, Number]:
         """Numbers of the resolved stage by name, logged under ``offcorr/control/``.

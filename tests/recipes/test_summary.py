@@ -167,6 +167,8 @@ def test_epochs_that_are_given_say_how_long_a_run_is():
     assert grpo.length_of_run(12, None) == (12, 3.0)
     with pytest.raises(ValueError, match="num_train_epochs is 1 and max_steps is 12, which ends the run"):
         grpo.length_of_run(12, 1)
+    with pytest.raises(ValueError, match="num_train_epochs is 0, expected more than 0"):
+        grpo.length_of_run(None, 0)
 
 
 def test_the_last_updates_are_logged_and_count_as_many_as_they_are(capsys):

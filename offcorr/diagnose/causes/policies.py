@@ -633,8 +633,8 @@ def as_even_as_rounding(evidence: Evidence) -> bool:
 
 
 COARSEST = 0.5
-"""Mean |d| / (1 - p) above which no rounding of weights is expected: int4 left .16 in the toy model,
-and leaves more where weights are larger."""
+"""Mean |d| / (1 - p) above which no rounding of weights is expected: int4 left .16 in the toy model, and
+leaves more where weights are larger."""
 
 
 class PrecisionOf(Cause):

@@ -616,7 +616,7 @@ UNCERTAIN = -0.05
 
 
 NOT_SCORED = ", as where old_logp was never filled: log what the trainer computes"
-"""What is added where the one number is the trainer's."""
+"""The end of the evidence where the one number is the trainer's."""
 
 
 def constant(evidence: Evidence, side: str = "sampler") -> Found | None:
