@@ -7,6 +7,7 @@ and the time per token on this machine.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import math
@@ -88,7 +89,7 @@ def seconds_per_token(loss_fns: Sequence[Correction], rounds: int = ROUNDS) -> l
 
 def _spent(loss_fn: Correction, batch: Batch) -> float:
     """The CPU time (seconds) of one loss and gradient."""
-    loss_fn, fresh = loss_fn.with_max_length(TIMED[1]), dataclasses.replace(batch)  # a batch keeps its padded view
+    loss_fn, fresh = loss_fn.with_max_length(TIMED[1]), copy.copy(batch)  # a batch that is used keeps its padded view
     begin = time.process_time()
     loss_fn(fresh).loss.backward()
     return time.process_time() - begin
@@ -156,7 +157,7 @@ def add_parser(subparsers: Any) -> None:
         help="methods side by side: bias, variance and direction of their gradients, computed exactly",
         description="Corrections side by side, for a policy so small that every sequence it can produce is enumerated: "
         "bias, variance and direction of the gradient against the true one, the effect on the tokens, and the time "
-        "per token. The caption below the table explains each column. All methods together take about 10 s on one "
+        "per token. The caption below the table explains each column. All methods together take 10 to 30 s on one "
         "core.\n\n"
         "Staleness: the sampler's weights are older than the trainer's. Engine mismatch: the engine computes other "
         "log-probs than the trainer from the same weights. ESS: effective sample size, (sum w)^2 / sum w^2 of the "
@@ -283,12 +284,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(setting: Setting, methods: Sequence[tuple[str, Correction]], draws: int) -> str:
-    """The first line of the progress: the work, and an estimate of its time, measured on one core of a server."""
+    """The first line of the progress: the work, and an estimate of its time, from a fast core to a slow one."""
     sequences, coupled = setting.vocabulary**setting.length, sum(couples(loss_fn) for _, loss_fn in methods)
     world = sequences * (8e-5 if setting.policy == "tied" else 1e-5)
     seconds = 1 + world + len(methods) * (0.03 + 4e-6 * sequences) + 1.2 * coupled * draws / 200
     about, many = 5 * math.ceil(seconds / 5), "" if len(methods) == 1 else "s"
-    return f"offcorr compare: {len(methods)} method{many} over {sequences:,} sequences, about {about} s"
+    return f"offcorr compare: {len(methods)} method{many} over {sequences:,} sequences, about {about} s, up to {3 * about} on a slow core"
 
 
 def _setting(options: argparse.Namespace) -> Setting:
