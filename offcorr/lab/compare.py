@@ -289,7 +289,8 @@ def _plan(setting: Setting, methods: Sequence[tuple[str, Correction]], draws: in
     world = sequences * (8e-5 if setting.policy == "tied" else 1e-5)
     seconds = 1 + world + len(methods) * (0.03 + 4e-6 * sequences) + 1.2 * coupled * draws / 200
     about, many = 5 * math.ceil(seconds / 5), "" if len(methods) == 1 else "s"
-    return f"offcorr compare: {len(methods)} method{many} over {sequences:,} sequences, about {about} s, up to {3 * about} on a slow core"
+    work = f"{len(methods)} method{many} over {sequences:,} sequences"
+    return f"offcorr compare: {work}, about {about} s, up to {3 * about} on a slow core"
 
 
 def _setting(options: argparse.Namespace) -> Setting:
