@@ -51,7 +51,8 @@ def test_a_gap_without_a_cause_is_said_beside_the_trainers_own_updates(size, ver
     assert report.d_unexplained and report.as_dict()["d_unexplained"]
     said = " ".join(text(report).split())
     assert ("no known cause fits the gap d itself, 0.067 nats" in headline(report)) == (verdict == "policy_updates")
-    assert f"None explains d, a difference of {report.numbers['abs_mean']:.2g} nats per token. To do: dump" in said
+    assert f"None explains d, a difference of {report.numbers['abs_mean']:.2g} nats per token." in said
+    assert "To do: compute the log-probs of one short sequence by hand" in said
     dump = written(tmp_path / "dump.jsonl", records)
     assert run(capsys, dump, "--fail-on", "unknown")[0] == 3
 

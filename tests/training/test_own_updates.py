@@ -260,9 +260,10 @@ def test_what_to_do_comes_before_the_evidence():
     alarm = Alarm(3, "engine", "warning", "precision", 0.5, ("k3 1", "more"), "keep it.", ("warn",))
     assert str(alarm) == (
         "step 3: the engine's log-probs have moved away from the trainer's (warning); cause: precision (confidence "
-        "0.50): keep it. Evidence (d: the trainer's log-prob of a token less the sampler's, in nats): k3 1; more."
+        "0.50 among the known causes): keep it. Evidence (d: the trainer's log-prob of a token less the sampler's, in "
+        "nats): k3 1; more."
     )
-    assert str(dataclasses.replace(alarm, evidence=())).endswith("0.50): keep it.")
+    assert str(dataclasses.replace(alarm, evidence=())).endswith("among the known causes): keep it.")
 
 
 @pytest.mark.parametrize("option", ["repetition_penalty", "presence_penalty", "top_p", "top_k", "min_p"])
