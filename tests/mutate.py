@@ -2028,8 +2028,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: another prompt of logp is a sure update",
         "offcorr/diagnose/causes/updates.py",
-        " or any(CAUSES[id].found(now) is not None for id in OF_A_PROMPT)",
-        "",
+        "if CAUSES[id].found(now) is not None",
+        "if False",
         "tests/diagnose/test_causes.py another_prompt_of_logp",
     ),
     Mutation(
@@ -2273,15 +2273,15 @@ MUTATIONS = [
     Mutation(
         "diagnose: updates of the first tokens are sure",
         "offcorr/diagnose/causes/updates.py",
-        "if early > OF_THE_FIRST or any",
-        "if any",
+        "<= early <= OF_THE_FIRST:",
+        "<= early:",
         "tests/diagnose/test_causes.py of_the_first_tokens",
     ),
     Mutation(
         "diagnose: updates that spare the first tokens are sure",
         "offcorr/diagnose/causes/updates.py",
-        "if early < 1 / OF_THE_FIRST",
-        "if early < 0",
+        "if 1 / OF_THE_FIRST <= early",
+        "if early",
         "tests/diagnose/test_causes.py of_the_first_tokens",
     ),
     Mutation(
