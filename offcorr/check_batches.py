@@ -44,7 +44,7 @@ def example(
         rollout_logp=rollout_logp,
         advantages=normal(sequences),
         mask=mask,
-        rewards=normal(sequences).sign(),
+        rewards=(2 * normal(sequences)).round() / 2,  # of both signs, and 0
         group_ids=torch.arange(sequences) % 3,
         entropy=normal(sequences, width).abs(),
     )

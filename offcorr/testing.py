@@ -59,8 +59,10 @@ class OnReference(AssertionError):
 def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
     """Run every check on a method; returns the names of the checks that it passed.
 
-    The batches have rows of up to 256 tokens, advantages from -9 to 9 and log-ratios of up to about 20 nats (where
-    finite numbers are enough, 1e4): what a stage does beyond these is not compared.
+    The batches have rows of 1 to 256 tokens, log-probs down to about -15, some of tokens of a probability above .99,
+    entropies of up to about 10 nats, advantages from -9 to 9, rewards from -3 to 3, 0 and halves among them, and
+    log-ratios of up to about 20 nats (where finite numbers are enough, 1e4): what a stage does beyond these is not
+    compared.
 
     Args:
         method: what ``offcorr.resolve`` takes (a name, a spec, FILE.py:NAME), a registered function or class, any
@@ -575,9 +577,23 @@ def _off_corners(logp: Tensor) -> Tensor:
 
 
 def _long_rows() -> Batch:
-    """Rows of about 180 tokens of 256, with large advantages and one of 0, where a stage may treat them otherwise."""
-    batch = example(seed=5, sequences=4, width=256, spread=0.1)
-    return dataclasses.replace(batch, advantages=torch.tensor([9.0, 1.0, -9.0, 0.0], dtype=torch.float64))
+    """Rows of up to 256 tokens and one of one token, where a stage may treat tokens otherwise: with large advantages
+    and rewards and a 0 of each, likely and unlikely tokens, and high entropies.
+    """
+    batch = example(seed=5, sequences=5, width=256, spread=0.1)
+    assert batch.old_logp is not None and batch.rollout_logp is not None and batch.entropy is not None
+    logp = torch.tensor([1.0, 0.01, 5.0], dtype=torch.float64)[torch.arange(256) % 3] * batch.logp - 0.003
+    whole, single = (torch.arange(5)[:, None] == torch.tensor(rows) for rows in ((0, 2), (4,)))
+    return dataclasses.replace(
+        batch,
+        logp=logp,
+        old_logp=(logp + batch.old_logp - batch.logp).clamp(max=-0.003),
+        rollout_logp=(logp + batch.rollout_logp - batch.logp).clamp(max=-0.003),
+        entropy=3 * batch.entropy,
+        mask=(batch.mask | whole.any(1, keepdim=True)) & ~(single & (torch.arange(256) > 0)),
+        advantages=torch.tensor([9.0, 1.0, -9.0, 0.0, -1.0], dtype=torch.float64),
+        rewards=torch.tensor([3.0, 1.0, 0.0, -3.0, 0.0], dtype=torch.float64),
+    )
 
 
 def _per_token_advantages(batch: Batch) -> Batch:

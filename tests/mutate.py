@@ -1650,8 +1650,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a neighbour that is little nearer is a sure shift",
         "offcorr/diagnose/causes/values.py",
-        "surest=1.0 if ratio < SHIFTED else 0.5",
-        "surest=1.0",
+        "sure = ratio < SHIFTED and",
+        "sure =",
         "tests/diagnose/test_causes.py::test_a_neighbour_that_is_not_much_nearer_is_no_sure_shift",
     ),
     Mutation(
@@ -2541,7 +2541,7 @@ MUTATIONS = [
         "offcorr/testing.py",
         "for batch in (*short, _long_rows()):",
         "for batch in short:",
-        "tests/test_testing.py long_rows",
+        "tests/test_testing.py few_of_the_tokens",
     ),
     Mutation(
         "check: a function's options are not tried",
@@ -2549,6 +2549,20 @@ MUTATIONS = [
         'return registered(method) or Method(getattr(method, "__name__", repr(method)), method)',
         "return registered(method)",
         "tests/test_testing.py without_registering",
+    ),
+    Mutation(
+        "diagnose: a shift of all leaves other tokens",
+        "offcorr/diagnose/causes/other_tokens.py",
+        " or _shifted(evidence)):",
+        "):",
+        "tests/diagnose/test_causes.py leaves_nothing_to",
+    ),
+    Mutation(
+        "diagnose: a shift from some token on is sure",
+        "offcorr/diagnose/causes/values.py",
+        "ratio < SHIFTED and _at_their_place(evidence) < IN_PLACE",
+        "ratio < SHIFTED",
+        "tests/diagnose/test_causes.py from_some_token_on",
     ),
     Mutation(
         "diagnose: a second cause beside dropout is sure",
@@ -3760,8 +3774,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a shift is taken for text that was encoded again",
         "offcorr/diagnose/causes/other_tokens.py",
-        "moved_by < 4 * at_place + 1:",
-        "moved_by < 0:",
+        "if moved_by < 4 * at_place + 1 and",
+        "if moved_by < 0 and",
         "tests/diagnose/test_causes.py certain_is_no_other_text",
     ),
     Mutation(

@@ -263,8 +263,45 @@ def large(log_ratio, advantage):
     return ratio, ops.where(abs(advantage) > 5, 0.0, ratio)
 
 
-@pytest.mark.parametrize("surrogate", [late, large])
-def test_a_derivative_that_is_wrong_in_long_rows_or_at_large_advantages_alone_is_found(surrogate):
+def last(log_ratio, position):
+    ratio = ops.exp(log_ratio)
+    return ratio, ops.where(position > 250, 0.0, ratio)
+
+
+def long(log_ratio, length):
+    ratio = ops.exp(log_ratio)
+    return ratio, ops.where(length > 250, 0.0, ratio)
+
+
+def alone(log_ratio, length):
+    ratio = ops.exp(log_ratio)
+    return ratio, ops.where(length < 2, 0.0, ratio)
+
+
+def failed(log_ratio, reward):
+    """No derivative for the samples of a reward of 0."""
+    ratio = ops.exp(log_ratio)
+    return ratio, ops.where(reward == 0, 0.0, ratio)
+
+
+def best(log_ratio, reward):
+    ratio = ops.exp(log_ratio)
+    return ratio, ops.where(reward > 2, 0.0, ratio)
+
+
+def certain(log_ratio, logp):
+    ratio = ops.exp(log_ratio)
+    return ratio, ops.where(logp > -0.01, 0.0, ratio)
+
+
+def doubtful(log_ratio, entropy):
+    ratio = ops.exp(log_ratio)
+    return ratio, ops.where(entropy > 8, 0.0, ratio)
+
+
+@pytest.mark.parametrize("surrogate", [late, last, long, alone, large, failed, best, certain, doubtful])
+def test_a_derivative_that_is_wrong_for_few_of_the_tokens_is_found(surrogate):
+    """As in long rows, at large advantages or where a sample failed."""
     off = type("Off", (gates.Gate,), {"surrogate": staticmethod(surrogate), "__module__": __name__})()
     with pytest.raises(AssertionError, match="stated derivative against autograd of Off.surrogate"):
         testing.check(offcorr.Correction(gate=off))

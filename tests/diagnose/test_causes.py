@@ -1560,6 +1560,38 @@ def test_updates_that_are_of_the_first_tokens_or_of_the_others_are_no_sure_ones(
     assert "; relative to 1 - p, where" in report.causes[0].evidence and said in report.causes[0].evidence
 
 
+def certain_at_first(seed, edit, certain=0.5, scale=2.0, early=0.02, tokens=20):
+    """Sequences of which the first tokens are nearly certain; ``edit`` makes the sampler's log-probs of them."""
+    rng = np.random.default_rng(seed)
+    records = []
+    for _ in range(64):
+        own = -np.where(rng.random(tokens) < certain, 2e-3, 1) * rng.exponential(scale, tokens)
+        own[: rng.integers(1, 13)] *= early
+        rows = {"completion_ids": rng.integers(3, 60, tokens), "rollout_logp": edit(own, rng), "old_logp": own}
+        records.append(Record.of({"prompt_ids": [1, 2]} | rows))
+    return records
+
+
+@pytest.mark.parametrize(("seed", "certain"), [(0, 0.5), (1, 0.5), (1, 0.7)])
+def test_a_shift_leaves_nothing_to_a_cause_of_other_tokens(seed, certain):
+    """Where the first tokens are nearly certain, both sides agree there whatever is moved."""
+    report = diagnose(certain_at_first(seed, lambda own, rng: np.append(own[1:], own[-1]), certain))
+    assert report.confidence > 0.95 and [one.cause for one in report.causes] == ["shift"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_shift_from_some_token_on_is_no_sure_one(seed):
+    def later(own, rng):
+        if rng.random() < 0.5:
+            return own
+        first = rng.integers(8, 16)
+        return np.concatenate([own[:first], own[first + 1 :], own[-1:]])
+
+    report = diagnose(certain_at_first(seed, later, scale=1.0, early=0.05, tokens=30))
+    assert (report.verdict, report.confidence) == ("shift", 0.5)
+    assert any("shift from some token on" in one for one in report.cannot_tell)
+
+
 def test_few_sequences_that_differ_are_asked_about():
     """As where rows changed places."""
     few, right = world("stale_weights", sequences=4).records(), world(seed=3, sequences=48).records()

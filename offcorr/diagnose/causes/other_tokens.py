@@ -81,8 +81,8 @@ class Retokenised(Cause):
         median = float(np.median(evidence.size[after]))
         if median < 0.1 * after_size and (evidence.d[after] > 0.02).mean() < ONE_SIDED and not slips:
             return None  # a sampler that forbids tokens makes all others likelier, by much where those were likely
-        if len(slips) > len(firsts) / 2 and moved_by < 4 * at_place + 1:  # all is shifted, from the first token on
-            return None
+        if moved_by < 4 * at_place + 1 and (len(slips) > len(firsts) / 2 or _shifted(evidence)):
+            return None  # all is shifted, from the first token on
         if before_size < 0.02:  # the others that differ do for the same reason, early or just before they end
             far = evidence.size > max(0.01, 20 * float(np.median(evidence.size[before])))
             for at in range(len(evidence.records)):
@@ -113,6 +113,15 @@ class Retokenised(Cause):
             surest=(1.0 if fit_again or len(firsts) >= SEVERAL else FEW) if sure else OF_ANOTHER_POLICY,
             rough=not sure,
         )
+
+
+ALL = 0.2
+"""Share of mean |d| that a shift leaves at most where it is of all sequences, beside rounding."""
+
+
+def _shifted(evidence: Evidence) -> bool:
+    """Whether the log-probs of all sequences fit when they are moved by one token."""
+    return (shift := CAUSES["shift"].found(evidence)) is not None and shift.statistic < ALL
 
 
 HALF = 0.5

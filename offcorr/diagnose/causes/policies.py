@@ -589,7 +589,7 @@ def _as_rounding(evidence: Evidence) -> Found | None:
     if profile.mean > MOSTLY:
         size = f"little more than the {MOSTLY} that rounding to bf16 or int8 makes at most, as a rule"
     if profile.mean >= WEIGHTS:
-        size = "as coarse rounding makes it (older weights would give a token id a similar d everywhere)"
+        size = "as coarse rounding makes it (older weights would mostly give a token id a similar d everywhere)"
     return Found(
         evidence.gap,
         mean_by_sequence(evidence.size, evidence.sequence).error,

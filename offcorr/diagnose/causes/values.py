@@ -520,6 +520,14 @@ class Shift(Cause):
         "the log-prob at index t must be that of the token at index t: check one known sequence by hand, and move the "
         "side that is off by one token"
     )
+    not_told_from = (
+        Alternative(
+            "a shift from some token on, as where text was encoded again, or one of some sequences alone: part of the "
+            "log-probs fit where they are",
+            "look at one sequence for the first token at which both sides differ",
+            settled=lambda evidence: _at_their_place(evidence) < IN_PLACE,
+        ),
+    )
 
     def found(self, evidence: Evidence) -> Found | None:
         own = evidence.gap
@@ -553,7 +561,21 @@ class Shift(Cause):
             )
             after = early
         error = float(moved[which].std() / np.sqrt(step.sum()) / own)
-        return Found(ratio, error, 0.6, (0.6 - ratio) * 10, said, after, surest=1.0 if ratio < SHIFTED else 0.5)
+        sure = ratio < SHIFTED and _at_their_place(evidence) < IN_PLACE
+        return Found(ratio, error, 0.6, (0.6 - ratio) * 10, said, after, surest=1.0 if sure else 0.5)
+
+
+IN_PLACE = 0.05
+"""Share of the tokens for which the neighbour's log-prob is another that fit their own, from which on not all moved."""
+
+
+def _at_their_place(evidence: Evidence) -> float:
+    """Of the tokens for which neither neighbour's log-prob would do, the share that agree with their own."""
+    inside = np.flatnonzero((np.diff(evidence.sequence) == 0) & (np.diff(evidence.position) == 1))
+    inside = inside[1:][np.diff(inside) == 1]  # tokens with a neighbour on both sides
+    near = np.minimum(*(np.abs(evidence.trainer[inside] - evidence.trainer[inside + by]) for by in (-1, 1)))
+    apart = inside[near > 0.1]
+    return float((evidence.size[apart] < 0.01).mean()) if len(apart) else 0.0
 
 
 def _zeros(evidence: Evidence) -> Booleans:
