@@ -2420,8 +2420,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: updates are sure that grow with nothing",
         "offcorr/diagnose/causes/updates.py",
-        "and not _grows_with_updates(evidence)",
-        "and False",
+        "fault = _at_the_fewest(evidence)",
+        'fault = ""',
         "tests/diagnose/test_causes.py moves_by_their_number",
     ),
     Mutation(

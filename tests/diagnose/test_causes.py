@@ -1523,10 +1523,26 @@ def test_updates_are_sure_where_logp_moves_by_their_number():
     alike = [dataclasses.replace(one, rollout_version=3, trainer_version=4) for one in records]
     fault = [dataclasses.replace(one, logp=of.logp) for one, of in zip(some, records, strict=True)]
     two_ages = [one for one in some if one.rollout_version in (7, 5)]
-    for given, sure in ((some, True), (two_ages, True), (first, False), (alike, False), (fault, False)):
+    unknown = "no version says how many updates|as many updates lie between for every sample"
+    both = "nats in the newest samples, of [0-9] updates?, and [0-9.]+ in the oldest, of [0-9] updates: what the newest"
+    for given, said in ((some, ""), (two_ages, ""), (first, both), (alike, unknown), (fault, both)):
         report = diagnose(given)
-        assert report.verdict == "policy_updates" and (report.confidence > 0.5) == sure
-        assert ("do not show that it grows with the number" in report.causes[0].evidence) != sure
+        assert report.verdict == "policy_updates" and (report.confidence > 0.5) == (said == "")
+        assert said or "on average" in report.causes[0].evidence[-12:]
+        assert re.search(said, report.causes[0].evidence)
+
+
+def test_what_updates_leave_in_the_newest_and_the_oldest_samples_is_said():
+    made = world("policy_updates")
+    made.sequences = 64
+    records = over_updates(made.records(), first=1)
+    sizes = {
+        one: np.mean(np.concatenate([np.abs(r.logp - r.old_logp) for r in records if r.rollout_version == one]))
+        for one in {record.rollout_version for record in records}
+    }
+    newest, oldest = sizes[max(sizes)], sizes[min(sizes)]
+    assert f"it is {newest:.2g} nats in the newest" in diagnose(records).causes[0].evidence
+    assert f"and {oldest:.2g} in the oldest" in diagnose(records).causes[0].evidence
 
 
 @pytest.mark.parametrize("cause", ["chat_template", "truncated_prompt"])

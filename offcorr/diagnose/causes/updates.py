@@ -76,17 +76,29 @@ def _shared(evidence: Evidence) -> bool:
     return evidence.updates is not None and evidence.updates.by_token_id.value > SHARED
 
 
-def _grows_with_updates(evidence: Evidence) -> bool:
-    """Whether hardly any of logp - old_logp is there where the fewest updates lie between: a fault of the forward pass
-    that computes logp is in every sample.
+def _at_the_fewest(evidence: Evidence) -> str:
+    """The end of a sentence, unless hardly any of logp - old_logp is there where the fewest updates lie between: a
+    fault of the forward pass that computes logp is in every sample.
     """
     if (now := evidence.updates) is None:
-        return False
+        return ""
     ages = np.array([np.nan if (one := age(record)) is None else one for record in now.records])[now.sequence]
     if not len(known := np.unique(ages[np.isfinite(ages)])):
-        return False
+        return "; no version says how many updates lie between"
+    if len(known) == 1:
+        return "; as many updates lie between for every sample, so that nothing tells what grows with their number"
     newest, oldest = (float(now.size[ages == one].mean()) for one in (known[0], known[-1]))
-    return newest < NEXT_TO_NOTHING * oldest
+    if newest < NEXT_TO_NOTHING * oldest:
+        return ""
+    alone = "of the updates alone, or " if known[0] > 0 else ""
+    return (
+        f"; it is {newest:.2g} nats in the newest samples, of {_updates(known[0])}, and {oldest:.2g} in the oldest, of "
+        f"{_updates(known[-1])}: what the newest have may be {alone}of something in every sample"
+    )
+
+
+def _updates(count: float) -> str:
+    return f"{count:.3g} update{'' if count == 1 else 's'}"
 
 
 OF_A_PROMPT = ("chat_template", "truncated_prompt", "position")
@@ -141,8 +153,8 @@ class PolicyUpdates(Cause):
         if len(spread) >= REPEATED and spread.mean() > max(0.02, 0.1 * moved, 5 * other.mean()):
             return None  # each forward pass of the trainer differs
         share = moved / (moved + evidence.gap)
-        if not fault and updated(evidence) and not _grows_with_updates(evidence):
-            fault = "; these data do not show that it grows with the number of updates"
+        if not fault and updated(evidence):
+            fault = _at_the_fewest(evidence)
         sure = updated(evidence) and not fault and repeats_itself_now(evidence) and _shared(evidence)
         return Found(
             moved,
