@@ -1069,8 +1069,8 @@ MUTATIONS = [
     Mutation(
         "diagnose: a shorter prompt is sure by its fade",
         "offcorr/diagnose/causes/contexts.py",
-        'while no d is shared by the tokens of one id{of_age(evidence)}",\n            surest=UNSURE,',
-        'while no d is shared by the tokens of one id{of_age(evidence)}",\n            surest=ALIKE,',
+        '            f"{of_age(evidence)}",\n            surest=UNSURE,',
+        '            f"{of_age(evidence)}",\n            surest=ALIKE,',
         "tests/diagnose/test_causes.py no_surer_the_cause",
     ),
     Mutation(

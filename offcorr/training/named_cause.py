@@ -95,7 +95,10 @@ REFUTED = (
 RISING = 2.0
 """Growth of k3 since it left its range, above which a gap that the first steps did not have at all is no precision."""
 
-ROUNDING_GROWS = "d is as small as rounding makes it, but it grows from step to step, and rounding does not"
+ROUNDING_GROWS = (
+    "d is as small as rounding makes it, but it grows from step to step, as the rounding of weights that stay alike "
+    "does not"
+)
 
 SETTING_GROWS = (
     "the log-probs alone would be taken for {cause!r}, as updates of the trainer's policy can look; k3 is {times:.2g} "

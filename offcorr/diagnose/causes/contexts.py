@@ -142,8 +142,8 @@ def _restarted(profile: Profile) -> Found | None:
         drop.error,
         0.35,
         max(drop.value, 0.5) + 1,
-        "the log-probs agree on the first token of the completions, and differ on the next ones by more than "
-        "rounding makes"
+        f"the log-probs agree more closely on the first token of the completions than elsewhere (|d| / (1 - p) is "
+        f"{np.exp(first):.2g} of that of all, geometric means), and differ on the next ones by more than rounding makes"
         + (", less and less along the completion" if fades else "")
         + ", as where the positions of the completion do not continue those of the prompt",
         surest=UNSURE,  # a penalty on what stood in the completion before begins there, too
@@ -187,9 +187,9 @@ class KVCache(Cause):
             drop.error,
             -0.7,
             drop.value,
-            f"the relative difference |d| / (1 - p) is {np.exp(drop.value):.1f} times smaller at the first token of "
-            "the completions than at the next seven: the first comes out of the pass over the prompt, and only those "
-            "after it are decoded one by one from the cache",
+            f"the relative difference |d| / (1 - p) is {np.exp(drop.value):.1f} times smaller (geometric means) at the "
+            "first token of the completions than at the next seven: the first comes out of the pass over the prompt, "
+            "and only those after it are decoded one by one from the cache",
             surest=UNSURE,  # a penalty leaves the first token as it is, too
         )
 
@@ -261,8 +261,8 @@ class ChatTemplate(Cause):
                 FAR,
                 0.3,
                 f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, more than rounding to bf16 "
-                "or int8 makes, and a token id has another d in every context, as where the two sides read different "
-                "prompts",
+                f"or int8 makes, and little of d is shared by the tokens of one id{_by_id(evidence)}, as where the two "
+                "sides read different prompts",
                 surest=0.5,  # coarse rounding leaves the same, at times
             )
         return None
@@ -278,6 +278,7 @@ def _of_the_text_before(evidence: Evidence) -> Found | None:
     """The finding that the first token is much further off than the others."""
     profile = Profile.of(evidence)
     first, error, count = _first(profile)
+    alone = np.isfinite(profile.level(0, 1)[1])
     if count < 4 or first <= 1.6 or first / error <= SIGNIFICANT or profile.mean <= WEIGHTS:
         return None
     return Found(
@@ -285,8 +286,9 @@ def _of_the_text_before(evidence: Evidence) -> Found | None:
         error,
         1.6,
         first,
-        f"the relative difference |d| / (1 - p) is {np.exp(first):.0f} times larger at the first token of the "
-        f"completions than at a typical one, as where the text just before it differs{of_age(evidence)}",
+        f"the relative difference |d| / (1 - p) is {np.exp(first):.0f} times as large (geometric means) at the first "
+        f"{'token' if alone else 'four tokens'} of the completions as over all of them, as where the text just before "
+        f"differs{of_age(evidence)}",
         surest=UNSURE,
     )
 
@@ -301,10 +303,16 @@ def _decay(profile: Profile) -> Estimate:
     return Estimate(early - late, float(np.hypot(error, late_error)))
 
 
+def _by_id(evidence: Evidence) -> str:
+    """The end of a sentence about how much of d is a token id's."""
+    return f" (its mean of each id in one half of the sequences correlates by {evidence.by_token_id.value:.2f} with \
+that in the other half)"
+
+
 def _faded(profile: Profile, decay: Estimate) -> str:
     return (
-        f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, and {np.exp(decay.value):.1f} times "
-        "larger in the first eight tokens of the completions than in their later half"
+        f"the relative difference |d| / (1 - p) is {profile.mean:.2g} on average, and its geometric mean is "
+        f"{np.exp(decay.value):.1f} times as large in the first eight tokens of the completions as in their later half"
     )
 
 
@@ -354,7 +362,8 @@ class TruncatedPrompt(Cause):
             decay.error,
             0.4,
             decay.value,
-            f"{_faded(profile, decay)}, while no d is shared by the tokens of one id{of_age(evidence)}",
+            f"{_faded(profile, decay)}, while little of d is shared by the tokens of one id{_by_id(evidence)}"
+            f"{of_age(evidence)}",
             surest=UNSURE,
         )
 
@@ -410,7 +419,7 @@ class StalePrefixCache(Cause):
             FADES,
             decay.value,
             _faded(profile, decay)
-            + ("; the mean d of a token id is alike in all sequences" if shared else "")
+            + (f"; d is shared by the tokens of one id{_by_id(evidence)}" if shared else "")
             + of_age(evidence),
             surest=UNSURE,  # another prompt fades in the same way
         )

@@ -548,7 +548,7 @@ def _other_weights(evidence: Evidence) -> Found | None:
         return None
     said = (
         f"; the mean d of each token id in one half of the sequences correlates by {drift.value:.2f} with that in the "
-        "other half, so d is no noise"
+        "other half, as that of noise does not"
     )
     of_age = _of_the_age(evidence) and not loses_mass(evidence, SIGNIFICANT)
     return Found(
@@ -607,8 +607,8 @@ def _growing(evidence: Evidence) -> Found | None:
         return None
     return found._replace(
         margin=min(0.35, 0.1 * float(np.log(grown[1] / max(grown[0], 1e-9)))),
-        sentence=f"{found.sentence}; but it grows over the optimizer steps, from {grown[0]:.2g} to {grown[1]:.2g}, and "
-        "rounding does not",
+        sentence=f"{found.sentence}; but it grows over the optimizer steps, from {grown[0]:.2g} to {grown[1]:.2g}, as "
+        "the rounding of weights that stay alike does not",
     )
 
 
