@@ -144,6 +144,23 @@ def test_a_bias_of_which_updates_may_be_the_reason_is_unsure():
     assert sure == {None: 0.5, 3: 0.5, 4: 0.5}
 
 
+def test_end_tokens_under_another_id_are_asked_about():
+    """A client that writes its own end token leaves a d of that id alone, as a bias does."""
+    rng, ended = np.random.default_rng(0), []
+    plain = world(sequences=64, tokens=40).records()
+    end = 1 + max(int(one.completion_ids.max()) for one in plain)
+    for at, one in enumerate(plain):
+        ids, logp = one.completion_ids.copy(), one.old_logp.copy()
+        if at % 2:
+            ids[-1], logp[-1] = end, logp[-1] + rng.uniform(-4, -1)
+        ended.append(dataclasses.replace(one, completion_ids=ids, old_logp=logp))
+    asked = CAUSES["logit_bias"].not_told_from[-1]
+    assert asked.words.startswith("ids that the sampler did not draw, as an end token")
+    assert not asked.settled(Evidence.of(ended))
+    assert asked.settled(Evidence.of(world("logit_bias").records()))
+    assert any(asked.words in one for one in questions.open_questions(Evidence.of(ended), ["logit_bias"]))
+
+
 def _capped(values):
     return np.maximum(values, -2.0)
 

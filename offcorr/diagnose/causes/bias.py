@@ -127,6 +127,11 @@ class LogitBias(Cause):
             "another prompt, template or position that one side read, to which few tokens are sensitive",
             "give --model, or compare the prompt ids that each side read",
         ),
+        Alternative(
+            "ids that the sampler did not draw, as an end token that a client writes under an id of its own",
+            "compare the ids at the ends of the completions with those that the engine returned",
+            settled=lambda evidence: (few := _carriers(evidence)) is None or not _at_the_ends(evidence, few.ids),
+        ),
     )
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -178,6 +183,12 @@ def _one_number(evidence: Evidence, ids: Integers) -> bool:
         added = -np.log(np.maximum((np.exp(np.clip(evidence.d[which], -50, 50)) - p) / (1 - p), 1e-12))
         far += [np.abs(added - np.median(added)) / max(abs(float(np.median(added))), 1e-12)] if len(added) else []
     return not far or float(np.mean(np.concatenate(far))) <= NEAR
+
+
+def _at_the_ends(evidence: Evidence, ids: Integers) -> bool:
+    """Whether all tokens with these ids are the last ones of their sequences."""
+    last = np.append(np.diff(evidence.sequence) > 0, True)
+    return bool(last[np.isin(evidence.ids, ids)].all())
 
 
 ALIKE = 0.3

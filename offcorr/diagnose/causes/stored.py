@@ -29,7 +29,7 @@ class StoredBF16(Cause):
     id = "stored_bf16"
     stage = "values"
     robust = True
-    title = "log-probs were stored in bfloat16"
+    title = "log-probs were computed or stored in bfloat16"
     advice = "keep log-probs in float32 from the log-softmax to the loss: bfloat16 has 3 digits"
 
     def found(self, evidence: Evidence) -> Found | None:
@@ -48,7 +48,8 @@ class StoredRounded(Cause):
     stage = "values"
     robust = True
     title = (
-        "log-probs, or their probabilities, were rounded when they were stored, to float16, 8 bits or a few decimals"
+        "log-probs, or their probabilities, were rounded when they were computed or stored, to float16, 8 bits or a "
+        "few decimals"
     )
     advice = "keep log-probs in float32 from the log-softmax to the loss, and write them with all digits"
 
