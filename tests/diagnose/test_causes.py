@@ -1625,6 +1625,15 @@ def test_a_shift_from_some_token_on_is_no_sure_one(seed):
     assert any("shift from some token on" in one for one in report.cannot_tell)
 
 
+def test_a_shift_of_some_sequences_alone_is_a_sure_one():
+    def some(own, rng):
+        return own if rng.random() < 0.5 else np.append(own[1:], own[-1])
+
+    report = diagnose(certain_at_first(0, some, scale=1.0, early=1.0, tokens=30))
+    assert report.verdict == "shift" and report.confidence > 0.95
+    assert not any("shift from some token on" in one for one in report.cannot_tell)
+
+
 def test_few_sequences_that_differ_are_asked_about():
     """As where rows changed places."""
     few, right = world("stale_weights", sequences=4).records(), world(seed=3, sequences=48).records()

@@ -522,8 +522,8 @@ class Shift(Cause):
     )
     not_told_from = (
         Alternative(
-            "a shift from some token on, as where text was encoded again, or one of some sequences alone: part of the "
-            "log-probs fit where they are",
+            "a shift from some token on, as where text was encoded again: part of a sequence's log-probs fit where "
+            "they are",
             "look at one sequence for the first token at which both sides differ",
             settled=lambda evidence: _at_their_place(evidence) < IN_PLACE,
         ),
@@ -570,12 +570,16 @@ IN_PLACE = 0.05
 
 
 def _at_their_place(evidence: Evidence) -> float:
-    """Of the tokens for which neither neighbour's log-prob would do, the share that agree with their own."""
+    """Of the tokens for which neither neighbour's log-prob would do, in sequences that do not agree as a whole, the
+    share that agree with their own.
+    """
     inside = np.flatnonzero((np.diff(evidence.sequence) == 0) & (np.diff(evidence.position) == 1))
     inside = inside[1:][np.diff(inside) == 1]  # tokens with a neighbour on both sides
     near = np.minimum(*(np.abs(evidence.trainer[inside] - evidence.trainer[inside + by]) for by in (-1, 1)))
     apart = inside[near > 0.1]
-    return float((evidence.size[apart] < 0.01).mean()) if len(apart) else 0.0
+    agree, of = evidence.size[apart] < 0.01, evidence.sequence[apart]
+    agree = agree[np.isin(of, of[~agree])]
+    return float(agree.mean()) if len(agree) else 0.0
 
 
 def _zeros(evidence: Evidence) -> Booleans:
