@@ -61,7 +61,7 @@ def check(method: Any, *, on_policy: bool | None = None) -> list[str]:
 
     The batches have rows of 1 to 256 tokens, log-probs down to about -15, some of tokens of a probability above .99,
     entropies of up to about 10 nats, advantages from -9 to 9, rewards from -3 to 3, 0 and halves among them, and
-    log-ratios of up to about 20 nats (where finite numbers are enough, 1e4): what a stage does beyond these is not
+    log-ratios of up to about 16 nats (where finite numbers are enough, 1e4): what a stage does beyond these is not
     compared.
 
     Args:
@@ -580,10 +580,10 @@ def _long_rows() -> Batch:
     """Rows of up to 256 tokens and one of one token, where a stage may treat tokens otherwise: with large advantages
     and rewards and a 0 of each, likely and unlikely tokens, and high entropies.
     """
-    batch = example(seed=5, sequences=5, width=256, spread=0.1)
+    batch = example(seed=5, sequences=6, width=256, spread=0.1)
     assert batch.old_logp is not None and batch.rollout_logp is not None and batch.entropy is not None
     logp = torch.tensor([1.0, 0.01, 5.0], dtype=torch.float64)[torch.arange(256) % 3] * batch.logp - 0.003
-    whole, single = (torch.arange(5)[:, None] == torch.tensor(rows) for rows in ((0, 2), (4,)))
+    whole, single = (torch.arange(6)[:, None] == torch.tensor(rows) for rows in ((0, 2), (4,)))
     return dataclasses.replace(
         batch,
         logp=logp,
@@ -591,8 +591,8 @@ def _long_rows() -> Batch:
         rollout_logp=(logp + batch.rollout_logp - batch.logp).clamp(max=-0.003),
         entropy=3 * batch.entropy,
         mask=(batch.mask | whole.any(1, keepdim=True)) & ~(single & (torch.arange(256) > 0)),
-        advantages=torch.tensor([9.0, 1.0, -9.0, 0.0, -1.0], dtype=torch.float64),
-        rewards=torch.tensor([3.0, 1.0, 0.0, -3.0, 0.0], dtype=torch.float64),
+        advantages=torch.tensor([9.0, 1.0, -9.0, 0.0, -1.0, 1.0], dtype=torch.float64),
+        rewards=torch.tensor([3.0, 1.0, -3.0, 1.0, 0.0, 0.0], dtype=torch.float64),
     )
 
 

@@ -286,7 +286,23 @@ def failed(log_ratio, reward):
 
 def best(log_ratio, reward):
     ratio = ops.exp(log_ratio)
-    return ratio, ops.where(reward > 2, 0.0, ratio)
+    return ratio, ops.where(reward > 2.5, 0.0, ratio)
+
+
+def worst(log_ratio, advantage, reward):
+    """Where the advantage is 0, no derivative is wrong."""
+    ratio = ops.exp(log_ratio) * advantage
+    return ratio, ops.where(reward < -2.5, 0.0, ratio)
+
+
+def far(log_ratio):
+    ratio = ops.exp(log_ratio)
+    return ratio, ops.where(log_ratio > 15.5, 0.0, ratio)
+
+
+def farther(log_ratio):
+    ratio = ops.exp(log_ratio)
+    return ratio, ops.where(log_ratio < -15.5, 1.0, ratio)
 
 
 def certain(log_ratio, logp):
@@ -299,7 +315,9 @@ def doubtful(log_ratio, entropy):
     return ratio, ops.where(entropy > 8, 0.0, ratio)
 
 
-@pytest.mark.parametrize("surrogate", [late, last, long, alone, large, failed, best, certain, doubtful])
+@pytest.mark.parametrize(
+    "surrogate", [late, last, long, alone, large, failed, best, worst, far, farther, certain, doubtful]
+)
 def test_a_derivative_that_is_wrong_for_few_of_the_tokens_is_found(surrogate):
     """As in long rows, at large advantages or where a sample failed."""
     off = type("Off", (gates.Gate,), {"surrogate": staticmethod(surrogate), "__module__": __name__})()
