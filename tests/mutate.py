@@ -2565,6 +2565,13 @@ MUTATIONS = [
         "tests/diagnose/test_causes.py from_some_token_on",
     ),
     Mutation(
+        "diagnose: rounding has all that it can have",
+        "offcorr/diagnose/causes/stored.py",
+        "part = WHOLE if alone else",
+        "part = WHOLE if True else",
+        "tests/diagnose/test_causes.py no_share_of_what",
+    ),
+    Mutation(
         "diagnose: a second cause beside dropout is sure",
         "offcorr/diagnose/diagnosis.py",
         "min(one.confidence, BESIDE_DROPOUT)",

@@ -134,7 +134,9 @@ def diagnose(records: Iterable[Record], *, seed: int = 0) -> Report:
     evidence = Evidence.of(_sample(_counted(records, whole), seed))
     if not len(evidence):
         raise ValueError(
-            "no token has a log-prob of both sides: rollout_logp is NaN, old_logp is NaN, or mask is 0, everywhere"
+            "no token has a log-prob of both sides: rollout_logp is NaN, old_logp is NaN, or mask is 0, everywhere; "
+            "log what the sampler reports as it samples (OffPolicy and vLLM do, transformers' generate does not), and "
+            "what the trainer computes"
         )
     impossible = _impossible_entropy(evidence)
     if impossible:

@@ -3440,6 +3440,20 @@ def test_log_probs_in_fixed_steps_were_rounded_when_they_were_stored(side, step)
     )
 
 
+@pytest.mark.parametrize("step", [0.01, 0.02, 0.05])
+@pytest.mark.parametrize("spread", [0.01, 0.05])
+def test_rounding_beside_another_cause_has_no_share_of_what_that_one_makes(step, spread):
+    """Mean |d| falls by little once the storage is mended, as what was rounded differed, too."""
+    exact = world(sequences=64, trainer=noise(spread, shared=True)).records()
+    rounded = [dataclasses.replace(one, rollout_logp=step * np.round(one.rollout_logp / step)) for one in exact]
+    before, after = (
+        np.mean(np.abs(np.concatenate([one.rollout_logp - one.old_logp for one in records])))
+        for records in (rounded, exact)
+    )
+    found = next(one for one in diagnose(rounded).causes if one.cause == "stored_rounded")
+    assert found.rough and -0.02 < found.share - (1 - after / before) < 0.1
+
+
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_probabilities_in_16_bits_were_rounded_when_they_were_stored(kind):
     """Their logarithms are numbers of any kind."""

@@ -72,7 +72,8 @@ class StoredRounded(Cause):
                     f"take {steps:,} different values, as in 8 bits or fixed steps, and the other side's {different:,} "
                     "at the same tokens"
                 )
-                return _rounded(evidence, side, values, spacing / 2, said)
+                typical = np.full(len(values), np.median(spacing) / 2)  # unlikely values have gaps for neighbours
+                return _rounded(evidence, side, values, spacing / 2, said, typical)
             decimals, digits = decimals_of(values), significant_of(values)
             if digits is not None and (decimals is None or _of_digits(values, digits).mean() > 0.5 * 0.1**decimals):
                 said = f"have {digits} significant decimal digits at most"
@@ -92,10 +93,21 @@ class StoredRounded(Cause):
         return None
 
 
-def _rounded(evidence: Evidence, side: str, values: Floats, half: Floats, said: str) -> Found:
-    """The finding that one side's values stand on a grid, and what is left of d where each may be off by ``half``."""
+def _rounded(
+    evidence: Evidence, side: str, values: Floats, half: Floats, said: str, typical: Floats | None = None
+) -> Found:
+    """The finding that one side's values stand on a grid, and what is left of d where each may be off by ``half``.
+
+    Args:
+        typical: [N] half the grid's step, where ``half`` is more at some values; None: ``half``.
+    """
     count = int((values < 0).sum())
-    left = np.sign(evidence.d) * np.maximum(evidence.size - 1.001 * half, 0)
+    alone = (evidence.size > WHOLE * half).mean() <= ALONE
+    others = evidence.trainer if side == "sampler" else evidence.sampler
+    step = half if typical is None else typical
+    moved = np.where(values == 0, np.minimum(np.abs(others), step), step)  # what is 0 now was as near to it
+    part = WHOLE if alone else _part(evidence.size, half, float(np.square(moved).sum()) / 3)
+    left = np.sign(evidence.d) * np.maximum(evidence.size - part * half, 0)
     return Found(
         1.0,
         0.0,
@@ -103,7 +115,32 @@ def _rounded(evidence: Evidence, side: str, values: Floats, half: Floats, said: 
         count / 64,
         f"all {count} log-probs of the {side} {said}",
         dataclasses.replace(evidence.explained(evidence.d - left), shrunk=True),
+        rough=not alone,
     )
+
+
+WHOLE, ALONE = 1.001, 0.01
+"""Half steps that rounding moves a value by at most, and share of the tokens that are off by more where it is alone."""
+
+
+def _part(size: Floats, half: Floats, rounding: float) -> float:
+    """How many half steps to take off each |d|, so that as much of the sum of d^2 is left as another cause makes.
+
+    Rounding adds a third of the squared half steps to that sum, and little to the |d| of a token that is off by more.
+
+    Args:
+        rounding: what it adds.
+    """
+    goal = float(np.square(size).sum()) - rounding
+
+    def left(part: float) -> float:
+        return float(np.square(np.maximum(size - part * half, 0)).sum())
+
+    low, high = 0.0, WHOLE
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if left(middle) > goal else (low, middle)
+    return high
 
 
 def _of_digits(values: Floats, digits: int) -> Floats:
