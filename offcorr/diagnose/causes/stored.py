@@ -124,7 +124,7 @@ WHOLE, ALONE = 1.001, 0.01
 
 
 def _part(size: Floats, half: Floats, rounding: float) -> float:
-    """How many half steps to take off each |d|, so that as much of the sum of d^2 is left as another cause makes.
+    """The half steps to take off each |d|, so that as much of the sum of d^2 is left as another cause makes.
 
     Rounding adds a third of the squared half steps to that sum, and little to the |d| of a token that is off by more.
 
