@@ -135,6 +135,9 @@ def test_check_takes_what_resolve_takes(tmp_path):
         offcorr.unregister("of_this_test")
     with pytest.raises(ValueError, match="defines no 'caped', did you mean 'capped'"):
         testing.check(f"{file}:caped")
+    file.write_text("g = 4")
+    with pytest.raises(ValueError, match="has 'g', which is 4, expected a correction, or a function or class that"):
+        testing.check(f"{file}:g")
 
 
 @pytest.mark.parametrize("unused", ["cap: float = 2.0", "bounded: bool = False"])

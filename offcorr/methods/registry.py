@@ -420,6 +420,10 @@ def find(spec: str) -> Method | Correction:
         slot = next((slot for slot, kind in _SLOTS.items() if kind == found.KIND), found.KIND)
         made = f"{symbol}(...)" if isinstance(found, type) else symbol
         raise ValueError(f"{path} has {symbol!r}, a {found.KIND}, expected a correction: Correction({slot}={made})")
+    if not callable(found):
+        raise ValueError(
+            f"{path} has {symbol!r}, which is {found!r}, expected a correction, or a function or class that returns one"
+        )
     return registered(found) or Method(name, found)
 
 
