@@ -78,7 +78,7 @@ MISMATCH = (
         ("ratio_mean_seq", "chi2_seq", "ess_seq"),
     ),
     Metric("ppl_ratio", "mean over sequences of e^(-mean d): the first policy's perplexity over the second's", Mean),
-    Metric("first_token", "mean |d| at each sequence's first valid token", Mean),
+    Metric("first_token", "mean |d| at each sequence's first valid token, where both log-probs are known", Mean),
 )
 """d is the unclamped log-ratio (nats) of the first policy to the second, over tokens where both log-probs are
 finite, before any weight, gate or rejection.  ESS / n is left out of one value, of which it is always 1."""

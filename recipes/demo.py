@@ -291,7 +291,8 @@ def alarms(logs: dict[str, list[dict[str, Any]]], folder: Path) -> Iterator[str]
         raised = int(max(series(entries, "offcorr/monitor/alarms")[1], default=0))
         if raised:
             many = f"{raised} alarms" if raised > 1 else "one alarm"
-            yield f"the monitor raised {many} in the run of {RUNS[name].title}: {folder / name / 'output.txt'}"
+            where = folder / name / "output.txt"
+            yield f"the monitor raised {many} in the run of {RUNS[name].title}, each a warning in {where}"
 
 
 def largest_fall(entries: list[dict[str, Any]]) -> float:

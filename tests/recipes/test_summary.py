@@ -272,7 +272,7 @@ def test_the_demo_names_the_alarms_of_its_runs():
         "ctpo": [{"step": 1, "offcorr/monitor/alarms": 2.0}],
     }
     first, second = demo.alarms(logs, Path("runs"))
-    assert first == "the monitor raised one alarm in the run of TRL's default: runs/trl/output.txt"
+    assert first == "the monitor raised one alarm in the run of TRL's default, each a warning in runs/trl/output.txt"
     assert second.startswith("the monitor raised 2 alarms in the run of CTPO")
 
 
