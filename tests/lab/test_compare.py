@@ -315,7 +315,7 @@ def test_errors_name_the_option(command, argv, said):
 
 FAULTY = {
     "1 +": "METHOD '{}:mine': SyntaxError: invalid syntax",
-    "mine = 7": "METHOD '{}:mine': TypeError: 7 is not a callable object",
+    "mine = 7": "{} has 'mine', which is 7, expected a correction, or a function or class that returns one",
     "def mine(): return 7": "METHOD '{0}:mine': TypeError: {0}:mine built a int, expected an offcorr.Correction",
     "def other(): return 7": "METHOD '{0}:mine': {0} defines no 'mine'",
     "def mine(): return missing": "METHOD '{}:mine': NameError: name 'missing' is not defined",
